@@ -1,4 +1,4 @@
-"""The body of a ``shard_map`` as it runs: which axes are bound, on which mesh, and whether types are checked."""
+"""The running body of a ``shard_map``: its mesh, its bound axes, and whether types are checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fspmd.transport.frame import UNEVEN
 
 
 class Body:
-    """What holds inside a body. One object serves every call of the same plan."""
+    """The state of a body. One object serves every call of the same plan."""
 
     __slots__ = (
         "asks",
@@ -36,15 +36,15 @@ class Body:
         "unlike",
     )
     mesh: Mesh
-    axes: frozenset[str]  # bound axes, those of enclosing bodies too
+    axes: frozenset[str]  # bound axes, including those of enclosing bodies
     typed: frozenset[str]  # axes over which the types of values are known
-    foreign: frozenset[str]  # axes of enclosing bodies whose types are not kept as they are here: no collectives
-    uneven: bool  # a block's shape may differ from rank to rank (`mark_uneven`)
+    foreign: frozenset[str]  # axes of an enclosing body of the other `checked`; collectives over them are refused
+    uneven: bool  # the shape of a block may differ from rank to rank (`mark_uneven`)
     empty: bool  # some rank is known to have a block without elements
-    linear: bool  # whatever it does with pending sums is linear in them
-    mapped: frozenset[str]  # axes along which each rank has elements of its own of a dim that is mapped
-    unlike: frozenset[str]  # of these, where each element draws random numbers of its own
-    asks: bool  # before a collective on what may be uneven blocks ranks compare their shapes
+    linear: bool  # the body is linear in pending sums
+    mapped: frozenset[str]  # axes that cut a dim over which `vmap` maps: each rank has elements of its own
+    unlike: frozenset[str]  # the mapped axes along which each element draws random numbers of its own
+    asks: bool  # ranks compare their shapes before a collective on blocks that may be uneven
 
     def __init__(self, mesh: Mesh, axes: frozenset[str], checked: bool, name: str, outer: Body | None = None) -> None:
         self.mesh = mesh
@@ -62,30 +62,30 @@ class Body:
         self.uneven = self.empty = self.linear = False
 
     def mark_uneven(self, empty: bool = False) -> None:
-        """A block's shape may differ from rank to rank; ``empty``: on some there is none."""
+        """Note that the shape of a block may differ from rank to rank, and with ``empty`` that some block is empty."""
         self.uneven = True
         self.empty |= empty
-        if self.mesh.transport != "simulation":  # there a size that does differ says so
+        if self.mesh.transport != "simulation":  # a simulation knows the sizes of all ranks
             UNEVEN.add(self.mesh)
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The sizes of mesh axes."""
+        """Return the sizes of mesh axes."""
         return tuple(self.mesh.shape[axis] for axis in axes)
 
 
 class _State(threading.local):
     body: Body | None = None
     tracker: Any = None
-    completes = False  # in a function of the user, on blocks, whose gradients are to be there on all ranks
-    rank_mapped = False  # in a function that rank_map runs
-    seeks_mesh: Callable[[Mesh], None] | None = None  # told of the mesh of the first shard_map, where one is sought
+    completes = False  # within a user's function on blocks, whose gradients must exist on all ranks
+    rank_mapped = False  # within a function that rank_map runs
+    seeks_mesh: Callable[[Mesh], None] | None = None  # called with the mesh of the first shard_map
 
 
 state = _State()
-RUNNING: Final[list[Body | None]] = []  # an entry for each body that runs, of whatever thread: whether to ask the state
+RUNNING: Final[list[Body | None]] = []  # one entry per running body of any thread; if it is empty, `state` is not read
 
 
-#: what a message shows: the call on a block of rows sharded over x, and the spec of its result
+#: the example in an error: the call on a block of rows sharded over x, and the spec of its result
 _EXAMPLES: Final = {
     "psum": ("psum(x, 'x')", "P()"),
     "pmean": ("pmean(x, 'x')", "P()"),
@@ -109,7 +109,11 @@ _EXAMPLES: Final = {
 
 
 def bound_body(what: str) -> Body:
-    """The running body; raises `AxisError` outside any."""
+    """Return the running body.
+
+    Raises:
+        AxisError: No body runs.
+    """
     body = state.body
     if body is None:
         if state.rank_mapped:
@@ -126,7 +130,11 @@ def bound_body(what: str) -> Body:
 
 
 def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
-    """The axes as a tuple of bound names; raises `AxisError` for anything else."""
+    """Return the axes as a tuple of bound names.
+
+    Raises:
+        AxisError: ``axis_name`` is not a bound axis or a tuple of bound axes.
+    """
     if isinstance(axis_name, str):
         axes: tuple[str, ...] = (axis_name,)
     elif isinstance(axis_name, (tuple, list)):
@@ -139,7 +147,7 @@ def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
         )
     for axis in axes:
         if not isinstance(axis, str):
-            raise AxisError(f"{what} got {described(axis)} in axis_name; an axis is named by a string")
+            raise AxisError(f"{what} got {described(axis)} in axis_name; name an axis by a string")
         if axis not in body.axes:
             known = quoted(body.mesh.ordered(body.axes))
             hint = ""
@@ -161,7 +169,7 @@ def within(body: Body | None, tracker: Any) -> Iterator[None]:
         if tracker is None:
             yield
         else:
-            with EnableTorchFunction(), tracker:  # backward may have been started with it disabled
+            with EnableTorchFunction(), tracker:  # backward may have started with torch functions disabled
                 yield
     finally:
         state.body, state.tracker = before

@@ -1,7 +1,7 @@
-"""Copies that stand where torch gives views: an operand was moved, or its blocks lie in memory so that they have none.
+"""Copies where torch gives views: the operand was moved, or its blocks have no such view in memory.
 
-A copy must not be written into, and its operand not while the copy is alive, since neither would be seen by the other.
-That is noted on the memory of both, so all that lies there tells it: views, detached tensors, other dtypes.
+A write into a copy is refused, and so is a write into its operand while the copy is alive: the other of the two would
+not see the write. Both are noted on the storage, so that views, detached tensors and other dtypes of it are covered.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from torch import Tensor
 from fspmd.errors import VarianceError
 from fspmd.remembered import memory_of
 
-_COPY: Final = "_fspmd_copy"  # on memory: what made a copy where a view should be
-_COPIES: Final = "_fspmd_copies"  # on memory: the living memories of copies of it
-_ROOT: Final = "_fspmd_root"  # on memory of a copy: that of which it, and the copies it is made of, should be views
+_COPY: Final = "_fspmd_copy"  # on the storage of a copy: the name of the function that made it
+_COPIES: Final = "_fspmd_copies"  # on a storage: weak references to the storages of its copies
+_ROOT: Final = "_fspmd_root"  # on the storage of a copy, or a copy of a copy: the storage that it should view
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether a block is another, or a view of it or of what that views, or lies in the same memory otherwise."""
+    """Return whether two blocks lie in the same memory, as views of one tensor or otherwise."""
     base = x._base
     return (base is not None and (base is y or base is y._base)) or memory_of(x) is memory_of(y)
 
 
 def as_copies(out: Any, x: Tensor, name: str) -> Any:
-    """The results of a function, which should be views of a block, as copies of it; each in memory that is not its."""
+    """Return the results of the function ``name``, which should be views of ``x``, as copies with own memory."""
     memory = memory_of(x)
-    above: torch.UntypedStorage | None = getattr(memory, _ROOT, _no_storage)()
-    root = memory if above is None else above  # an empty storage is False
-    every = [out] if isinstance(out, Tensor) else out
-    found = [one.clone() if memory_of(one) is memory else one for one in every]
-    alive = [one for one in getattr(root, _COPIES, ()) if one() is not None]
-    for one in found:
-        copy = memory_of(one)
-        setattr(copy, _COPY, name)
-        setattr(copy, _ROOT, weakref.ref(root))
-        alive.append(weakref.ref(copy))
+    parent: torch.UntypedStorage | None = getattr(memory, _ROOT, _no_storage)()
+    root = memory if parent is None else parent  # not `or`: an empty storage is False
+    results = [out] if isinstance(out, Tensor) else out
+    copies = [y.clone() if memory_of(y) is memory else y for y in results]
+    alive = [ref for ref in getattr(root, _COPIES, ()) if ref() is not None]
+    for copy in copies:
+        storage = memory_of(copy)
+        setattr(storage, _COPY, name)
+        setattr(storage, _ROOT, weakref.ref(root))
+        alive.append(weakref.ref(storage))
     setattr(root, _COPIES, alive)
-    return found[0] if isinstance(out, Tensor) else type(out)(found)
+    return copies[0] if isinstance(out, Tensor) else type(out)(copies)
 
 
 def _no_storage() -> None:
@@ -49,27 +49,32 @@ def _no_storage() -> None:
 
 
 def _alive_copy(memory: torch.UntypedStorage) -> str | None:
-    """What made a copy, still in use, that should be a view of some memory."""
-    return next((getattr(one, _COPY) for ref in getattr(memory, _COPIES, ()) if (one := ref()) is not None), None)
+    """Return the name of a function that made a copy of a storage, if the copy is still in use."""
+    return next((getattr(copy, _COPY) for ref in getattr(memory, _COPIES, ()) if (copy := ref()) is not None), None)
 
 
 def refuse_copy(block: Tensor, name: str) -> torch.UntypedStorage:
-    """Raise `VarianceError` for a write into the memory of such a copy, or of which there is one; else give that."""
+    """Return the storage of a block that ``name`` writes into.
+
+    Raises:
+        VarianceError: The block is a copy that should be a view, or such a copy of it is in use.
+    """
     memory = memory_of(block)
     marked = memory.__dict__
     if _COPY not in marked and _COPIES not in marked:
         return memory
     if _alive_copy(memory) is not None:
-        gc.collect()  # what nothing but garbage holds is not in use, on whatever rank
-    if (taken := _alive_copy(memory)) is not None:
+        gc.collect()  # a copy that only garbage refers to is not in use, on any rank
+    if (function := _alive_copy(memory)) is not None:
         raise VarianceError(
-            f"{name} writes into a value of which {taken}, taken before and still in use, should be a "
-            "view but is a copy, since its operand was moved, or its blocks have no such view; it would not see the "
-            "write: take it again after the write, keep a clone() of it, or write into a new value instead, x = x + ..."
+            f"{name} writes into a value while the result of {function} is in use, which should be a view of it but is "
+            "a copy, since its operand was moved, or its blocks have no such view; the copy would not see the write: "
+            f"call {function} again after the write, keep a clone() of its result, or write into a new value instead, "
+            "x = x + ..."
         )
-    if (made_by := marked.get(_COPY)) is not None:
+    if (function := marked.get(_COPY)) is not None:
         raise VarianceError(
-            f"{name} writes into a copy: {made_by} gave no view, since its operand was moved, or its blocks have no "
+            f"{name} writes into a copy: {function} gave no view, since its operand was moved, or its blocks have no "
             "such view; write into the operand itself, x[...] = value, or reshard it before the view is taken"
         )
     return memory

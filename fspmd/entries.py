@@ -1,4 +1,4 @@
-"""What a partition spec says of one dim: the mesh axes that cut it, or the dims it is made of, each with its own."""
+"""An entry of a partition spec: the mesh axes that cut a dim, or the factors of a flat dim, each with its own axes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fspmd.messages import described
 
 T = TypeVar("T")
 Axes = tuple[str, ...]
-Factors = tuple[tuple[int, Axes], ...]  # sizes, and the axes that cut each, the leading one first
+Factors = tuple[tuple[int, Axes], ...]  # sizes, and the axes that cut each, the leading size first
 
 
 class Flat:
-    """The entry of a dim that dims were flattened to: their sizes, leading first, and the entry of each.
+    """The entry of a flat dim: the size and the entry of each dim that was flattened, leading first.
 
-    A block is that of all of them, flattened: of ``(4, 6)`` under ``P(None, "x")``, flattened, the columns of a rank in
-    each of the four rows. Nothing moves to flatten a tensor, nor to view it as it was. Equal values are one object.
+    A block of a flat dim is the block of its dims, flattened. For ``(4, 6)`` under ``P(None, "x")`` it has the columns
+    of a rank in each of the four rows. Nothing moves to flatten a tensor, or to view it as it was. Equal values are one
+    object.
 
     >>> Flat((4, None), (6, "x"))
     Flat((4, None), (6, 'x'))
@@ -33,15 +34,15 @@ class Flat:
     size: int
 
     def __new__(cls, *factors: tuple[int, Any]) -> Flat:
-        found = tuple(_factor(one) for one in factors)
-        made = _FLATS.get(found)
-        if made is None:
-            made = object.__new__(cls)
-            axes = tuple(axis for _, own in found for axis in own)
-            for slot, value in (("factors", found), ("axes", axes), ("size", prod(n for n, _ in found))):
-                object.__setattr__(made, slot, value)
-            _FLATS[found] = made
-        return made
+        checked = tuple(_factor(factor) for factor in factors)
+        flat = _FLATS.get(checked)
+        if flat is None:
+            flat = object.__new__(cls)
+            axes = tuple(axis for _, factor_axes in checked for axis in factor_axes)
+            for slot, value in (("factors", checked), ("axes", axes), ("size", prod(n for n, _ in checked))):
+                object.__setattr__(flat, slot, value)
+            _FLATS[checked] = flat
+        return flat
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Flat is immutable; write a new one instead of setting {name!r}")
@@ -60,18 +61,22 @@ _FLATS: Final[WeakValueDictionary[Factors, Flat]] = WeakValueDictionary()
 Entry = None | str | Axes | Flat
 
 
-def _factor(given: object) -> tuple[int, Axes]:
-    if isinstance(given, tuple) and len(given) == 2 and type(given[0]) is int and given[0] >= 0:
-        entry = checked_entry(given[1], "Flat")
+def _factor(pair: object) -> tuple[int, Axes]:
+    if isinstance(pair, tuple) and len(pair) == 2 and type(pair[0]) is int and pair[0] >= 0:
+        entry = checked_entry(pair[1], "Flat")
         if not isinstance(entry, Flat):
-            return given[0], entry_axes(entry)
+            return pair[0], entry_axes(entry)
     raise SpecError(
-        f"Flat got {described(given)}; give it the size and the entry of each dim, such as Flat((4, None), (6, 'x'))"
+        f"Flat got {described(pair)}; give it the size and the entry of each dim, such as Flat((4, None), (6, 'x'))"
     )
 
 
 def checked_entry(entry: object, what: str) -> Entry:
-    """An entry in its normal form; raises `SpecError` for what is none."""
+    """Return an entry in its normal form. ``what`` names the caller in the error.
+
+    Raises:
+        SpecError: ``entry`` is not an entry.
+    """
     if entry is None or isinstance(entry, (str, Flat)):
         return entry
     if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
@@ -84,50 +89,54 @@ def checked_entry(entry: object, what: str) -> Entry:
 
 
 def checked_entries(entries: Iterable[object]) -> tuple[tuple[Entry, ...], tuple[Axes, ...]]:
-    """Those of a ``P`` in their normal form, and the axes that each names."""
+    """Return the entries of a ``P`` in their normal form, and the axes that each names."""
     normal = tuple([checked_entry(entry, "P") for entry in entries])
     return normal, tuple(map(axes_within, normal))
 
 
 def entry_axes(entry: Entry) -> Axes:
-    """The axes of one entry, major first; of a `Flat`, which cuts a dim into no consecutive blocks, a `SpecError`."""
+    """Return the axes of an entry, major first.
+
+    Raises:
+        SpecError: The entry is a `Flat`, whose blocks are not consecutive.
+    """
     if entry is None:
         return ()
     if isinstance(entry, Flat):
         raise SpecError(
-            f"a dim lies as {entry!r}, not in consecutive blocks, which are needed here; move the value first: "
+            f"consecutive blocks are needed here, but a dim lies as {entry!r}; move the value first: "
             f"x = reshard(x, P(...)), with {entry_of(entry.axes)!r} or None for that dim"
         )
     return (entry,) if isinstance(entry, str) else entry
 
 
 def axes_within(entry: Entry) -> Axes:
-    """The axes that an entry names, whatever it is."""
+    """Return the axes that an entry names, `Flat` or not."""
     return entry.axes if isinstance(entry, Flat) else entry_axes(entry)
 
 
 def entry_of(axes: Axes) -> Entry:
-    """The entry of some axes, as a P has it."""
+    """Return the entry of some axes in its normal form."""
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 
 def without(entry: Entry, axes: Iterable[str]) -> Entry:
-    """The entry without some axes."""
+    """Return the entry without some axes."""
     gone = set(axes)
     if isinstance(entry, Flat):
-        factors = tuple((n, tuple(a for a in own if a not in gone)) for n, own in entry.factors)
-        return Flat(*factors) if any(own for _, own in factors) else None
+        factors = tuple((n, tuple(a for a in factor_axes if a not in gone)) for n, factor_axes in entry.factors)
+        return Flat(*factors) if any(factor_axes for _, factor_axes in factors) else None
     return entry_of(tuple(a for a in entry_axes(entry) if a not in gone))
 
 
 def sized(size: int, axes: Axes) -> str:
-    """``8``, ``8@x``, ``8@(x,y)``."""
+    """Return the text of a dim: ``8``, ``8@x``, ``8@(x,y)``."""
     return str(size) + ("" if not axes else f"@{axes[0]}" if len(axes) == 1 else f"@({','.join(axes)})")
 
 
 @functools.lru_cache(maxsize=4096)
 def blocks(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """``(offset, length)`` of every block of a dim of ``size`` cut by axes of sizes ``parts``, in row-major order.
+    """Return ``(offset, length)`` of each block of a dim cut by axes of sizes ``parts``, in row-major order.
 
     >>> blocks(5, (4,))
     ((0, 2), (2, 2), (4, 1), (5, 0))
@@ -146,18 +155,18 @@ def blocks(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(cut)
 
 
-# --- dims that are made of dims ---------------------------------------------------------------------------------------
+# --- flat dims --------------------------------------------------------------------------------------------------------
 
 
 def factors_of(entry: Entry, size: int) -> Factors:
-    """What a dim of that size is made of; one that was not flattened, of itself."""
+    """Return the factors of a dim. A dim that is not flat has one factor: itself."""
     return entry.factors if isinstance(entry, Flat) else ((size, entry_axes(entry)),)
 
 
 def joined(factors: Iterable[tuple[int, Axes]], sizes: dict[str, int]) -> Entry:
-    """The entry of a dim made of such factors, on a mesh of such axes: a `Flat` of as few factors as can be.
+    """Return the entry of a dim with these factors, on a mesh with axes of ``sizes``: a `Flat` of the fewest factors.
 
-    Neighbours are one factor where their blocks are the consecutive ones of a dim of their product.
+    Neighbours become one factor where their blocks are the consecutive blocks of a dim of the product of their sizes.
 
     >>> joined([(4, ("x",)), (2, ())], {"x": 2}), joined([(2, ()), (2, ()), (4, ("x",))], {"x": 2})
     ('x', Flat((4, None), (4, 'x')))
@@ -165,7 +174,7 @@ def joined(factors: Iterable[tuple[int, Axes]], sizes: dict[str, int]) -> Entry:
     stack: list[tuple[int, Axes]] = []
     for factor in factors:
         stack.append(factor)
-        while len(stack) > 1 and _join(*(_parts(one, sizes) for one in stack[-2:])):
+        while len(stack) > 1 and _can_join(*(_parts(pair, sizes) for pair in stack[-2:])):
             m, minor = stack.pop()
             n, major = stack.pop()
             stack.append((n * m, (*major, *minor)))
@@ -179,11 +188,11 @@ def _parts(factor: tuple[int, Axes], sizes: dict[str, int]) -> tuple[int, tuple[
 
 
 @functools.lru_cache(maxsize=4096)
-def _join(major: tuple[int, tuple[int, ...]], minor: tuple[int, tuple[int, ...]]) -> bool:
+def _can_join(major: tuple[int, tuple[int, ...]], minor: tuple[int, tuple[int, ...]]) -> bool:
     (n, outer), (m, inner) = major, minor
-    whole = blocks(n * m, (*outer, *inner))
+    consecutive = blocks(n * m, (*outer, *inner))
     pairs = itertools.product(blocks(n, outer), blocks(m, inner))
-    for (offset, length), ((start, rows), (first, columns)) in zip(whole, pairs, strict=True):
+    for (offset, length), ((start, rows), (first, columns)) in zip(consecutive, pairs, strict=True):
         if length != rows * columns or (length and offset != start * m + first):
             return False
         if rows > 1 and 0 < columns < m:
@@ -192,7 +201,9 @@ def _join(major: tuple[int, tuple[int, ...]], minor: tuple[int, tuple[int, ...]]
 
 
 def refined(*several: Sequence[int]) -> tuple[int, ...] | None:
-    """The coarsest sizes of which all of these, of one product, are products of neighbours; None: there are none.
+    """Return the coarsest common refinement of lists of sizes with one product, or None if there is none.
+
+    Each size of each list is a product of neighbours of the refinement.
 
     >>> refined((4, 6), (8, 3)), refined((6, 4), (8, 3))
     ((4, 2, 3), None)
@@ -208,7 +219,7 @@ def refined(*several: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def runs(sizes: Iterable[int], finer: Sequence[tuple[int, T]]) -> Iterator[tuple[tuple[int, T], ...]]:
-    """For each of some sizes those of finer ones, each with something, that make it up; of a size of 1, none."""
+    """Yield for each size the (finer size, value) pairs whose sizes multiply to it. For a size of 1 there are none."""
     at = 0
     for size in sizes:
         start, product = at, 1
@@ -222,20 +233,20 @@ def runs(sizes: Iterable[int], finer: Sequence[tuple[int, T]]) -> Iterator[tuple
 def unflattened_axes(
     entry: Entry, sizes: tuple[int, ...], axis_sizes: tuple[tuple[str, int], ...]
 ) -> tuple[Axes, ...] | None:
-    """The axes of each of some dims, into which the blocks of a dim with that entry can be viewed; None: they cannot.
+    """Return the axes of dims of ``sizes`` as which the blocks of a dim with ``entry`` can be viewed, or None.
 
-    ``entry`` is as `joined` gives it. Axes keep their order; those that may stand on several dims stand on the first
-    that has more than one element.
+    ``entry`` is as `joined` returns it. Axes keep their order. An axis that could cut several dims cuts the first that
+    has more than one element.
 
     >>> unflattened_axes("x", (4, 6), (("x", 2),)), unflattened_axes("x", (3, 4), (("x", 2),))
     ((('x',), ()), None)
     """
-    axes, of_mesh = axes_within(entry), dict(axis_sizes)
+    axes, mesh_sizes = axes_within(entry), dict(axis_sizes)
     if not axes:
         return ((),) * len(sizes)
-    ways = itertools.combinations_with_replacement(range(len(sizes)), len(axes))
-    for places in sorted(ways, key=lambda way: sum(sizes[d] == 1 for d in way)):
-        found = tuple(tuple(a for a, d in zip(axes, places, strict=True) if d == dim) for dim in range(len(sizes)))
-        if joined(zip(sizes, found, strict=True), of_mesh) == entry:
-            return found
+    candidates = itertools.combinations_with_replacement(range(len(sizes)), len(axes))
+    for places in sorted(candidates, key=lambda dims: sum(sizes[d] == 1 for d in dims)):
+        dim_axes = tuple(tuple(a for a, d in zip(axes, places, strict=True) if d == dim) for dim in range(len(sizes)))
+        if joined(zip(sizes, dim_axes, strict=True), mesh_sizes) == entry:
+            return dim_axes
     return None

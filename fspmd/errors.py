@@ -1,6 +1,6 @@
-"""The exceptions of fspmd: one small family, so that ``except FspmdError`` catches every mistake of a user.
+"""The exceptions of fspmd: one family, so that ``except FspmdError`` catches every mistake of a user.
 
-A message says what was given, what was expected, and what to write instead.
+A message says what went wrong, what was given, and what to write instead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class FspmdError(ValueError):
-    """Base of every error that fspmd raises on wrong input: before any communication, on all ranks alike.
+    """The base of every error that fspmd raises on wrong input. It is raised before communication, on all ranks alike.
 
     >>> from fspmd import psum
     >>> try:
@@ -41,7 +41,7 @@ class ShapeError(FspmdError):
 
 
 class VarianceError(FspmdError):
-    """A value whose type over a mesh axis (invariant, varying, unreduced, reduced) does not allow what was asked."""
+    """A value whose type over a mesh axis (invariant, varying, unreduced, reduced) does not allow the operation."""
 
 
 class CommunicationError(FspmdError):
@@ -49,19 +49,19 @@ class CommunicationError(FspmdError):
 
 
 class LockstepError(FspmdError):
-    """Ranks that came to different collectives, or some that did not come, within ``lockstep``."""
+    """Ranks that reached different collectives within ``lockstep``, or a rank that reached none."""
 
 
 class RecordError(FspmdError):
-    """What ``jit`` cannot record: it would be a constant of the record, or be left out of it."""
+    """An action that ``jit`` cannot record: it would become a constant of the record, or be missing from it."""
 
 
 class ValuesNeededError(RecordError):
-    """What cannot be recorded of shapes alone."""
+    """An action that cannot be recorded from shapes alone, because it needs values."""
 
 
 class DonationError(FspmdError):
-    """A tensor used after ``jit`` was given its memory."""
+    """A tensor that is used after it was donated to ``jit``."""
 
 
 class ArgumentError(FspmdError):
@@ -69,7 +69,7 @@ class ArgumentError(FspmdError):
 
 
 def join_failures(header: str, failures: Iterable[str], advice: str = "") -> str:
-    """One message for all failing leaves: a header, one indented line each, and what to write instead."""
+    """Return one message for all failing leaves: a header, an indented line for each, and the advice."""
     lines = [header, *(f"  * {failure}" for failure in failures)]
     if advice:
         lines.append(advice)

@@ -1,7 +1,7 @@
-"""Shapes alone: fake tensors whose failures are told by the error that we raise, and not by torch's log as well.
+"""Fake tensors, which have shapes and no values. Torch's log stays silent about their errors, since fspmd raises them.
 
-Tensors on the meta device take far less time. Torch lays out what its kernels give there as on a GPU, unless it is told
-of which kind of device they are.
+Tensors on the meta device are far faster. Torch lays out the results of its kernels there as on a GPU, unless it is
+given another kind of device.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fspmd.torch_internals import (
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
-    """Within it torch works out shapes and dtypes, and its logger says nothing of what fails."""
+    """A mode in which torch computes shapes and dtypes. Its logger does not report errors."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.fake_tensor_converter = _Converter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten_grouped_mm and args[0].dtype is not torch.bfloat16:  # torch's kernels take those, this one not
-            given: list[torch.Tensor] = [*args[:3], *(kwargs or {}).values()]
-            a, b = given[:2]
-            groups = () if a.dim() != b.dim() else a.shape[:1] if a.dim() == 3 else given[2].shape
+        if func is aten_grouped_mm and args[0].dtype is not torch.bfloat16:  # only torch's real kernels take others
+            operands: list[torch.Tensor] = [*args[:3], *(kwargs or {}).values()]
+            a, b = operands[:2]
+            groups = () if a.dim() != b.dim() else a.shape[:1] if a.dim() == 3 else operands[2].shape
             with self:
                 return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
         if func is _VIEW and all(type(n) is int for n in (*args[0].shape, *args[1])):
-            with disable_dispatch_modes():  # torch's own fake view finds some where there are none
+            with disable_dispatch_modes():  # the fake view accepts some views that do not exist; this raises for them
                 torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(args[1])
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
@@ -47,7 +47,7 @@ _VIEW: Final = torch.ops.aten.view.default
 
 
 class _Converter(fake_tensor.FakeTensorConverter):
-    """Makes a fake tensor of one with values, without its gradient, which need not have its shape or dtype any more."""
+    """Converts a real tensor without its gradient, which may have another shape or dtype by now."""
 
     def from_real_tensor(self, fake_mode: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with disable_dispatch_modes(), DisableTorchFunction():
@@ -64,24 +64,24 @@ class _NotOurs(logging.Filter):
 logging.getLogger(fake_tensor.__name__).addFilter(_NotOurs())
 
 
-class _Told(threading.local):
+class _Device(threading.local):
     kind = ""
 
 
-_told: Final = _Told()
+_device: Final = _Device()
 
 
 @contextmanager
 def meta_tensors_as_on(kind: str) -> Iterator[None]:
-    """A block in which tensors on the meta device lie in memory as those on such a device."""
-    before, _told.kind = _told.kind, kind
+    """Lay out tensors on the meta device as on a device of this kind, within a ``with`` block."""
+    before, _device.kind = _device.kind, kind
     try:
         yield
     finally:
-        _told.kind = before
+        _device.kind = before
 
 
 def install() -> None:
-    """Have torch's functions on the meta device ask for the kind."""
+    """Make torch's functions on the meta device ask for the kind."""
     original = meta_functions.device_hint
-    meta_functions.device_hint = lambda x: _told.kind if _told.kind and x.is_meta else original(x)
+    meta_functions.device_hint = lambda x: _device.kind if _device.kind and x.is_meta else original(x)

@@ -1,4 +1,4 @@
-"""What fspmd replaces in torch, it replaces when it is first used. To import it leaves torch as it is."""
+"""Installs the wrappers of fspmd in torch at its first use. An import of fspmd leaves torch as it is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _LOCK: Final = threading.RLock()
 
 
 def at_first_use(*installs: Callable[[], None]) -> None:
-    """Call them when the first mesh, or jitted function, is made."""
+    """Call ``installs`` when the first mesh or jitted function is made."""
     _waiting.extend(installs)
 
 
 def begin() -> None:
-    """Install what waits. Whatever needs it is of a mesh, or jitted."""
+    """Install all wrappers. Every function that needs them takes a mesh or is jitted."""
     if _waiting:
-        with _LOCK:  # a second thread waits until all is there
+        with _LOCK:  # a second thread waits until all are installed
             for install in _waiting:
                 install()
             _waiting.clear()

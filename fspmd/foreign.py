@@ -1,4 +1,4 @@
-"""Tensors that are no blocks: another library's global tensors, and what does not lie in memory by strides."""
+"""Tensors that cannot be blocks: global tensors of other libraries, and tensors that are not dense."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fspmd.errors import ArgumentError
 IS: Final = "torch keeps in blocks of its own"
 ADVICE: Final = "write x = fspmd.from_dtensor(x) first, a Sharded of the same blocks, for which nothing moves"
 DENSE: Final = "make it dense: x.to_dense(), x.dequantize() or torch.nested.to_padded_tensor(x, 0.0)"
-_NAMES: Final = frozenset(("DTensor", "ShardedTensor"))  # by name, since who uses neither need not import them
+_NAMES: Final = frozenset(("DTensor", "ShardedTensor"))  # names, so that their modules need not be imported
 
 
 @functools.lru_cache(maxsize=1024)
 def _foreign_name(kind: type) -> str:
-    found = (base for base in kind.__mro__ if base.__module__.startswith("torch.distributed."))
-    return next((base.__name__ for base in found if base.__name__ in _NAMES), "")
+    bases = (base for base in kind.__mro__ if base.__module__.startswith("torch.distributed."))
+    return next((base.__name__ for base in bases if base.__name__ in _NAMES), "")
 
 
 def foreign_name(x: Any) -> str:
-    """``"DTensor"`` or ``"ShardedTensor"`` of such a tensor, "" of any other value.
+    """Return ``"DTensor"`` or ``"ShardedTensor"`` for a tensor of this class, and "" for other values.
 
     >>> import torch
     >>> foreign_name(torch.zeros(2))
@@ -34,7 +34,7 @@ def foreign_name(x: Any) -> str:
 
 
 def loose_kind(x: Tensor) -> str:
-    """What a tensor is that is not dense, such as "sparse_coo tensor"; "" of a dense one.
+    """Return the kind of a tensor that is not dense, such as "sparse_coo tensor"; "" for a dense one.
 
     >>> import torch
     >>> loose_kind(torch.eye(2).to_sparse()), loose_kind(torch.eye(2))
@@ -48,7 +48,7 @@ def loose_kind(x: Tensor) -> str:
 
 
 def misfit(x: Any) -> tuple[str, str] | None:
-    """What a tensor is that can be neither a block nor a global tensor, and what to write; None of all others.
+    """Return what is wrong with a tensor that cannot be a block, and what to write; None for any other value.
 
     >>> import torch
     >>> misfit(torch.eye(2))
@@ -61,12 +61,12 @@ def misfit(x: Any) -> tuple[str, str] | None:
 
 
 def refuse_misfit(x: Any, what: str) -> None:
-    """Raise `ArgumentError` of such a tensor; ``what``: who was given it, "device_put got"."""
+    """Raise `ArgumentError` for a tensor that cannot be a block. ``what`` begins the message: "device_put got"."""
     if found := misfit(x):
         raise ArgumentError(f"{what} {found[0]}; {found[1]}")
 
 
 def refuse_foreign(x: Any, what: str) -> None:
-    """Raise `ArgumentError` of such a tensor; ``what``: who was given it, "device_put got"."""
+    """Raise `ArgumentError` for a DTensor or ShardedTensor. ``what`` begins the message: "device_put got"."""
     if name := foreign_name(x):
         raise ArgumentError(f"{what} a {name} of shape {tuple(x.shape)}, which {IS}; {ADVICE}")

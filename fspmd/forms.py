@@ -1,7 +1,7 @@
-"""How torch would keep a global tensor in memory: what `Sharded.stride` tells, and a part of what decides a call.
+"""The strides that torch would give a global tensor. `Sharded.stride` returns them, and calls may depend on them.
 
-A *form* is the spec itself where torch would keep a new tensor, and else a `Strided`. Blocks tell nothing of it: they
-are moved, and dims of one element have any stride.
+A *form* is the spec itself if torch would lay out the global tensor as a new tensor, and otherwise a `Strided`. The
+form cannot be read off the blocks: they are moved, and dims of one element have any stride.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _FORMS: Final[WeakValueDictionary[Any, Strided]] = WeakValueDictionary()
 
 
 class Strided:
-    """A spec of a value that torch would keep otherwise than a new tensor. Interned, as specs are."""
+    """The form of a value that torch would not lay out as a new tensor. Interned, as specs are."""
 
     __slots__ = ("__weakref__", "later", "spec", "strides")
     spec: TensorSpec
-    strides: Strides | None  # None: nobody knows
-    later: bool | None  # it begins later in its memory, where is known to the value; None: nobody knows
+    strides: Strides | None  # None: unknown
+    later: bool | None  # whether the offset is above 0; the value knows which; None: unknown
 
     def __repr__(self) -> str:
         strides = "unknown strides" if self.strides is None else f"strides {self.strides}"
@@ -29,7 +29,7 @@ class Strided:
 
     @property
     def laid(self) -> Laid:
-        """What it tells of a value."""
+        """The strides of a value of this form, and its offset if it is 0."""
         return Laid(self.strides, 0 if self.later is False else None)
 
 
@@ -37,7 +37,7 @@ Form = TensorSpec | Strided
 
 
 class Laid(NamedTuple):
-    """How a value lies in memory: its strides, None where nobody knows, and where it begins, None as well."""
+    """The strides of a value in memory, and its offset. None means unknown."""
 
     strides: Strides | None
     start: int | None = 0
@@ -47,33 +47,33 @@ UNKNOWN: Final = Laid(None, None)
 
 
 def form_of(spec: TensorSpec, strides: Strides | None, later: bool | None) -> Form:
-    """The form of a value with such strides."""
+    """Return the form of a value with these strides."""
     if later is False and strides == packed(spec.shape):
         return spec
     key = spec, strides, later
-    found = _FORMS.get(key)
-    if found is None:
-        found = Strided()
-        found.spec, found.strides, found.later = key
-        found = _FORMS.setdefault(key, found)
-    return found
+    form = _FORMS.get(key)
+    if form is None:
+        form = Strided()
+        form.spec, form.strides, form.later = key
+        form = _FORMS.setdefault(key, form)
+    return form
 
 
 def packed(shape: tuple[int, ...]) -> Strides:
-    """The strides of a new tensor.
+    """Return the strides of a new tensor.
 
     >>> packed((2, 3, 4)), packed((2, 0, 4))
     ((12, 4, 1), (4, 4, 1))
     """
-    found, step = [], 1
+    strides, step = [], 1
     for size in reversed(shape):
-        found.append(step)
+        strides.append(step)
         step *= max(size, 1)
-    return tuple(reversed(found))
+    return tuple(reversed(strides))
 
 
 def order_in_memory(strides: Strides) -> list[int]:
-    """The dims of a value, the outermost in its memory first.
+    """Return the dims of a value, the outermost in memory first.
 
     >>> order_in_memory((1, 12, 4))
     [1, 2, 0]
@@ -82,7 +82,7 @@ def order_in_memory(strides: Strides) -> list[int]:
 
 
 def is_dense(shape: tuple[int, ...], strides: Strides) -> bool:
-    """Whether such a value has each place of its memory for one element.
+    """Return whether the elements of a value fill its memory, each place once.
 
     >>> is_dense((2, 3), (1, 2)), is_dense((2, 3), (0, 1)), is_dense((2, 3), (6, 2))
     (True, False, False)

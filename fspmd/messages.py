@@ -1,4 +1,4 @@
-"""Words that error messages share: counted nouns, mesh axes, what was given, and one message for all failing leaves."""
+"""Parts that error messages share: counted nouns, mesh axes, descriptions of values, one message for many leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 60  # characters of a value's own text, and keys of a dict
 
 
 def counted(n: int, noun: str) -> str:
-    """The number with its noun.
+    """Return a number with its noun.
 
     >>> counted(1, "entry"), counted(2, "entry"), counted(3, "dim")
     ('1 entry', '2 entries', '3 dims')
@@ -27,7 +27,7 @@ def counted(n: int, noun: str) -> str:
 
 
 def quoted(names: Iterable[object]) -> str:
-    """Names in quotes, with commas.
+    """Return names in quotes, with commas.
 
     >>> quoted(("x", "y"))
     "'x', 'y'"
@@ -36,7 +36,7 @@ def quoted(names: Iterable[object]) -> str:
 
 
 def as_axis_name(axes: Sequence[str]) -> str:
-    """What to write for the ``axis_name`` of a collective.
+    """Return the ``axis_name`` of a collective as a user writes it.
 
     >>> as_axis_name(("x",)), as_axis_name(("x", "y"))
     ("'x'", "('x', 'y')")
@@ -45,7 +45,7 @@ def as_axis_name(axes: Sequence[str]) -> str:
 
 
 def a(noun: str) -> str:
-    """The noun with its article.
+    """Return a noun with its article.
 
     >>> a("tensor"), a("int")
     ('a tensor', 'an int')
@@ -54,7 +54,7 @@ def a(noun: str) -> str:
 
 
 def described(x: Any) -> str:
-    """What a value is, in a few words: for values that are of a wrong kind.
+    """Describe a value of a wrong kind in a few words.
 
     >>> described(0.1), described("sgd"), described(None), described([1, 2]), described(torch.zeros(2, 3))
     ('the float 0.1', "the string 'sgd'", 'None', 'the list [1, 2]', 'a tensor of shape (2, 3)')
@@ -85,7 +85,7 @@ def described(x: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One failing leaf: what is wrong, the class of error it alone would raise, and what to write instead."""
+    """A failing leaf: its message, the class of the error that it alone would raise, and what to write instead."""
 
     text: str
     error: type[FspmdError]
@@ -93,13 +93,13 @@ class Failure:
 
 
 def refuse(header: str, failures: Sequence[Failure]) -> NoReturn:
-    """Raise one error for all failures, of the class of the first; advice they share is given once."""
+    """Raise one error for all failures, of the class of the first. Each advice is given once."""
     advice = "\n".join(dict.fromkeys(failure.advice for failure in failures if failure.advice))
     raise failures[0].error(join_failures(header, [failure.text for failure in failures], advice))
 
 
 def one_python_value(call: str, shown: str, axes: Iterable[str], instead: str = "") -> str:
-    """For a Python value asked of a value that differs from rank to rank."""
+    """Return the message for a call that needs a Python value of a varying value."""
     equal = (
         "make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, "
         "rank by rank"
@@ -109,7 +109,7 @@ def one_python_value(call: str, shown: str, axes: Iterable[str], instead: str = 
 
 
 def written_in_place(call: str, shown: str, axes: Iterable[str], instead: str = "") -> str:
-    """For a write of a value that differs from rank to rank into one that does not."""
+    """Return the message for a call that writes a varying value into a value that is equal on all ranks."""
     new = "compute a new tensor (x = x + y, not x += y), or write into one that varies: torch.zeros_like(y)"
     return (
         f"{call} would write a value that varies over {quoted(sorted(axes))} into {shown}, which is equal on all ranks "
@@ -124,7 +124,7 @@ WRITTEN_CAST = (
 
 
 def micros(time: float) -> str:
-    """A time to three digits, or to the µs.
+    """Return the text of a time, to three digits or to the µs.
 
     >>> micros(3.14159), micros(51031.0)
     ('3.14 µs', '51,031 µs')
@@ -133,7 +133,7 @@ def micros(time: float) -> str:
 
 
 def style_by_rows(path: str, axis: str = "") -> str:
-    """The argument by which modules at such a path run on each rank's rows.
+    """Return the argument that makes the modules at a path run on each rank's rows.
 
     >>> style_by_rows("layers.0.moe", "x")
     'styles={"layers.*.moe": OnBlocks(axis="x", input=None, result=None, output=None)}'

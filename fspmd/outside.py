@@ -1,4 +1,4 @@
-"""What is called outside of bodies, on a mesh: which mesh that is, and that no body runs."""
+"""Checks of functions that are called outside of bodies: no body runs, and there is a mesh."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from fspmd.tracing import refuse_traced
 
 
 def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
+    """Return ``mesh``, or the mesh that is set, for the function named ``what``.
+
+    Raises:
+        ArgumentError: A body runs, or ``mesh`` is not a mesh.
+        MeshError: There is no mesh, or this process is not a member of it.
+    """
     check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
-    found = mesh or current_mesh()
-    if found is None:
+    mesh = mesh or current_mesh()
+    if mesh is None:
         raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
-    check_member(found, what)
-    return found
+    check_member(mesh, what)
+    return mesh
 
 
 def check_outside(what: str) -> None:
-    """Raise `ArgumentError` in a body, and `RecordError` while torch writes down a graph."""
+    """Raise `ArgumentError` in a body, and `RecordError` while torch traces a graph."""
     refuse_traced(what)
     if state.body is not None:
         raise ArgumentError(
@@ -31,7 +37,7 @@ def check_outside(what: str) -> None:
 
 
 def check_member(mesh: Mesh, what: str, error: Exception | None = None) -> None:
-    """Raise `MeshError` in a process outside of a mesh, where it may have come of ``error``."""
+    """Raise `MeshError` in a process that is not a member of a mesh. ``error`` is its cause, if there is one."""
     if mesh.coordinate() is None:
         raise MeshError(
             f"{what}: this process is not a member of {mesh!r}; call it on members only: "

@@ -1,4 +1,4 @@
-"""The forward-backward pairs: the one table of what communicates, between which types, and what its transpose is.
+"""The table of collectives: for each the types before and after, the kernel and the transpose.
 
 Every row is linear, so its derivative is itself and its gradient is its transpose. ``[A] [B]`` are the blocks of two
 ranks; a leading ``+`` marks a pending sum.
@@ -25,7 +25,7 @@ from fspmd.transport.carriers import FLOATS
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One row: a collective from one type to another, and the row that is its transpose."""
+    """A row: a collective from one type to another, and the name of the row that is its transpose."""
 
     name: str
     source: str
@@ -70,20 +70,20 @@ PAIRS: Final[dict[str, Pair]] = {
             "[a0,a1] [b0,b1] => [a0,b0] [a1,b1], any lengths",
         ),
         ("ppermute", "V", "V", "permute", "ppermute", "[A] [B] => [B] [A]"),
-        # of any types but pending sums, which are handed on; each rank receives what it lacks
+        # types may be any; pending sums stay pending; each rank receives the elements that it lacks
         ("reblock", "V", "V", "reblock", "reblock", "[a,b] [c,d] => [a] [b,c,d], any blocks to any others"),
         ("pbroadcast", "V", "V", "broadcast", "psum_to_root", "[A] [B] => [A] [A]"),
         ("psum_to_root", "V", "V", "reduce_to_root", "pbroadcast", "[A] [B] => [A+B] [0]"),
         ("broadcast_invariant", "V", "I", "broadcast_once", "invariant_to_root", "[A] [B] => A"),
         ("invariant_to_root", "I", "V", "at_root", "broadcast_invariant", "A => [A] [0]"),
-        # a simulated value equal on all ranks, from here on one copy per rank
+        # a simulated value that is equal on all ranks gets one copy per rank
         ("per_rank", "V", "V", "per_rank", "identity", "[A] [A] => [A] [A]"),
         ("identity", "V", "V", "alias", "identity", "[A] [B] => [A] [B]"),
-        # of any types: blocks viewed with other dims, the same elements in the same order
+        # types may be any; blocks are viewed with other dims, with the same elements in the same order
         ("view", "V", "V", "view", "view", "[A] [B] => [A'] [B'], of which dims are products or factors of theirs"),
-        # and back: copies that are equal, held once
+        # the way back: of equal copies one is kept
         ("held_once", "V", "V", "pick", "identity", "[A] [A] => A"),
-        # without types (check_vma=False): every rank's copy has a cotangent of its own
+        # without types (check_vma=False), where each rank's copy has its own cotangent
         ("psum_varying", "V", "V", "reduce", "psum_varying", "[A] [B] => [A+B] [A+B]"),
         ("leave_unchecked", "V", "I", "pick", "share_unchecked", "[A] [A] => A"),
         ("share_unchecked", "I", "V", "scale", "mean_unchecked", "A => [A/n] [A/n]"),
@@ -93,7 +93,7 @@ PAIRS: Final[dict[str, Pair]] = {
 
 
 class Call:
-    """One row over given axes with given options: a linear map, and its transpose. Interned by `call`."""
+    """A row of the table over some axes with some options: a linear map, and its transpose. Interned by `call`."""
 
     __slots__ = (
         "__weakref__",
@@ -117,10 +117,10 @@ class Call:
         transport = transport_of(mesh)
         self.kernel = getattr(transport, self.pair.kernel)
         self.views = self.pair.kernel in transport.views
-        named = PAIRS[self.pair.transpose].kernel in transport.views  # backward it is a name alone
-        self.idle = self.views and named
-        with_twin = named and options.op == "sum" and self.pair.kernel in transport.in_place
-        self.in_place: Any = getattr(transport, f"{self.pair.kernel}_in_place") if with_twin else None
+        idle_backward = PAIRS[self.pair.transpose].kernel in transport.views
+        self.idle = self.views and idle_backward
+        has_in_place = idle_backward and options.op == "sum" and self.pair.kernel in transport.in_place
+        self.in_place: Any = getattr(transport, f"{self.pair.kernel}_in_place") if has_in_place else None
         self.results: dict[Any, Any] = {}  # type of the operand -> type of the result, for the hot path
         self._transposed: Call | None = None
 
@@ -128,18 +128,18 @@ class Call:
         return f"{self.pair.name} over {self.axes}"
 
     def start(self, x: Tensor) -> Pending:
-        """Begin on a tensor below autograd."""
+        """Start the collective on a tensor, below autograd."""
         pending: Pending = self.kernel(x, self.mesh, self.axes, self.options)
         return pending
 
     def run(self, x: Tensor) -> Tensor:
-        """Begin and wait."""
+        """Start the collective and wait for its result."""
         result: Tensor = self.kernel(x, self.mesh, self.axes, self.options).wait()
         return result
 
     @property
     def transposed(self) -> Call:
-        """The map of gradients."""
+        """The call that gradients take."""
         if self._transposed is None:
             o, mesh = self.options, self.mesh
             if o.move is not None:
@@ -150,7 +150,7 @@ class Call:
                 o = o._replace(perm=tuple((destination, source) for source, destination in o.perm))
             elif self.pair.kernel == "exchange":
                 o = o._replace(dim=o.concat_dim, sizes=o.concat_sizes, concat_dim=o.dim, concat_sizes=o.sizes)
-            elif o.routes is not None:  # not interned: routes are as many as calls
+            elif o.routes is not None:  # not interned, since each call has routes of its own
                 self._transposed = Call(
                     self.pair.transpose, self.mesh, self.axes, o._replace(routes=o.routes.transposed)
                 )
@@ -159,12 +159,12 @@ class Call:
         return self._transposed
 
     def into(self, x: Tensor, out: Tensor) -> Pending:
-        """Begin, and have what comes of it written into ``out``."""
+        """Start the collective, which writes its result into ``out``."""
         kernel = getattr(transport_of(self.mesh), f"{self.pair.kernel}_into")
         return kernel(out, x, self.mesh, self.axes)  # type: ignore[no-any-return]
 
     def batched(self) -> Call:
-        """The same map with one more dim in front of every dim."""
+        """Return the call for blocks with one more dim in front."""
         o = self.options
         make = call if o.routes is None else Call
         return make(self.pair.name, self.mesh, self.axes, o._replace(dim=o.dim + 1, concat_dim=o.concat_dim + 1))
@@ -172,7 +172,7 @@ class Call:
 
 @functools.lru_cache(maxsize=8192)
 def call(name: str, mesh: Mesh, axes: tuple[str, ...], options: Options = Options()) -> Call:  # noqa: B008
-    """The interned `Call`: equal ones are one object for as long as somebody has it."""
+    """Return the interned `Call`. Equal calls are one object as long as it is in use."""
     return _CALLS.setdefault((name, mesh, axes, options), Call(name, mesh, axes, options))
 
 
@@ -188,47 +188,47 @@ _Watch = Callable[[Any, Call], Call]
 _Record = Callable[[Any, Call], Call | None]
 _watch: _Watch | None = None
 _record: _Record | None = None
-_profiled: _Watch | None = None  # watches while torch's profiler runs, and nobody else does
-_seen = False  # there is one of the first two
+_profiled: _Watch | None = None  # watches while torch's profiler runs and there is no other watcher
+_seen = False  # whether `_watch` or `_record` is set
 
 
 def watch_with(watch: _Watch | None) -> None:
-    """From here on ``watch`` sees each operand and call before it is applied, and gives the call that is."""
+    """Let ``watch`` see each operand and call before it is applied. It returns the call that is applied instead."""
     global _watch, _seen
     _watch = watch
     _seen = watch is not None or _record is not None
 
 
 def profile_with(profiled: _Watch) -> None:
-    """From here on ``profiled`` watches while torch's profiler runs."""
+    """Let ``profiled`` watch while torch's profiler runs."""
     global _profiled
     _profiled = profiled
 
 
 def record_with(record: _Record | None) -> None:
-    """The same for who records; who watches sees only calls that are not recorded, of which ``record`` gives None."""
+    """Let ``record`` see each operand and call. A call for which it returns None goes to the watcher, unrecorded."""
     global _record, _seen
     _record = record
     _seen = record is not None or _watch is not None
 
 
 def watches_with(watch: Callable[[Any, Call], Call]) -> bool:
-    """Whether it is ``watch`` that sees what is applied."""
+    """Return whether ``watch`` is the watcher."""
     return _watch is watch
 
 
 def is_watched() -> bool:
-    """Whether anybody sees what is applied."""
+    """Return whether there is a watcher."""
     return _watch is not None
 
 
 def is_seen() -> bool:
-    """Whether anybody watches or records what is applied, in any thread."""
+    """Return whether calls are watched or recorded, in any thread."""
     return _seen
 
 
 class StandIn(Call):
-    """A call in the place of a ``plain`` one, put there ``by`` who watches; so is its transpose."""
+    """A call that the watcher ``by`` puts in the place of a ``plain`` call. Its transpose is a stand-in, too."""
 
     __slots__ = ("by", "plain")
 
@@ -248,15 +248,15 @@ class StandIn(Call):
 
 
 def watched(x: Any, call: Call) -> Call:
-    """The call as who watches wants it; what is done without `apply` asks for it."""
-    record, watch = _record, _watch or (_profiled if profiler._is_profiler_enabled else None)  # others may end them
+    """Return the call that the recorder or the watcher puts in place of ``call``. `apply` and its likes ask for it."""
+    record, watch = _record, _watch or (_profiled if profiler._is_profiler_enabled else None)  # threads may reset them
     if record is not None and (recorded := record(x, call)) is not None:
         return recorded
     return call if watch is None else watch(x, call)
 
 
 def apply(x: Tensor, call: Call) -> Tensor:
-    """``call(x)``, differentiable any number of times, in reverse and forward mode, under ``torch.func`` too."""
+    """Return ``call(x)``, differentiable any number of times, in reverse and forward mode, and under ``torch.func``."""
     if count_dispatch_modes():
         refuse_traced(repr(call))
     if _seen or profiler._is_profiler_enabled:
@@ -269,12 +269,12 @@ def apply(x: Tensor, call: Call) -> Tensor:
                 if "Functionalize rule" not in str(error):
                     raise
                 raise ArgumentError(
-                    f"{call!r} was called under torch.func.functionalize, which knows nothing of collectives; leave "
+                    f"{call!r} was called under torch.func.functionalize, which does not know collectives; leave "
                     "functionalize out: writes into values are followed without it"
                 ) from error
         if x.requires_grad and _grad_enabled():
             if call.idle:
-                return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return] # which may be written into
+                return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return] # the result may be written into
             if call.in_place is not None and x.dtype in FLOATS and not x.is_neg():
                 return _apply_in_place(x, call)
             return _apply_plain(x, call)  # type: ignore[no-any-return]
@@ -282,12 +282,12 @@ def apply(x: Tensor, call: Call) -> Tensor:
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` or forward mode is at work, to which autograd is not all there is."""
+    """Return whether a transform of ``torch.func`` or forward mode is active, so that reverse autograd is not all."""
     return bool(transforms_active()) or forward_ad._current_level >= 0
 
 
 def given(x: Tensor, call: Call, y: Tensor) -> Tensor:
-    """``call(x)``, of which ``y`` has the values: forward nothing is done, backward what is done ever."""
+    """Return ``call(x)`` with the known values ``y``. Nothing runs forward. Backward runs the transpose as usual."""
     if _seen or profiler._is_profiler_enabled:
         call = watched(x, call)
     with DisableTorchFunction():
@@ -306,7 +306,7 @@ class _Given(torch.autograd.Function):
 
 
 class _Plain(torch.autograd.Function):
-    """The fast path: autograd alone."""
+    """The fast path: autograd without transforms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call) -> Tensor:
@@ -322,26 +322,26 @@ _apply_plain = super(torch.autograd.Function, _Plain).apply  # what Function.app
 
 
 def _apply_in_place(x: Tensor, call: Call) -> Tensor:
-    """Done in a clone, of which autograd knows the gradient: at half the cost of an ``autograd.Function``."""
+    """Run a call in place on a clone, whose gradient autograd knows, at half the cost of an ``autograd.Function``."""
     y = x.clone(memory_format=torch.contiguous_format)
     call.in_place(y.detach(), call.mesh, call.axes, call.options).wait()
-    y._backward_hooks = {0: functools.partial(_named, call)}
+    y._backward_hooks = {0: functools.partial(_back_in_place, call)}
     y.grad_fn._register_hook_dict(y)  # type: ignore[union-attr]
-    y._backward_hooks = None  # of the node alone: those of the tensor are the user's
+    y._backward_hooks = None  # the hook is the node's; the hooks of the tensor are the user's
     return y
 
 
-def _named(call: Call, g: Tensor | None) -> Tensor | None:
-    """A cotangent of which nothing but the type changes, unless it has one itself."""
+def _back_in_place(call: Call, g: Tensor | None) -> Tensor | None:
+    """Apply the transpose to a cotangent if that does more than change its type: if it is seen or differentiated."""
     if g is None or not (_seen or g.requires_grad or transforms_active()):
         return None
     return apply(g, call.transposed)
 
 
 def lend(x: Tensor, call: Call) -> Tensor:
-    """`apply`, of which the result is not written into; where it is a view of a leaf at half the cost.
+    """Return `apply` for a result that will not be written into.
 
-    There a hook on an ordinary view takes the place of an ``autograd.Function``.
+    For a view of a leaf it costs half: a hook on an ordinary view takes the place of an ``autograd.Function``.
     """
     if (
         _seen
@@ -361,13 +361,13 @@ def lend(x: Tensor, call: Call) -> Tensor:
 
 
 def _back(x: Tensor, call: Call, g: Tensor | None) -> Tensor | None:
-    """Of a view of ``x``. Without a gradient, too, it takes part in what others may communicate."""
+    """Apply the transpose to the cotangent of a view of ``x``. A rank without one takes part in the collective, too."""
     if g is None:
         total = apply(torch.zeros_like(x), call.transposed)
-        if total.any():  # torch does not let a hook put it in place of none
+        if total.any():  # torch does not let a hook replace a missing gradient
             raise ArgumentError(
-                f"a function between a tensor of shape {tuple(x.shape)} and its gradient gave None for it on this rank "
-                "alone: let its backward return zeros there"
+                f"a function that used a tensor of shape {tuple(x.shape)} returned None for its gradient on this rank "
+                "only: let its backward return zeros"
             )
         return None
     if _seen or g.requires_grad or type(g) is not Tensor:
@@ -376,7 +376,7 @@ def _back(x: Tensor, call: Call, g: Tensor | None) -> Tensor | None:
 
 
 class _Transformable(torch.autograd.Function):
-    """The same under vmap, jvp and the other transforms."""
+    """A call under vmap, jvp and the other transforms."""
 
     @staticmethod
     def forward(x: Tensor, call: Call) -> Tensor:
@@ -403,18 +403,18 @@ class _Transformable(torch.autograd.Function):
 
 
 class Flight:
-    """A collective between its start and its wait. The graph keeps only its route, so that nothing refers to itself."""
+    """A collective between its start and its wait. The graph keeps only its round trip, which avoids a cycle."""
 
-    __slots__ = ("pending", "route", "token")
+    __slots__ = ("pending", "token", "trip")
 
     def __init__(self, call: Call) -> None:
-        self.route = _RoundTrip(call)
+        self.trip = _RoundTrip(call)
         self.pending: Pending | None = None
         self.token: Tensor | None = None
 
 
 class _RoundTrip:
-    """What is called, and the transpose's flight once backward has begun it."""
+    """A call, and the flight of its transpose once backward has started it."""
 
     __slots__ = ("back", "call")
 
@@ -424,20 +424,20 @@ class _RoundTrip:
 
 
 def depart(x: Tensor, call: Call) -> Flight:
-    """Start without waiting. In backward the roles change: `land`'s gradient starts, `depart`'s waits."""
+    """Start a call without waiting. In backward `land` starts the transpose, and `depart` waits for it."""
     flight = Flight(watched(x, call))
     with DisableTorchFunction():
         if transforms_active() or forward_ad._current_level >= 0:
-            flight.pending = Pending(_Transformable.apply(x, flight.route.call))
+            flight.pending = Pending(_Transformable.apply(x, flight.trip.call))
         elif x.requires_grad and _grad_enabled():
             flight.token = _Depart.apply(x, flight)
         else:
-            flight.pending = flight.route.call.start(x)
+            flight.pending = flight.trip.call.start(x)
     return flight
 
 
 def land(flight: Flight) -> Tensor:
-    """Wait for the result."""
+    """Wait for the result of a flight."""
     with DisableTorchFunction():
         if flight.token is not None:
             return _Land.apply(flight.token, flight)  # type: ignore[no-any-return]
@@ -448,14 +448,14 @@ def land(flight: Flight) -> Tensor:
 class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
-        ctx.route = flight.route
-        flight.pending = flight.route.call.start(x)
+        ctx.trip = flight.trip
+        flight.pending = flight.trip.call.start(x)
         return x.new_empty(0)  # carries the graph; the data travels in the flight
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        route: _RoundTrip = ctx.route
-        back, route.back = route.back, None
+        trip: _RoundTrip = ctx.trip
+        back, trip.back = trip.back, None
         assert back is not None
         if back.token is not None:
             back.token = g
@@ -465,14 +465,14 @@ class _Depart(torch.autograd.Function):
 class _Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
-        ctx.route = flight.route
+        ctx.trip = flight.trip
         assert flight.pending is not None
         return flight.pending.wait()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        route: _RoundTrip = ctx.route
+        trip: _RoundTrip = ctx.trip
         with DisableTorchFunction():
-            route.back = depart(g, route.call.transposed)
-            token = route.back.token
+            trip.back = depart(g, trip.call.transposed)
+            token = trip.back.token
             return (g.new_empty(0) if token is None else token), None

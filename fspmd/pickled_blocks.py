@@ -1,4 +1,4 @@
-"""What a pickle knows of a block: which block it is, so that no other rank takes it for its own."""
+"""The place of a pickled block on its mesh, so that no other rank takes the block for its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fspmd.errors import MeshError, TreeError
 from fspmd.meshes import world
 from fspmd.spec import TensorSpec
 
-Place = tuple[tuple[str, int], ...]  # an index on each axis along which blocks differ
+Place = tuple[tuple[str, int], ...]  # the index of a block on each axis along which blocks differ
 
 _INSTEAD: Final = (
     "save and load a file per rank: torch.save(tree, f'{path}.{rank}'); or write device_get(tree) before torch.save, "
@@ -18,27 +18,27 @@ _INSTEAD: Final = (
 
 
 def refuse_checkpoint(spec: TensorSpec, place: Place) -> None:
-    """Raise `TreeError` where ``torch.distributed.checkpoint`` pickles a block, which it does on one rank for all."""
+    """Raise `TreeError` if ``torch.distributed.checkpoint`` pickles a block: it pickles on one rank for all."""
     frame = sys._getframe(1) if place and spec.mesh.transport == "process_group" else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
             raise TreeError(
-                f"torch.distributed.checkpoint pickles what is in a list or a tuple on one rank for all, and there is "
-                f"Sharded {spec!r}, of which each rank has another block; put it into a dict: "
+                f"torch.distributed.checkpoint got Sharded {spec!r} in a list or a tuple, whose entries it pickles on "
+                "one rank for all, but each rank has another block; put it into a dict: "
                 "{str(i): x for i, x in enumerate(values)}"
             )
         frame = frame.f_back
 
 
 def place_of(spec: TensorSpec) -> Place:
-    """Where this process stands on the axes along which blocks of the spec differ."""
+    """Return the index of this process on the axes along which blocks of the spec differ."""
     differ = spec.partition.axes | spec.partition.unreduced
     here = zip(spec.mesh.axis_names, spec.mesh.coordinate() or (), strict=False)
     return tuple((axis, index) for axis, index in here if axis in differ)
 
 
 def check_place(spec: TensorSpec, place: Place) -> None:
-    """Raise `MeshError` of a block that another rank has saved, or another world."""
+    """Raise `MeshError` for a block that was saved by another rank, or among more processes."""
     mesh = spec.mesh
     if mesh.transport != "process_group":
         return
@@ -54,7 +54,7 @@ def check_place(spec: TensorSpec, place: Place) -> None:
 
 
 def _shown(spec: TensorSpec, place: Place) -> str:
-    """``x=1 (elements 2:4 of dim 0)``."""
+    """Return the text of a place: ``x=1 (elements 2:4 of dim 0)``."""
     if not place:
         return "the same on all ranks"
     at = ", ".join(f"{axis}={index}" for axis, index in place)

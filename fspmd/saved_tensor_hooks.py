@@ -1,4 +1,4 @@
-"""Hooks on tensors that autograd saves, by which a checkpoint computes them again, while others differentiate."""
+"""Hooks on the tensors that autograd saves. A checkpoint uses such hooks to compute the tensors again in backward."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils import checkpoint
 from fspmd.errors import ArgumentError
 from fspmd.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 
-_NOTHING: Final = nullcontext()
+_NO_HOOKS: Final = nullcontext()
 
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Within, what is saved is kept: ``torch.func`` refuses to run under such hooks, and trials are none of theirs."""
+    """Suspend all hooks in a ``with`` block, for ``torch.func``, which refuses to run under them, and for trials."""
     hooks = []
     while (top := top_saved_tensors_hooks(True)) is not None:
         hooks.append(top)
@@ -32,30 +32,30 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 def is_checkpointed() -> bool:
-    """Whether what is saved here a checkpoint has."""
+    """Return whether a checkpoint takes the tensors that are saved here."""
     hooks = top_saved_tensors_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 class KeptTensors:
-    """What a gradient taken within a checkpointed function needs: kept while this lives, then as the checkpoint has it.
+    """Keeps the tensors that a gradient within a checkpointed function needs. Later the checkpoint provides them.
 
-    Torch alone would run the whole function again for it, in the midst of its forward, as far as it has come; that
-    costs, and ranks with empty blocks save other tensors: they would repeat other collectives.
+    Without it, torch would run the function again, up to the point that its forward has reached. That takes time. And
+    ranks with empty blocks save other tensors, so they would repeat other collectives.
     """
 
     def __init__(self) -> None:
         self.tensors: list[tuple[Tensor, int]] = []  # and their versions
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Within, tensors are saved here, too, if a checkpoint has them."""
+        """Return a context in which tensors that a checkpoint takes are kept here, too."""
         if not is_checkpointed():
-            return _NOTHING
+            return _NO_HOOKS
         pack, unpack = top_saved_tensors_hooks(True)
         here = ref(self)
 
         def save(x: Tensor) -> Any:
-            kept = here()  # graphs hold this function, and are not to hold what it has kept
+            kept = here()  # a weak reference: graphs hold this function and must not hold the tensors
             assert kept is not None
             kept.tensors.append((x.detach(), x._version))
             return len(kept.tensors) - 1, pack(x)
@@ -65,7 +65,7 @@ class KeptTensors:
             if (kept := here()) is None:
                 return unpack(packed)
             x, version = kept.tensors[place]
-            if x._version != version:  # computed again in the midst of forward it would be another value
+            if x._version != version:  # a recomputation in the middle of forward would give another value, too
                 raise ArgumentError(
                     f"a tensor of shape {tuple(x.shape)} that a gradient needs has been written into since; write "
                     "y = y + 1 instead of y += 1, or into a clone()"

@@ -1,4 +1,4 @@
-"""`Sharded`: this rank's block of a global tensor, with the spec that says how it lies on the mesh."""
+"""`Sharded`: this rank's block of a global tensor, and the layout of the global tensor on the mesh."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 
 
 class Sharded(Tensor):
-    """A pair of (local tensor, spec): a global tensor, of which ``local`` is this rank's block.
+    """A global tensor: a pair of (local, spec), where ``local`` is this rank's block.
 
     ``shape`` and ``dtype`` are those of the global tensor. In a simulation ``local`` holds the blocks of all ranks.
 
-    Write into the Sharded, not into ``local``: what was gathered or summed of a block for one use serves the next. A
-    later use of a block that was written into is refused on the rank that wrote. Torch counts no writes by
-    ``x.local.data``, NumPy or pointers: those are not seen, and later uses may have the value of before.
+    Write into the Sharded, not into ``local``. A gather or sum of a block serves all later uses, so a rank that uses a
+    block after writing into it gets an error. Torch does not count writes through ``x.local.data``, NumPy or pointers.
+    They go unseen, and later uses may have the old value.
 
-    All ranks make the same calls of fspmd, and of torch on Sharded values, in the same order, writes included. A rank
-    that runs ``x.mul_(2)`` alone, or makes a value, or sets ``requires_grad``, may later wait for others that do not
-    come, or take what they send for something else: `lockstep` finds where ranks part.
+    All ranks must make the same calls of fspmd, and of torch on Sharded values, in the same order, writes included. A
+    rank that alone runs ``x.mul_(2)``, makes a value or sets ``requires_grad`` may later wait forever, or take the
+    message of another call for its own. `lockstep` finds the call at which ranks differ.
 
-    It is a ``torch.Tensor`` so that libraries which ask for one take it. Torch functions reach it through
-    ``__torch_function__``, above autograd, and run on the block. What torch keeps below Python is a shell without data:
-    a function that gets there is refused.
+    A Sharded is a ``torch.Tensor``, so that libraries which expect a tensor accept it. Torch functions reach it through
+    ``__torch_function__``, above autograd, and run on the block. Below Python torch keeps a shell without data. A
+    function that would read the shell raises an error.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> x = device_put(torch.zeros(8, 4), P("x"), mesh=make_mesh((4,), ("x",)))
@@ -52,10 +52,10 @@ class Sharded(Tensor):
     """
 
     __slots__ = ("block", "form", "spec")
-    block: Tensor  # `local`, read and set at once
+    block: Tensor  # `local` without its checks
     spec: TensorSpec
-    form: Form  # the spec, where torch would keep the global tensor as a new one
-    __torch_function__: ClassVar[Callable[..., Any]]  # set where it is written
+    form: Form  # the spec itself, if torch would lay out the global tensor as a new tensor
+    __torch_function__: ClassVar[Callable[..., Any]]  # set by the global view
 
     def __new__(cls, local: Tensor, spec: TensorSpec) -> Sharded:
         if type(spec) is not TensorSpec:
@@ -70,7 +70,11 @@ class Sharded(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """What reached the shell: aten functions run as they do above; a gradient that would be lost is refused."""
+        """Run an aten function that reached the shell as a call of the global view.
+
+        Raises:
+            ArgumentError: A gradient would be lost, the function is not aten's, or a transform wraps the block.
+        """
         if func is aten_number:
             return args[0].item()
         given = [x for x in (*args, *(kwargs or {}).values()) if type(x) is Sharded]
@@ -79,10 +83,10 @@ class Sharded(Tensor):
                 f"{func} got {wrapped[0]!r} below the level of torch functions, within a transform such as grad or "
                 "vmap; instead of torch.tensor(x) write x.clone(), or return device_get(x) from the function"
             )
-        if kwargs and kwargs.get("device") == META:  # which torch.tensor(x) has read off the shell
+        if kwargs and kwargs.get("device") == META:  # torch.tensor(x) has read it off the shell
             kwargs = {**kwargs, "device": given[0].device}
-        followed = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        if func.namespace == "aten" and (not followed or func is torch.ops.aten.detach.default):
+        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        if func.namespace == "aten" and (not needs_gradient or func is torch.ops.aten.detach.default):
             return call_torch(func, args, kwargs)
         raise ArgumentError(
             f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where autograd "
@@ -91,15 +95,16 @@ class Sharded(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's block; in a simulation, those of all ranks.
+        """This rank's block. In a simulation it holds the blocks of all ranks.
 
-        To write into it, or to set it, is this rank's affair, of which the others know nothing. What was sent of a
-        block serves its later uses, so after the first of them the next raises where it was written into, and setting
-        raises at once, as it does within a graph: on all ranks if all of them did so, or on one alone. Write into the
-        Sharded instead, or make a new one, on all ranks: ``x.mul_(2)``, ``x = from_local(block, P("x"), mesh=mesh)``.
+        Other ranks do not see a write into it, or an assignment to it. A gather or sum of a block serves all its later
+        uses. So after the first use, a use of a block that was written into raises an error, on each rank that wrote.
+        An assignment raises at once. Write into the Sharded instead, or make a new one, on all ranks: ``x.mul_(2)``,
+        ``x = from_local(block, P("x"), mesh=mesh)``.
 
         Raises:
-            ArgumentError: it is set where either block was used before, is in a graph, or has another requires_grad.
+            ArgumentError: On assignment, if one of the two blocks was used before or is in a graph, or if their
+                ``requires_grad`` differs.
         """
         return self.block
 
@@ -108,9 +113,9 @@ class Sharded(Tensor):
         if is_bound(self.block) or is_bound(block) or self.block.requires_grad != block.requires_grad:
             raise ArgumentError(
                 f"x.local = block was written for {self!r}, where one of the two blocks was used before, or is in a "
-                "graph of autograd, or their requires_grad differs: the other ranks may not know of it, and would send "
-                "what this one does not; on all ranks write into x, with torch.no_grad(): x.copy_(y), or make a new "
-                "value, x = from_local(block, P(...), mesh=mesh)"
+                "graph of autograd, or their requires_grad differs: the other ranks may not know of it, and would wait "
+                "for this one; on all ranks write into x, with torch.no_grad(): x.copy_(y), or make a new value, "
+                "x = from_local(block, P(...), mesh=mesh)"
             )
         self.block = block
 
@@ -121,7 +126,7 @@ class Sharded(Tensor):
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
-        """Number of dims."""
+        """The number of dims."""
         return len(self.spec.shape)
 
     @property
@@ -130,10 +135,10 @@ class Sharded(Tensor):
         return self.spec.dtype
 
     def size(self, dim: int | None = None) -> Any:
-        """The global shape, or one of its sizes.
+        """Return the global shape, or the size of ``dim``.
 
         Raises:
-            ShapeError: there is no such dim.
+            ShapeError: There is no such dim.
         """
         if dim is None:
             return torch.Size(self.spec.shape)
@@ -143,24 +148,24 @@ class Sharded(Tensor):
             raise ShapeError(f"size({dim}) of {self!r}, whose dims are {-self.ndim} to {self.ndim - 1}") from None
 
     def dim(self) -> int:
-        """Number of dims."""
+        """Return the number of dims."""
         return len(self.spec.shape)
 
     def numel(self) -> int:
-        """Number of elements of the global tensor."""
+        """Return the number of elements of the global tensor."""
         return prod(self.spec.shape)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes of the global tensor."""
+        """The bytes of the global tensor."""
         return self.numel() * self.spec.dtype.itemsize
 
     def stride(self, dim: int | None = None) -> Any:
-        """What torch tells of the global tensor after the same calls; no rank need keep its block so.
+        """Return the strides that torch would give the global tensor after the same calls. Blocks may have others.
 
         Raises:
-            ArgumentError: nobody knows.
-            IndexError: there is no such dim.
+            ArgumentError: The strides are unknown.
+            IndexError: There is no such dim.
         """
         refuse_tracer(self)
         _check_known(self, "strides", "stride()")
@@ -168,33 +173,33 @@ class Sharded(Tensor):
             return _STRIDE(self) if dim is None else _STRIDE(self, dim)
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
-        """What torch tells of the global tensor after the same calls, as `stride`."""
+        """Return whether torch would keep the global tensor contiguous after the same calls, as for `stride`."""
         _check_known(self, "strides", "is_contiguous()")
         with DisableTorchFunction():
             return bool(_IS_CONTIGUOUS(self, memory_format=memory_format))
 
     def storage_offset(self) -> int:
-        """What torch tells of the global tensor after the same calls, as `stride`."""
+        """Return the offset that torch would give the global tensor after the same calls, as for `stride`."""
         _check_known(self, "later", "storage_offset()")
         with DisableTorchFunction():
             return int(_OFFSET(self))
 
     def is_floating_point(self) -> bool:
-        """Whether the dtype is a floating-point one."""
+        """Return whether the dtype is a floating-point one."""
         return self.spec.dtype.is_floating_point
 
     def is_complex(self) -> bool:
-        """Whether the dtype is a complex one."""
+        """Return whether the dtype is a complex one."""
         return self.spec.dtype.is_complex
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where this rank's block is."""
+        """The device of this rank's block."""
         return self.block.device
 
     @property
     def requires_grad(self) -> bool:
-        """Whether autograd follows the local tensor."""
+        """Whether autograd follows the block."""
         return self.block.requires_grad
 
     @requires_grad.setter
@@ -202,30 +207,30 @@ class Sharded(Tensor):
         self.of_local("requires_grad_", value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Sharded:
-        """Make the local tensor a leaf that autograd follows."""
+        """Make the block a leaf that autograd follows, or with False one that it does not."""
         self.of_local("requires_grad_", requires_grad)
         return self
 
     @property  # type: ignore[override]
     def grad(self) -> Sharded | None:
-        """The gradient that `backward` left on the local tensor: laid out as self, unreduced where self is reduced.
+        """The gradient that `backward` left on the block: laid out as self, but unreduced where self is reduced.
 
-        It is one object for as long as the local tensor has that gradient.
+        It is the same object as long as the block has this gradient.
         """
         gradient: Tensor | None = self.block.grad
         if gradient is None:
             return None
-        found: Sharded | None = self.__dict__.get(_GRAD)
-        if found is None or found.block is not gradient:
+        grad: Sharded | None = self.__dict__.get(_GRAD)
+        if grad is None or grad.block is not gradient:
             spec = self.spec.dual
             block = held_as(gradient, spec)
-            if self.form is self.spec and self.local.is_leaf:  # quickly
-                found = pair(block, spec)
+            if self.form is self.spec and self.local.is_leaf:  # the fast path
+                grad = pair(block, spec)
             else:
-                found = laid(block, spec, _lies_of_gradient(self))
-            self.__dict__[_GRAD] = found
-            remember_no_moves(block)  # backward adds to it, on some ranks perhaps
-        return found
+                grad = laid(block, spec, _lies_of_gradient(self))
+            self.__dict__[_GRAD] = grad
+            remember_no_moves(block)  # backward adds to it, perhaps on some ranks only
+        return grad
 
     @grad.setter
     def grad(self, value: Sharded | None) -> None:
@@ -237,8 +242,8 @@ class Sharded(Tensor):
         self.block.grad = None if value is None else value.local
         self.__dict__.pop(_GRAD, None)
         if value is not None and value.form is not self.form:
-            self.__dict__[_GRAD] = found = alike(self.block.grad, value)
-            remember_no_moves(found.local)
+            self.__dict__[_GRAD] = grad = alike(self.block.grad, value)
+            remember_no_moves(grad.local)
 
     @grad.deleter
     def grad(self) -> None:
@@ -251,35 +256,36 @@ class Sharded(Tensor):
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Gradients for the leaves this value was computed from; ``gradient`` lies as self, or is global and plain.
+        """Compute the gradients of the leaves from which this value was computed.
 
-        ``retain_graph``, ``create_graph`` and ``inputs`` are torch's.
+        ``gradient`` is a Sharded that lies as self, or a plain global tensor. ``retain_graph``, ``create_graph`` and
+        ``inputs`` are torch's.
 
         Raises:
-            ArgumentError, VarianceError: no ``gradient``, and self is no scalar equal on all ranks.
-            TreeError: a ``gradient`` of another shape, dtype or layout.
+            ArgumentError, VarianceError: There is no ``gradient``, and self is not a scalar equal on all ranks.
+            TreeError: ``gradient`` has another shape, dtype or layout.
         """
         upper().backward(self, gradient, retain_graph, create_graph, inputs, what="backward()")
 
     def register_hook(self, hook: Callable[[Sharded], Sharded | Tensor | None]) -> Any:
-        """Call ``hook`` with the gradient, laid out as `grad` is; what it returns is the gradient from there on.
+        """Call ``hook`` with the gradient, laid out as `grad`. If it returns a tensor, this replaces the gradient.
 
         Raises:
-            ArgumentError: self does not require grad, or the hook is no function.
-            TreeError: in backward, of a gradient that does not fit.
+            ArgumentError: self does not require grad, or ``hook`` is not a function.
+            TreeError: In backward, if the returned gradient does not fit.
         """
         return upper().on_gradient(self, hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Sharded], None]) -> Any:
-        """Call ``hook`` with self whenever backward has added to `grad`; self is a leaf."""
+        """Call ``hook`` with self whenever backward has added to `grad`. Self must be a leaf."""
         return self.of_local("register_post_accumulate_grad_hook", lambda _: hook(self))
 
     def retain_grad(self) -> None:
-        """Keep in `grad` the gradient of a value that is no leaf, too."""
+        """Keep the gradient in `grad` even if self is not a leaf."""
         self.of_local("retain_grad")
 
     def of_local(self, name: str, *args: Any) -> Any:
-        """What a method of the local tensor gives; of what torch refuses there the error names self."""
+        """Return ``block.name(*args)``. The error of torch, if it raises one, then names self."""
         try:
             return getattr(self.block, name)(*args)
         except RuntimeError as error:
@@ -287,26 +293,26 @@ class Sharded(Tensor):
 
     @property  # type: ignore[override]
     def data(self) -> Sharded:
-        """`detach`: the same memory, not followed by autograd. ``x.data = y`` moves y as x lies."""
+        """`detach`: the same memory, not followed by autograd. ``x.data = y`` moves y to the layout of x."""
         return self.detach()
 
     @data.setter
     def data(self, value: Any) -> None:
-        known = is_sharded(value) and value.spec.mesh is self.spec.mesh
-        lies_so = known and value.spec.partition == self.spec.partition
-        if not lies_so and not (known and value.shape == self.shape):
+        on_mesh = is_sharded(value) and value.spec.mesh is self.spec.mesh
+        lies_alike = on_mesh and value.spec.partition == self.spec.partition
+        if not lies_alike and not (on_mesh and value.shape == self.shape):
             raise ArgumentError(
-                f"x.data = y got {described(value)} for {self!r}; it takes a Sharded of that shape on that mesh, or of "
-                "another shape that lies so: write into x, with torch.no_grad(): x.copy_(y), or reshard y first"
+                f"x.data = y got {described(value)} for {self!r}; it takes a Sharded on the same mesh, of the same "
+                "shape or the same spec: write into x, with torch.no_grad(): x.copy_(y), or reshard y first"
             )
-        if not lies_so:  # moved, into memory of its own
+        if not lies_alike:  # the value moves, into memory of its own
             new = call_torch(torch.empty_like, (self.detach(),), {"dtype": value.dtype})
             value = alike(call_torch(Tensor.copy_, (new, value.detach())).block, value, new.spec)
         if value.form is not self.form or not _same_memory(value.local, self.block):
-            _take_memory(self, value)  # else x.data -= y has written where it was to
+            _take_memory(self, value)  # otherwise x.data -= y has already written into the memory of x
 
     def detach(self) -> Sharded:
-        """The same value, not followed by autograd."""
+        """Return the same value, not followed by autograd."""
         return alike(self.block.detach(), self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -333,13 +339,13 @@ class Sharded(Tensor):
         return self.__reduce__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A process saves its block, a simulation those of all ranks; ``torch.load(..., weights_only=True)`` too."""
+        """A process saves its block, a simulation all blocks. ``torch.load(..., weights_only=True)`` can load them."""
         x = self.block
         if (held := held_frame(x)) is None:
             refuse_checkpoint(self.spec, place := place_of(self.spec))
             block = x.detach().requires_grad_(x.requires_grad)
             return _of_block, (block, self.spec, place, *lies(self)), _attributes(self) or None
-        blocks = [one.detach().clone() for one in blocks_of(x)]
+        blocks = [block.detach().clone() for block in blocks_of(x)]
         return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *lies(self)), _attributes(self) or None
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -348,8 +354,8 @@ class Sharded(Tensor):
     def __len__(self) -> int:
         if not self.spec.shape:
             raise ShardedTypeError(
-                f"len() of {self!r}, which has no dims; torch.tensor and torch.as_tensor, which ask for it, take no "
-                "Sharded: write device_get(x), or torch.stack of several"
+                f"len() got {self!r}, which has no dims; torch.tensor and torch.as_tensor call len() and take no "
+                "Sharded: write device_get(x), or torch.stack for several values"
             )
         return self.spec.shape[0]
 
@@ -368,18 +374,18 @@ class Sharded(Tensor):
     def __iter__(self) -> Any:
         if not self.spec.shape:
             raise ShardedTypeError(
-                f"iteration over {self!r}, which has no dims; what checks for a torch.Tensor and finds none may have "
-                "taken it for a list"
+                f"iteration over {self!r}, which has no dims; a function that checks type(x) is torch.Tensor may have "
+                "taken it for a list: write device_get(x)"
             )
         return iter(call_torch(Tensor.unbind, (self,)))
 
-    __array_priority__ = 1000  # so that NumPy leaves ``number * x`` to Sharded, as it does to a tensor
+    __array_priority__ = 1000  # as for a tensor: NumPy leaves ``number * x`` to Sharded
 
     def __array__(self, *args: Any, **options: Any) -> Any:
         return call_torch(Tensor.__array__, (self,))
 
     def __array_wrap__(self, array: Any, *_: Any) -> Tensor:
-        """What a function of NumPy, such as ``np.add``, makes of the global tensor: a tensor, as of a tensor."""
+        """Return the result of a NumPy function, such as ``np.add``, as a tensor, as torch does."""
         return torch.as_tensor(array)
 
     def __index__(self) -> int:
@@ -388,8 +394,8 @@ class Sharded(Tensor):
     def __bool__(self) -> bool:
         if self.numel() != 1:
             raise ArgumentError(
-                f"{self!r} was used as a condition (if, while, and, or, not); one that has more or fewer elements than "
-                "one is ambiguous: write x.any() or x.all()"
+                f"{self!r} was used as a condition (if, while, and, or, not), but has {self.numel():,} elements "
+                "instead of one: write x.any() or x.all()"
             )
         return bool(self.item())
 
@@ -399,12 +405,12 @@ class Sharded(Tensor):
     def __format__(self, spec: str) -> str:
         if spec and self.ndim:
             raise ArgumentError(
-                f"the format {spec!r} was asked of {self!r}; it takes a scalar: reduce it, or format its repr"
+                f"the format {spec!r} was given for {self!r}; it takes a scalar: reduce the value, or format its repr"
             )
         if spec and self.spec.mesh.transport == "process_group" and self.spec.partition.mentioned:
             raise ArgumentError(
-                f"the format {spec!r} was asked of {self!r}, whose number is known after a collective; all ranks must "
-                "take part, and often one alone prints: write number = x.item() on all of them, and format that"
+                f"the format {spec!r} was given for {self!r}, whose number takes a collective of all ranks, while "
+                "often one rank alone prints: write number = x.item() on all ranks, and format the number"
             )
         return format(self.item(), spec) if spec or upper().is_number(self) else str(self)
 
@@ -415,17 +421,17 @@ class Sharded(Tensor):
         return complex(self.item())
 
     def item(self) -> Any:
-        """The number of a tensor of one element, on every rank: gathered, or its pending sum settled, where need be."""
+        """Return the number of a tensor of one element, on every rank. It is gathered or summed where needed."""
         return call_torch(Tensor.item, (self,)) if self.spec.partition.mentioned else self.of_local("item")
 
 
 def call_torch(func: Any, args: tuple[Any, ...], kwargs: Any = None) -> Any:
-    """A torch function, or one of ours that has a rule, on values of which some are `Sharded`."""
+    """Call a torch function, or a function of ours with a rule, on arguments of which some are `Sharded`."""
     return Sharded.__torch_function__(func, (), args, kwargs)
 
 
 class Upper(Protocol):
-    """What a Sharded does that stands on floors above this one."""
+    """Functions of a Sharded that live on floors above this one."""
 
     @property
     def backward(self) -> Callable[..., None]:
@@ -448,27 +454,27 @@ class Upper(Protocol):
         """``str(x)``."""
 
     def html(self, x: Sharded) -> str:
-        """What a notebook shows."""
+        """The HTML that a notebook shows."""
 
     def is_number(self, x: Sharded) -> bool:
-        """Whether every rank can tell the value without a collective."""
+        """Whether every rank knows the value without a collective."""
 
 
 def upper() -> Upper:
-    """What `provide` was given."""
+    """Return the object that `provide` was given."""
     return _upper[0]
 
 
-def provide(given: Upper) -> None:
-    """Have a Sharded do what stands above it."""
-    _upper[:] = [given]
+def provide(functions: Upper) -> None:
+    """Give Sharded the functions of upper floors."""
+    _upper[:] = [functions]
 
 
 _upper: Final[list[Upper]] = []
 
 
 class ShardedTypeError(ArgumentError, TypeError):
-    """A number of elements asked of a Sharded without dims."""
+    """Raised by ``len()`` and iteration over a Sharded without dims."""
 
 
 _GRAD: Final = "_fspmd_grad"
@@ -477,15 +483,15 @@ _STRIDE: Final[Any] = Tensor.stride
 _IS_CONTIGUOUS: Final[Any] = Tensor.is_contiguous
 _OFFSET: Final[Any] = Tensor.storage_offset
 _GETITEM: Final[Any] = Tensor.__getitem__
-#: The shell that torch knows of a Sharded: shape, strides and dtype, no data. It is on the meta device, so that torch
-#: itself refuses to make it the memory of another tensor (``plain.data = x``) and then to read where nothing is.
+#: Makes the shell of a Sharded: shape, strides and dtype, no data. It is on the meta device, so that torch itself
+#: refuses to make it the memory of another tensor (``plain.data = x``), which would read where no data is.
 shell: Final[Callable[..., Sharded]] = make_wrapper_subclass
 STRIDED: Final = torch.strided
 META: Final = torch.device("meta")
 
 
 def pair(local: Any, spec: TensorSpec) -> Sharded:
-    """``Sharded(local, spec)`` without the check of its constructor. By place: names cost torch 200 ns."""
+    """Return ``Sharded(local, spec)`` without the checks. The shell takes positional arguments: names cost 200 ns."""
     x = shell(Sharded, spec.shape, None, None, None, spec.dtype, STRIDED, META)
     x.block = local
     x.spec = spec
@@ -494,7 +500,7 @@ def pair(local: Any, spec: TensorSpec) -> Sharded:
 
 
 def laid(local: Any, spec: TensorSpec, lies: Laid) -> Sharded:
-    """A pair of which it is known how torch would keep the global tensor."""
+    """Return a Sharded whose global tensor torch would keep as ``lies`` says."""
     form = form_of(spec, lies.strides, None if lies.start is None else lies.start > 0)
     if form is spec:
         return pair(local, spec)
@@ -508,7 +514,7 @@ def laid(local: Any, spec: TensorSpec, lies: Laid) -> Sharded:
 
 
 def lies(x: Sharded) -> Laid:
-    """How torch would keep the global tensor."""
+    """Return the strides and the offset that torch would give the global tensor."""
     form = x.form
     if not isinstance(form, Strided):
         return Laid(packed(form.shape))
@@ -516,36 +522,36 @@ def lies(x: Sharded) -> Laid:
 
 
 def alike(local: Any, x: Sharded, spec: TensorSpec | None = None) -> Sharded:
-    """Other blocks for the same global tensor, maybe in another layout."""
+    """Return a Sharded with the global form of ``x`` and other blocks, perhaps in another layout."""
     return pair(local, spec or x.spec) if x.form is x.spec else laid(local, spec or x.spec, lies(x))
 
 
 def of_form(form: Form, local: Any) -> Sharded:
-    """A value of which only the form is known: if it begins later in its memory, not where."""
+    """Return a Sharded of a form. The form says whether it has an offset in its memory, and not which."""
     return laid(local, form.spec, form.laid) if isinstance(form, Strided) else pair(local, form)
 
 
 def relay(x: Sharded, like: Sharded) -> None:
-    """x has the shape, dtype, spec and form of another, and keeps its blocks."""
+    """Give ``x`` the shape, dtype, spec and form of ``like``. It keeps its blocks."""
     with DisableTorchFunction():
         _DATA.__set__(x, like)
     x.spec, x.form = like.spec, like.form
 
 
 def is_sharded(x: Any) -> bool:
-    """For the ``is_leaf`` of tree functions."""
+    """Return whether a value is a `Sharded`, as the ``is_leaf`` of tree functions too."""
     return type(x) is Sharded
 
 
 def is_plain(x: Any) -> bool:
-    """Whether a value is a tensor but no `Sharded`: a block, or a global value that every rank has."""
+    """Return whether a value is a tensor but not a `Sharded`: a block, or a global value that every rank has."""
     return isinstance(x, Tensor) and type(x) is not Sharded
 
 
 def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
-    """A simulated value that autograd held apart over more axes than its spec varies over, held as the spec says.
+    """Return a simulated value with the frame of its spec. Autograd may have given it a frame of more axes.
 
-    One that has a gradient of its own stays apart: its copies' cotangents are apart, too.
+    A value with a gradient keeps its frame, because the cotangents of its copies differ.
     """
     held = held_frame(x)
     if held is None or (x.requires_grad and torch.is_grad_enabled()):
@@ -555,11 +561,12 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
     return apply(x, call("held_once", mesh, absent)) if absent else x
 
 
-def _check_known(x: Sharded, name: str, what: str) -> None:
+def _check_known(x: Sharded, name: str, method: str) -> None:
     if isinstance(x.form, Strided) and getattr(x.form, name) is None:
         raise ArgumentError(
-            f"{what} of {x!r}: how torch would keep it in memory is known of no gradient but x.grad, nor of a part of "
-            "memory that jit was given, or of what is made of these; write x = x.contiguous() before"
+            f"{method} of {x!r} is unknown: fspmd does not know how torch would keep a gradient other than x.grad, an "
+            "argument of jit that is a part of a larger memory, or a value made of these; write x = x.contiguous() "
+            "before"
         )
 
 
@@ -569,12 +576,12 @@ def _marked(x: Sharded, like: Sharded) -> Sharded:
 
 
 def _attributes(x: Sharded) -> dict[str, Any]:
-    """Those that users have set, and ``torch.nn.Parameter``, by which it knows what is one."""
+    """Return the attributes that users have set, and the mark by which ``torch.nn.Parameter`` knows its instances."""
     return {name: value for name, value in x.__dict__.items() if name != _GRAD}
 
 
 def _lies_of_gradient(x: Sharded) -> Laid:
-    """What backward leaves on a leaf lies as the leaf does, if that has each element once, and else as a new tensor."""
+    """Return the strides of a gradient: those of the leaf if its memory is dense, else those of a new tensor."""
     if not x.local.is_leaf:
         return UNKNOWN
     strides = lies(x).strides
@@ -587,13 +594,13 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _take_memory(x: Sharded, y: Sharded) -> None:
-    """The block of x has the memory of y, of another dtype, too, as does its gradient; what graphs know of it stays."""
+    """Give the block of ``x`` the memory and dtype of ``y``, and its gradient the dtype. Graphs keep their values."""
     block = x.local
     gradient = block.grad if block.is_leaf or block.retains_grad else None
     block.data = y.local
     forget_graph(block)
-    for one in (block, y.local):  # the two do not tell each other of writes
-        remember_no_moves(one)
+    for tensor in (block, y.local):  # the version of one does not count writes into the other
+        remember_no_moves(tensor)
     if gradient is not None and gradient.dtype is not block.dtype:
         block.grad = None
         block.grad = gradient.to(block.dtype)
@@ -601,7 +608,7 @@ def _take_memory(x: Sharded, y: Sharded) -> None:
 
 
 def _of_block(local: Tensor, spec: TensorSpec, place: Place, *lies: Any) -> Sharded:
-    """What a process has saved, which only one that stands where it stood may load."""
+    """Load the block that a process has saved. Only a process at the same place of the mesh may load it."""
     check_place(spec, place)
     return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
 
@@ -609,7 +616,7 @@ def _of_block(local: Tensor, spec: TensorSpec, place: Place, *lies: Any) -> Shar
 def _of_blocks(
     spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool, *lies: Any
 ) -> Sharded:
-    """What was saved of a simulation."""
+    """Load the blocks that a simulation has saved."""
     local = local_tensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad)
     return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
 
@@ -622,9 +629,12 @@ def _flatten(x: Sharded) -> tuple[tuple[Tensor], Form, tuple[str]]:
 
 
 def _unflatten(form: Form, children: Iterable[Any]) -> Sharded:
-    """What a tree function makes of a block: of another dtype, with the spec of that; of another shape, an error.
+    """Return the Sharded of a leaf that a tree function returned. The leaf may have another dtype.
 
-    Where it begins in memory is not known any more, if not at the start.
+    If the value had an offset in its memory, the offset is unknown afterwards.
+
+    Raises:
+        ShapeError: The leaf has another shape than the block.
     """
     (local,) = children
     spec = form.spec if isinstance(form, Strided) else form
@@ -642,10 +652,10 @@ def _unflatten(form: Form, children: Iterable[Any]) -> Sharded:
     return of_form(form, local)
 
 
-#: The namespaces of optree in which a Sharded is a node, whose child is its block. For everybody else it is a leaf: a
-#: function of all elements, such as a norm, then sees the global tensor and not one block of it.
+#: A namespace of optree in which a Sharded is a node, whose child is its block. In other namespaces it is a leaf, so
+#: that a function of all elements, such as a norm, sees the global tensor and not one block.
 NODES: Final = "fspmd"
-#: and dicts have their keys as they were put in, of which functions learn; elsewhere they are sorted
+#: The same namespace, but dicts keep the order of their keys, which functions can see. Elsewhere keys are sorted.
 IN_ORDER: Final = "fspmd.in_order"
 for _namespace in (NODES, IN_ORDER):
     optree.register_pytree_node(

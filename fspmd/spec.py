@@ -1,7 +1,7 @@
-"""How a tensor lies on a mesh: the partition spec ``P`` and the interned ``TensorSpec``.
+"""The layout of a tensor on a mesh: the partition spec ``P`` and the interned ``TensorSpec``.
 
-Uneven sizes follow ``torch.chunk``: a dim of 5 over 4 ranks has blocks of 2, 2, 1 and 0. Where one dim is split over
-several axes the first axis cuts the dim and each later axis cuts the blocks of the one before ("major first").
+Uneven sizes follow ``torch.chunk``: a dim of 5 over 4 ranks has blocks of 2, 2, 1 and 0. Where several axes cut a dim,
+the first axis cuts the dim, and each later axis cuts the blocks of the axis before it ("major first").
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _NONE: Final[frozenset[str]] = frozenset()
 
 
 class P:
-    """A partition spec: for each dim the mesh axis (or axes, major first) that shard it, ``None``, or a `Flat`.
+    """A partition spec: for each dim the mesh axis (or axes, major first) that cut it, ``None``, or a `Flat`.
 
-    ``unreduced`` names the axes over which the true value is a pending sum, ``reduced`` those over which the value is
-    equal but its gradient is a pending sum. Equal specs are one object.
+    ``unreduced`` names the axes over which the value is a pending sum. ``reduced`` names the axes over which the value
+    is equal on all ranks and its gradient is a pending sum. Equal specs are one object.
 
     >>> P("x", None, ("y", "z"))
     P('x', None, ('y', 'z'))
@@ -51,33 +51,32 @@ class P:
     entries: tuple[Entry, ...]
     unreduced: frozenset[str]
     reduced: frozenset[str]
-    axes: frozenset[str]  # the axes that shard some dim
-    dim_axes: tuple[Axes, ...]  # those of each dim, major first; unset where a dim is `Flat`: it has no such blocks
-    mentioned: frozenset[str]  # every axis the spec names: sharding, unreduced or reduced
+    axes: frozenset[str]  # the axes that cut some dim
+    dim_axes: tuple[Axes, ...]  # the axes of each dim, major first; not set if some dim is flat
+    mentioned: frozenset[str]  # every axis that the spec names: cutting, unreduced or reduced
     flat: bool  # some entry is a `Flat`
 
     def __new__(
         cls, *entries: Entry | Iterable[str], unreduced: Iterable[str] = _NONE, reduced: Iterable[str] = _NONE
     ) -> P:
         try:
-            found = _PARTITIONS.get((entries, unreduced, reduced))  # if it is in its normal form
+            spec = _PARTITIONS.get((entries, unreduced, reduced))  # the fast path: arguments in their normal form
         except TypeError:  # not hashable
-            found = None
-        if found is not None:
-            return found
+            spec = None
+        if spec is not None:
+            return spec
         normal, dims = checked_entries(entries)
-        pending, dual = _names("unreduced", unreduced), _names("reduced", reduced)
-        key = (normal, pending, dual)
-        found = _PARTITIONS.get(key)
-        if found is None:
-            found = object.__new__(cls)
-            _fill(found, dims, *key)
-            found = (_FLATTENED if found.flat else _PARTITIONS).setdefault(key, found)
-        return found
+        key = (normal, _names("unreduced", unreduced), _names("reduced", reduced))
+        spec = _PARTITIONS.get(key)
+        if spec is None:
+            spec = object.__new__(cls)
+            _fill(spec, dims, *key)
+            spec = (_FLATTENED if spec.flat else _PARTITIONS).setdefault(key, spec)
+        return spec
 
     @property
     def shortened(self) -> P:
-        """The same without the dims at the end that are whole.
+        """The spec without its last entries that are None.
 
         >>> P("x", None, None, unreduced={"y"}).shortened
         P('x', unreduced={'y'})
@@ -108,8 +107,8 @@ class P:
         return _rebuild, (self.entries, sorted(self.unreduced), sorted(self.reduced))
 
 
-_PARTITIONS: Final[dict[Any, P]] = {}  # they speak of axes alone, so they are few
-_FLATTENED: Final[WeakValueDictionary[Any, P]] = WeakValueDictionary()  # those with a `Flat`, which has sizes
+_PARTITIONS: Final[dict[Any, P]] = {}  # specs without a `Flat`: they name axes and no sizes, so there are few
+_FLATTENED: Final[WeakValueDictionary[Any, P]] = WeakValueDictionary()  # specs with a `Flat`, which has sizes
 
 
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
@@ -148,9 +147,9 @@ def _rebuild(entries: tuple[Entry, ...], unreduced: list[str], reduced: list[str
 
 
 class TensorSpec:
-    """The full layout of one tensor: mesh, partition (as long as the tensor's rank), global shape and dtype.
+    """The layout of a tensor: mesh, partition (one entry per dim), global shape and dtype.
 
-    Interned: equal specs are one object, so ``==`` is ``is`` and hashing is constant time.
+    Equal layouts are one object, so ``==`` is ``is`` and hashing takes constant time.
 
     >>> from fspmd import make_mesh
     >>> spec = TensorSpec(make_mesh((4,), ("x",)), P("x"), (5, 3), torch.float32)
@@ -165,18 +164,18 @@ class TensorSpec:
     partition: P
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cuts: tuple[tuple[int, tuple[str, ...], tuple[int, ...]], ...]  # (dim, axes, axis sizes) of each sharded dim
-    flat: bool  # some dim is a `Flat`
-    even: bool  # every rank holds a block of the same shape
-    block_shape: tuple[int, ...]  # of the first rank, which no other rank's exceeds in any dim
+    cuts: tuple[tuple[int, tuple[str, ...], tuple[int, ...]], ...]  # (dim, axes, axis sizes) of each dim that is cut
+    flat: bool  # some dim is flat
+    even: bool  # all blocks have one shape
+    block_shape: tuple[int, ...]  # the shape of the first rank's block, which is the largest in each dim
 
     def __new__(cls, mesh: Mesh, partition: P, shape: Iterable[int], dtype: torch.dtype) -> TensorSpec:
         shape = tuple(shape) if isinstance(shape, Iterable) else shape
-        found = _SPECS.get((mesh, partition, shape, dtype))
-        if found is None:
+        spec = _SPECS.get((mesh, partition, shape, dtype))
+        if spec is None:
             _check_parts(mesh, shape, dtype)
-            found = _laid_out(mesh, partition, shape, dtype)
-        return found
+            spec = _laid_out(mesh, partition, shape, dtype)
+        return spec
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"TensorSpec is immutable; make a new one instead of setting {name!r}")
@@ -189,21 +188,21 @@ class TensorSpec:
 
     @property
     def ndim(self) -> int:
-        """Number of dims."""
+        """The number of dims."""
         return len(self.shape)
 
     def local_shape(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the block at a mesh coordinate."""
+        """Return the shape of the block at a mesh coordinate."""
         if self.flat:
             sizes = iter(self.unflattened.local_shape(coordinate))
-            return tuple(prod(itertools.islice(sizes, len(own))) for own in self.factors)
+            return tuple(prod(itertools.islice(sizes, len(factors))) for factors in self.factors)
         shape = list(self.shape)
         for dim, (_, length) in self._blocks(coordinate):
             shape[dim] = length
         return tuple(shape)
 
     def offset(self, coordinate: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the block at a mesh coordinate begins in the global tensor, per dim; none of them may be `Flat`."""
+        """Return the place of the block at a mesh coordinate in the global tensor, per dim. No dim may be flat."""
         offset = [0] * len(self.shape)
         for dim, (start, _) in self._blocks(coordinate):
             offset[dim] = start
@@ -211,12 +210,12 @@ class TensorSpec:
 
     @property
     def factors(self) -> tuple[Factors, ...]:
-        """What each dim is made of: sizes and the axes that cut each; of one that is no `Flat` its own."""
+        """The factors of each dim: sizes, and the axes that cut each. A dim that is not flat has one factor: itself."""
         return tuple(factors_of(entry, size) for entry, size in zip(self.partition, self.shape, strict=True))
 
     @property
     def unflattened(self) -> TensorSpec:
-        """The layout of the tensor viewed with a dim for each factor of a `Flat`, of which blocks are views, too.
+        """The layout of the tensor viewed with a dim for each factor of its flat dims. Its blocks are views, too.
 
         >>> from fspmd import make_mesh
         >>> TensorSpec(make_mesh((2,), ("x",)), P(Flat((4, None), (6, "x"))), (24,), torch.float32).unflattened
@@ -226,7 +225,7 @@ class TensorSpec:
 
     @property
     def thinnest(self) -> float:
-        """The fewest elements that a rank has of a dim that is sharded, of each factor of a `Flat`; inf where none is.
+        """The fewest elements that a rank has of a dim that is cut, or of a factor of a flat dim. Inf if no dim is cut.
 
         >>> from fspmd import make_mesh
         >>> TensorSpec(make_mesh((4,), ("x",)), P("x"), (5,), torch.float32).thinnest
@@ -237,7 +236,7 @@ class TensorSpec:
 
     def _blocks(self, coordinate: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, int]]]:
         for entry in self.partition if self.flat else ():
-            entry_axes(entry)  # which refuses what has no consecutive blocks
+            entry_axes(entry)  # raises for a `Flat`
         _check_coordinate(coordinate, self.mesh)
         at = dict(zip(self.mesh.axis_names, coordinate, strict=True))
         for dim, axes, sizes in self.cuts:
@@ -255,18 +254,17 @@ class TensorSpec:
         return _dual(self)
 
     def unflattened_axes(self, dim: int, sizes: tuple[int, ...]) -> tuple[Axes, ...] | None:
-        """The axes of each of some dims, as which the blocks of one dim can be viewed; None: they cannot."""
+        """Return the axes of dims of ``sizes`` as which the blocks of a dim can be viewed, or None if they cannot."""
         return unflattened_axes(self.partition[dim], sizes, tuple(self.mesh.shape.items()))
 
     def viewed(self, sizes: Sequence[Sequence[int]], axes: Sequence[Sequence[tuple[str, ...]]]) -> TensorSpec:
-        """The tensor with each dim viewed as dims of some sizes, cut by some axes; pending sums stay."""
-        like = self.partition
-        entries = [own for dim in axes for own in dim]
-        partition = P(*entries, unreduced=like.unreduced, reduced=like.reduced)
+        """Return the layout with each dim viewed as dims of ``sizes``, cut by ``axes``. Pending sums stay."""
+        entries = [dim_axes for dim in axes for dim_axes in dim]
+        partition = P(*entries, unreduced=self.partition.unreduced, reduced=self.partition.reduced)
         return TensorSpec(self.mesh, partition, [n for dim in sizes for n in dim], self.dtype)
 
     def with_partition(self, partition: P) -> TensorSpec:
-        """The same tensor under another partition of the same mesh."""
+        """Return the layout with another partition."""
         if partition is self.partition:
             return self
         return _laid_out(self.mesh, partition, self.shape, self.dtype)
@@ -279,7 +277,7 @@ def _dual(spec: TensorSpec) -> TensorSpec:
 
 
 _SPECS: Final[WeakValueDictionary[Any, TensorSpec]] = WeakValueDictionary()
-#: what pickles of specs are made of
+#: the classes and functions in pickles of specs
 SAVED: Final = (TensorSpec, Flat, _rebuild, load_mesh)
 
 
@@ -294,18 +292,18 @@ def _check_parts(mesh: Any, shape: Any, dtype: Any) -> None:
 
 
 def _laid_out(mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dtype) -> TensorSpec:
-    """The one spec of parts of which all but the partition are checked."""
+    """Return the interned layout of parts. All of them but the partition are checked."""
     key = (mesh, partition, shape, dtype)
-    found = _SPECS.get(key)
-    if found is None:
+    spec = _SPECS.get(key)
+    if spec is None:
         normal = normalise(partition, mesh, shape)
         if normal is partition:
-            found = object.__new__(TensorSpec)
-            _fill_spec(found, mesh, partition, shape, dtype)
+            spec = object.__new__(TensorSpec)
+            _fill_spec(spec, mesh, partition, shape, dtype)
         else:
-            found = _laid_out(mesh, normal, shape, dtype)
-        found = _SPECS.setdefault(key, found)
-    return found
+            spec = _laid_out(mesh, normal, shape, dtype)
+        spec = _SPECS.setdefault(key, spec)
+    return spec
 
 
 def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -316,16 +314,16 @@ def _fill_spec(spec: TensorSpec, mesh: Mesh, partition: P, shape: tuple[int, ...
     put(spec, "dtype", dtype)
     put(spec, "flat", partition.flat)
     if partition.flat:
-        whole = spec.unflattened
-        found: Any = whole.cuts, whole.even, spec.local_shape((0,) * len(mesh.shape))
+        unflattened = spec.unflattened
+        values: Any = unflattened.cuts, unflattened.even, spec.local_shape((0,) * len(mesh.shape))
     else:
-        found = _cuts(mesh, partition, shape) if partition.axes else ((), True, shape)
-    for slot, value in zip(("cuts", "even", "block_shape"), found, strict=True):
+        values = _cuts(mesh, partition, shape) if partition.axes else ((), True, shape)
+    for slot, value in zip(("cuts", "even", "block_shape"), values, strict=True):
         put(spec, slot, value)
 
 
 def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, tuple[int, ...]]:
-    """The sharded dims, whether blocks are of one shape, and the shape of the first."""
+    """Return `TensorSpec.cuts`, whether blocks are even, and the shape of the first block."""
     sizes_of = mesh.shape
     cuts = tuple([(d, axes, tuple([sizes_of[a] for a in axes])) for d, axes in enumerate(partition.dim_axes) if axes])
     even, first = True, list(shape)
@@ -337,15 +335,14 @@ def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, 
 
 @functools.lru_cache(maxsize=4096)
 def _unflattened(spec: TensorSpec) -> TensorSpec:
-    return spec.viewed(
-        [[n for n, _ in own] for own in spec.factors], [[axes for _, axes in own] for own in spec.factors]
-    )
+    sizes = [[n for n, _ in factors] for factors in spec.factors]
+    return spec.viewed(sizes, [[axes for _, axes in factors] for factors in spec.factors])
 
 
 def _check_coordinate(coordinate: Any, mesh: Mesh) -> None:
     sizes = mesh.shape.values()
     if not isinstance(coordinate, (tuple, list)):
-        raise ShapeError(f"a spec got {described(coordinate)} for a coordinate; give it what mesh.coordinate() gives")
+        raise ShapeError(f"a spec got {described(coordinate)} for a coordinate; give it mesh.coordinate()")
     if len(coordinate) != len(sizes):
         raise ShapeError(
             f"the coordinate {coordinate} has {counted(len(coordinate), 'entry')}, but {mesh!r} has {len(sizes)}; "
@@ -359,7 +356,11 @@ def _check_coordinate(coordinate: Any, mesh: Mesh) -> None:
 
 
 def normalise(partition: P, mesh: Mesh, shape: tuple[int, ...]) -> P:
-    """The partition with one entry per dim; raises `SpecError` if it does not fit the mesh or the rank."""
+    """Return the partition with one entry per dim.
+
+    Raises:
+        SpecError: It does not fit the mesh, or has too many entries.
+    """
     if complaint := complain(partition, mesh, len(shape)):
         raise SpecError(f"a spec for a tensor of shape {shape}: {complaint}")
     missing = len(shape) - len(partition)
@@ -367,12 +368,12 @@ def normalise(partition: P, mesh: Mesh, shape: tuple[int, ...]) -> P:
         return partition
     entries = [*partition, *(None,) * missing]
     if partition.flat:
-        entries = [_in_few(entry, size, mesh) for entry, size in zip(entries, shape, strict=True)]
+        entries = [_joined(entry, size, mesh) for entry, size in zip(entries, shape, strict=True)]
     return P(*entries, unreduced=partition.unreduced, reduced=partition.reduced)
 
 
-def _in_few(entry: Entry, size: int, mesh: Mesh) -> Entry:
-    """A `Flat` of as few factors as can be, which may be no `Flat` any more."""
+def _joined(entry: Entry, size: int, mesh: Mesh) -> Entry:
+    """Return an entry with the fewest factors. A `Flat` of one factor becomes another entry."""
     if not isinstance(entry, Flat):
         return entry
     if entry.size != size:
@@ -381,7 +382,7 @@ def _in_few(entry: Entry, size: int, mesh: Mesh) -> Entry:
 
 
 def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
-    """What is wrong with a partition on a mesh for a tensor of that rank (None: rank unknown), or ""."""
+    """Return the mistake in a partition for a tensor of ``ndim`` dims (None: unknown) on a mesh, or ""."""
     if not isinstance(partition, P):
         return f"expected a P such as P({mesh.axis_names[0]!r}), but got {described(partition)}"
     if unknown := sorted(partition.mentioned.difference(mesh.axis_names)):
@@ -397,15 +398,13 @@ def complain(partition: object, mesh: Mesh, ndim: int | None) -> str:
 
 
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c"}
-
-
 _DTYPES: Final = [x for x in vars(torch).values() if isinstance(x, torch.dtype)]
-#: whether numbers of a dtype may be differentiated: floating-point ones, and complex ones
+#: whether values of a dtype may be differentiated: floating-point and complex dtypes
 is_float: Final = frozenset(x for x in _DTYPES if x.is_floating_point or x.is_complex).__contains__
 
 
 def short_dtype(dtype: torch.dtype) -> str:
-    """``torch.float32`` → ``f32``, ``torch.bfloat16`` → ``bf16``, ``torch.bool`` → ``bool``.
+    """Return the short name of a dtype.
 
     >>> short_dtype(torch.float32), short_dtype(torch.bfloat16), short_dtype(torch.bool)
     ('f32', 'bf16', 'bool')
@@ -416,7 +415,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def describe(dtype: torch.dtype, shape: Iterable[int], partition: P | None = None) -> str:
-    """``f32[8@x, 4]{U:y}``: dtype, global shape with the axes of each sharded dim, pending axes.
+    """Return the text of a layout: dtype, global shape with the axes that cut each dim, unreduced and reduced axes.
 
     >>> describe(torch.float32, (8, 4), P("x", None, unreduced={"y"}))
     'f32[8@x, 4]{U:y}'
@@ -427,6 +426,6 @@ def describe(dtype: torch.dtype, shape: Iterable[int], partition: P | None = Non
     if partition is not None:
         for dim, entry in enumerate(partition):
             dims[dim] = str(entry) if isinstance(entry, Flat) else sized(sizes[dim], entry_axes(entry))
-        pending = [(k, sorted(v)) for k, v in (("U", partition.unreduced), ("R", partition.reduced)) if v]
-        tail = "{" + " ".join(f"{k}:{','.join(v)}" for k, v in pending) + "}" if pending else ""
+        types = [(k, sorted(v)) for k, v in (("U", partition.unreduced), ("R", partition.reduced)) if v]
+        tail = "{" + " ".join(f"{k}:{','.join(v)}" for k, v in types) + "}" if types else ""
     return f"{short_dtype(dtype)}[{', '.join(dims)}]{tail}"

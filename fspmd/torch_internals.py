@@ -1,8 +1,8 @@
 """The private names of torch that fspmd uses: no other module of the package reads one.
 
-The line above a name says what it gives, and what could take its place. All are there in torch 2.11, the lowest version
-that fspmd takes. Names that take long to import are functions, at the end. The first section has classes and blocks
-that torch shows without documenting them: they are found by public names.
+The line above a name describes it, and names a substitute. All names exist in torch 2.11, the lowest version that fspmd
+takes. Names that take long to import are functions, at the end. The first section has undocumented classes and blocks
+of torch that are found by public names.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(()
 
 # Kinds of functions
 
-#: torch's functions in C, without what Python puts around them; instead: the functions of `torch`, at a little cost
+#: torch's functions in C, without their Python wrappers; instead: the functions of `torch`, at a little cost
 VariableFunctions: Any = torch._C._VariableFunctions
 #: the module of a scripted method
 wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
 #: the function in whose frame a module's `forward` runs
 module_call: Any = torch.nn.Module._call_impl
-#: what `nn.utils.rnn.pad_packed_sequence` calls
+#: the function that `nn.utils.rnn.pad_packed_sequence` calls
 pad_packed_sequence: Any = getattr(torch._VF, "_pad_packed_sequence")  # noqa: B009
-#: what aten functions are made of, as export takes it; instead: `torch.export.default_decompositions`
+#: the decompositions of aten functions that export uses; instead: `torch.export.default_decompositions`
 core_aten_decompositions: Any = torch._decomp.core_aten_decompositions
-#: what aten functions are made of, all that torch knows; instead: `torch.export.default_decompositions`
+#: all decompositions of aten functions; instead: `torch.export.default_decompositions`
 decomposition_table: Any = torch._decomp.decomposition_table
 
 # Functions that have no public name
@@ -73,25 +73,25 @@ assert_async: Any = torch.ops.aten._assert_async.msg
 aten_cdist: Any = torch.ops.aten._cdist_forward.default
 #: distances of rows, of one block; instead: `F.pdist` where its checks do not matter
 aten_pdist: Any = torch.ops.aten._pdist_forward.default
-#: zeros without memory, which stand for no tangent
+#: zeros without memory, in the place of a missing tangent
 aten_zero_tensor: Any = torch.ops.aten._efficientzerotensor.default
 #: sums of rows of a table; instead: `F.embedding_bag`
 aten_embedding_bag: Any = torch.ops.aten._embedding_bag
 #: products of groups of rows, as dispatch sees them
 aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
-#: what forward derivatives ask of a tangent
+#: the check of a tangent in forward derivatives
 aten_same_storage_size: Any = torch.ops.aten._has_same_storage_numel.default
 #: `x.item()`, as dispatch sees it; instead: `torch.ops.aten.item`
 aten_number: Any = torch.ops.aten._local_scalar_dense.default
 #: a softmax that gives zeros for rows of -inf; instead: `torch.softmax` and `where`
 safe_softmax: Any = torch._safe_softmax
-#: raises what torch raises of a singular matrix
+#: raises torch's error for a singular matrix
 linalg_check_errors: Any = torch._linalg_check_errors
 #: copies a list of tensors at once; instead: `copy_` of each
 foreach_copy_: Any = torch._foreach_copy_
 #: the fan of a weight, as the initialisers take it
 fan_of: Any = torch.nn.init._calculate_correct_fan
-#: what `trunc_normal_` calls
+#: the function that `trunc_normal_` calls
 trunc_normal_without_grad: Any = torch.nn.init._no_grad_trunc_normal_
 
 # Python that sees calls: functions and modes
@@ -102,19 +102,19 @@ EnableTorchFunction: Any = torch._C._EnableTorchFunction
 is_torch_function_enabled: Any = torch._C._is_torch_function_enabled
 #: how many `TorchFunctionMode`s are entered
 count_function_modes: Any = torch._C._len_torch_function_stack
-#: one of those entered
+#: an entered mode, by its place
 function_mode_at: Any = torch._C._get_function_stack_at
 #: enters a mode; `with` costs more; instead: `with mode:`
 push_function_mode: Any = torch._C._push_on_torch_function_stack
-#: leaves the one entered last; instead: `with mode:`
+#: leaves the mode that was entered last; instead: `with mode:`
 pop_function_mode: Any = torch._C._pop_torch_function_stack
 #: a mode that sees aten functions, below autograd
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 #: how many `TorchDispatchMode`s are entered
 count_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
-#: those that are entered
+#: the entered `TorchDispatchMode`s
 dispatch_mode_stack: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
-#: a block without those that are entered
+#: a block without these modes
 disable_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
 #: the mode entered under a key of torch's own
 dispatch_mode_of: Any = torch._C._get_dispatch_mode
@@ -142,9 +142,9 @@ JIT_TRACERS: Any = (
     (torch._C.ScriptModule, "_create_method_from_trace"),
     (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
 )
-#: the modules that ask an argument how it lies: `make_fx`, and what makes the fake tensors of export and AOTAutograd
+#: the modules that read strides of arguments: those of `make_fx`, and of the fake tensors of export and AOTAutograd
 MODULES_THAT_TRACE: Any = (torch.fx.experimental.proxy_tensor.__name__, torch._subclasses.meta_utils.__name__)
-#: what `torch.jit.trace` records; instead: `torch.jit.is_tracing`, which is slower
+#: the record of `torch.jit.trace`, or None; instead: `torch.jit.is_tracing`, which is slower
 jit_tracing: Any = torch._C._get_tracing_state
 
 # torch.func
@@ -159,7 +159,7 @@ is_batched: Any = torch._C._functorch.is_batchedtensor
 is_gradtracking: Any = torch._C._functorch.is_gradtrackingtensor
 #: whether the transform that wraps it has ended
 is_dead_wrapper: Any = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009
-#: what is wrapped
+#: the tensor within a wrapper
 wrapped_by: Any = torch._C._functorch.get_unwrapped
 #: the level of the transform that wraps it
 level_of: Any = torch._C._functorch.maybe_get_level
@@ -184,7 +184,7 @@ vmap_module: Any = torch._functorch.vmap
 
 # autograd
 
-#: what a checkpoint raises where it has computed enough again: a signal to itself, which must reach it
+#: raised by a checkpoint that has recomputed enough: a signal to itself, which must reach it
 StopRecomputation: Any = torch.utils.checkpoint._StopRecomputationError
 #: switches gradients; the public block costs more; instead: `torch.set_grad_enabled`
 set_grad_enabled: Any = torch._C._set_grad_enabled

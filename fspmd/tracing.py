@@ -1,4 +1,4 @@
-"""While a program is recorded (see `fspmd.jit`): who records, and functions of ours that are one step of its record."""
+"""Recordings of programs (see `fspmd.jit`): the recorder of a thread, and functions that are one step of a record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RecomputeContext = Callable[[], AbstractContextManager[None]]
 
 
 class DispatchMode(TorchDispatchMode):
-    """One that torch does not keep its compiler out of, for which it would import that, and that takes seconds."""
+    """A mode that does not switch off torch's compiler. To switch it off torch would import it, which takes seconds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -39,35 +39,35 @@ class DispatchMode(TorchDispatchMode):
 
 
 class RecordingMode(DispatchMode):
-    """Of which recorders are; torch carries modes into the threads that run backward."""
+    """The base of recorders. Torch carries modes into the threads that run backward."""
 
     paused = False
-    repeats = False  # what runs now ran before, and its results were not kept
+    repeats = False  # the steps that run now ran before, and their results were not kept
 
 
-_active = 0  # recordings under way, in any thread
-_thread = 0  # that began the last of them
+_active = 0  # the number of recordings under way, in any thread
+_thread = 0  # the thread that began the last of them
 
 
 def begin() -> None:
-    """A recording begins; there is one at a time."""
+    """Begin a recording. There is one at a time."""
     global _active, _thread
     _active, _thread = _active + 1, threading.get_ident()
 
 
 def end() -> None:
-    """It has ended."""
+    """End a recording."""
     global _active
     _active -= 1
 
 
 def is_recording() -> bool:
-    """Whether what this thread does is a part of a recording, steps or not; or what runs backward for it."""
+    """Return whether this thread takes part in a recording, or runs backward for it, even if its steps are hidden."""
     return _active > 0 and (_thread == threading.get_ident() or recorder() is not None)
 
 
 def recorder() -> Any:
-    """Who records what this thread does; None while nobody does."""
+    """Return the recorder of this thread, or None."""
     if not _active:
         return None
     for mode in reversed(dispatch_mode_stack()):
@@ -80,9 +80,9 @@ _is_exporting = torch.compiler.is_exporting
 
 
 def is_traced() -> bool:
-    """Whether torch writes down a graph of what runs: ``torch.export``, ``make_fx``, ``torch.jit.trace``, ONNX.
+    """Return whether torch traces a graph: in ``torch.export``, ``make_fx``, ``torch.jit.trace`` or for ONNX.
 
-    Such a graph has no collectives: those of processes it does not see, and simulated ones are sums of one process.
+    Such a graph would have no collectives. It does not see those of processes, and simulated ones are plain sums.
     """
     return (
         (count_dispatch_modes() and dispatch_mode_of(PROXY_KEY) is not None)
@@ -93,7 +93,7 @@ def is_traced() -> bool:
 
 
 def refuse_traced(what: str) -> None:
-    """Raise `RecordError` while torch writes down a graph."""
+    """Raise `RecordError` while torch traces a graph."""
     if is_traced():
         raise RecordError(
             f"{what} was called while torch.export, make_fx or torch.jit.trace writes down a graph, in which there "
@@ -102,7 +102,7 @@ def refuse_traced(what: str) -> None:
 
 
 def untraceable(x: Any) -> RecordError:
-    """Of a `Sharded` that torch is to write a graph for."""
+    """Return the error for a `Sharded` in a trace of torch."""
     return RecordError(
         f"torch.export, make_fx or torch.jit.trace got {x!r}, whose collectives no graph of torch has; write "
         "fspmd.jit(f).lower(*args), whose program has them; instead of torch.func.linearize write "
@@ -111,28 +111,28 @@ def untraceable(x: Any) -> RecordError:
 
 
 def refuse_tracer(x: Any) -> None:
-    """Raise `RecordError` where it is one of torch's tracers that asks how a `Sharded` lies in memory."""
-    asks = sys._getframe(1)
-    while asks.f_back is not None and asks.f_globals.get("__name__", "").startswith("fspmd."):
-        asks = asks.f_back
-    if asks.f_globals.get("__name__") in MODULES_THAT_TRACE:
+    """Raise `RecordError` if one of torch's tracers calls a method that gives the strides of a `Sharded`."""
+    caller = sys._getframe(1)
+    while caller.f_back is not None and caller.f_globals.get("__name__", "").startswith("fspmd."):
+        caller = caller.f_back
+    if caller.f_globals.get("__name__") in MODULES_THAT_TRACE:
         raise untraceable(x)
 
 
 def note_block_use(x: torch.Tensor) -> None:
-    """Tell who records of a value, before its blocks are used apart: else these would be there before, and it not."""
-    if _active and (records := recorder()) is not None:
-        records.node_of(x)
+    """Show a value to the recorder before its blocks are used one by one. It must not meet the blocks first."""
+    if _active and (mode := recorder()) is not None:
+        mode.node_of(x)
 
 
 _recompute = threading.local()
-#: contexts that hold in every thread
+#: functions as `recomputed_in` takes, for every thread
 LASTING: Final[list[Callable[[], RecomputeContext]]] = []
 
 
 @contextmanager
 def recomputed_in(context: Callable[[], RecomputeContext]) -> Iterator[None]:
-    """While the block runs, ``context()`` is asked for what belongs to the `recompute_context` of what begins."""
+    """Make ``context()`` a part of each `recompute_context` that is taken within a ``with`` block."""
     before = getattr(_recompute, "contexts", ())
     _recompute.contexts = (*before, context)
     try:
@@ -142,18 +142,18 @@ def recomputed_in(context: Callable[[], RecomputeContext]) -> Iterator[None]:
 
 
 def has_recompute_context() -> bool:
-    """Whether what runs here is to be computed again in more than the state of torch."""
+    """Return whether a recomputation of this code needs more than the state of torch."""
     return bool(LASTING or getattr(_recompute, "contexts", ()))
 
 
 def recompute_context() -> RecomputeContext:
-    """What a run that begins here is to be computed again in, for backward."""
-    found = [context() for context in (*LASTING, *getattr(_recompute, "contexts", ()))]
+    """Return the context in which backward must recompute a run that begins here."""
+    contexts = [context() for context in (*LASTING, *getattr(_recompute, "contexts", ()))]
 
     @contextmanager
     def later() -> Iterator[None]:
         with ExitStack() as stack:
-            for context in found:
+            for context in contexts:
                 stack.enter_context(context())
             yield
 
@@ -162,80 +162,77 @@ def recompute_context() -> RecomputeContext:
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """What runs inside is computed again, for backward."""
-    records = recorder()
-    if records is None:
+    """Mark the steps within a ``with`` block as recomputed for backward."""
+    mode = recorder()
+    if mode is None:
         yield
         return
-    before, records.repeats = records.repeats, True
+    before, mode.repeats = mode.repeats, True
     try:
         yield
     finally:
-        records.repeats = before
+        mode.repeats = before
 
 
-def _recorded(function: Callable[Q, R], instead: Callable[[Any, Any, Any], R]) -> Callable[Q, R]:
-    """The function; while a program is recorded ``instead``, of who records and the arguments by place and by name."""
+def _recorded(function: Callable[Q, R], record: Callable[[Any, Any, Any], R]) -> Callable[Q, R]:
+    """Return a function that runs ``record(recorder, args, kwargs)`` in a recording, and ``function`` otherwise."""
 
     @functools.wraps(function)
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        if not _active or (records := recorder()) is None:
+        if not _active or (mode := recorder()) is None:
             return function(*args, **kwargs)
-        return instead(records, args, kwargs)
+        return record(mode, args, kwargs)
 
     return run
 
 
 def step(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A function whose calls are each one step of a record, whatever they do within."""
-    return _recorded(function, lambda records, args, kwargs: records.step(function, args, kwargs))
+    """Make each call of a function one step of a record."""
+    return _recorded(function, lambda mode, args, kwargs: mode.step(function, args, kwargs))
 
 
 def state(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A step that reads or sets what is no tensor: done, too, where a program is recorded of shapes alone."""
-    return _recorded(function, lambda records, args, kwargs: records.step(function, args, kwargs, real=True))
+    """Make calls of a function steps that read or set something other than tensors. They also run in a recording."""
+    return _recorded(function, lambda mode, args, kwargs: mode.step(function, args, kwargs, real=True))
 
 
 def reading(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A step that shows values: it writes into none, gives nothing, and is left out where there are none."""
+    """Make calls of a function steps that show values. They write and return nothing, and do not run without values."""
     setattr(function, "reads", True)  # noqa: B010 (not known to type checkers)
     return step(function)
 
 
 def python(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A step that runs Python of the user's: it has nothing of the record but its arguments, and it needs values."""
+    """Make calls of a function steps that run a user's Python. They need values, and reach only their arguments."""
     setattr(function, "python", True)  # noqa: B010
     return step(function)
 
 
 def outside_transforms() -> Any:
-    """Where no ``torch.func`` transform wraps the tensors that are made."""
+    """Return a context in which no ``torch.func`` transform wraps new tensors."""
     if not transforms_active():
         return nullcontext()
     return clear_transforms()
 
 
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A function that works something out for all later runs: no step of a record or value of a transform.
-
-    Its results are there before.
-    """
+    """Keep the calls of a function out of records and transforms, because their results serve all later runs."""
 
     @functools.wraps(function)
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        records = recorder()
-        with outside_transforms(), nullcontext() if records is None else records.real():
+        mode = recorder()
+        with outside_transforms(), nullcontext() if mode is None else mode.real():
             return function(*args, **kwargs)
 
     return run
 
 
 def constant(function: Callable[Q, R]) -> Callable[Q, R]:
-    """A function whose result, a tensor, is the same in every run of this rank."""
+    """Make the result of a function a constant of records: a tensor that is the same in every run of this rank."""
 
-    def known(records: Any, args: Any, kwargs: Any) -> R:
-        with outside_transforms(), records.real():  # else they would wrap it, and what is within be unknown
-            found = function(*args, **kwargs)
-        return records.constant(found)  # type: ignore[no-any-return]
+    def record(mode: Any, args: Any, kwargs: Any) -> R:
+        with outside_transforms(), mode.real():  # a transform would wrap the tensor, and hide it from the recorder
+            value = function(*args, **kwargs)
+        return mode.constant(value)  # type: ignore[no-any-return]
 
-    return _recorded(function, known)
+    return _recorded(function, record)

@@ -22,14 +22,14 @@ _for_good.__enter__()
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and treedef, which holds the form of each `Sharded`; its leaf is the block. None is a leaf."""
+    """Return leaves and treedef. The leaf of a `Sharded` is its block; the treedef holds its form. None is a leaf."""
     adopt()
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True, namespace=NODES)
     return leaves, treedef
 
 
 def flatten_in_order(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The same, by the order in which dicts have their keys, in which treedefs then differ.
+    """Return `flatten` with dict keys in their own order. Treedefs of dicts in other orders then differ.
 
     >>> flatten({"w": 1, "b": 2})[0], flatten_in_order({"w": 1, "b": 2})[0]
     ([2, 1], [1, 2])
@@ -40,16 +40,16 @@ def flatten_in_order(tree: Any, is_leaf: Callable[[Any], bool] | None = None) ->
 
 
 def flatten_values(tree: Any, none_is_leaf: bool = True) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and treedef, a `Sharded` being a leaf, as it is outside of `NODES`."""
+    """Return leaves and treedef, with each `Sharded` as a leaf."""
     adopt()
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
     return leaves, treedef
 
 
 def filling(leaves: Sequence[Any], treedef: optree.PyTreeSpec) -> Callable[[Sequence[Tensor]], Any]:
-    """What makes the tree of other tensors in the places of those among its leaves; it keeps none of these.
+    """Return a function that makes the tree with other tensors in the places of its tensors, which it does not keep.
 
-    Of leaves that whoever has them may write into, sets and arrays, each tree has copies of its own.
+    Each tree has its own copies of mutable leaves: sets and arrays.
 
     >>> import torch
     >>> filling(*flatten({"w": torch.zeros(2), "rate": 0.5}))([torch.ones(1)])
@@ -75,7 +75,7 @@ def _is_mutable(leaf: Any) -> bool:
 
 
 def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """Leaves and a hashable structure: the treedef, or, where every argument is a leaf, the tuple of their forms."""
+    """Return leaves and a hashable structure: the treedef, or the tuple of forms if every argument is a leaf."""
     leaves: list[Any] = []
     specs: list[Any] = []
     for arg in args:
@@ -91,7 +91,7 @@ def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
 
 
 def leaf_paths(tree: Any, root: str, *, none_is_leaf: bool = True, in_order: bool = False) -> list[str]:
-    """Each leaf as Python would reach it, a `Sharded` being one; ``in_order``: as `flatten_in_order` has them.
+    """Return the Python expression of each leaf; a `Sharded` is a leaf. ``in_order``: as in `flatten_in_order`.
 
     >>> leaf_paths({"w": [1, None]}, "params")
     ["params['w'][0]", "params['w'][1]"]
@@ -102,7 +102,7 @@ def leaf_paths(tree: Any, root: str, *, none_is_leaf: bool = True, in_order: boo
 
 
 def parameter_names(f: Any, count: int) -> list[str]:
-    """The names of the first positional parameters of ``f``, ``args[i]`` where it has none."""
+    """Return the names of the first positional parameters of ``f``, and ``args[i]`` beyond them."""
     try:
         parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):
@@ -112,7 +112,7 @@ def parameter_names(f: Any, count: int) -> list[str]:
 
 
 def tree_text(treedef: optree.PyTreeSpec) -> str:
-    """A treedef as it would be written, ``*`` for each leaf.
+    """Return the text of a treedef, with ``*`` for each leaf.
 
     >>> tree_text(flatten({"w": [1, 2]})[1])
     "{'w': [*, *]}"
@@ -128,19 +128,19 @@ def tree_text(treedef: optree.PyTreeSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What may stand in a prefix, and what to write instead of something else."""
+    """The leaves that a prefix may have: ``fits(leaf)``, and the advice for a leaf that does not fit."""
 
     fits: Callable[[Any], bool]
     instead: Callable[[Any], str]
     noun: str
 
 
-def _spec_advice(given: Any) -> str:
-    if isinstance(given, str):
-        return f"write P({given!r})"
-    if type(given) in (tuple, list):
-        return f"write P({quoted(given)})"
-    return "write P()" if given is P else "expected a P such as P('x'), or None for a static value"
+def _spec_advice(leaf: Any) -> str:
+    if isinstance(leaf, str):
+        return f"write P({leaf!r})"
+    if type(leaf) in (tuple, list):
+        return f"write P({quoted(leaf)})"
+    return "write P()" if leaf is P else "expected a P such as P('x'), or None for a static value"
 
 
 SPECS: Final = Entries(lambda x: x is None or isinstance(x, P), _spec_advice, "P")
@@ -150,9 +150,12 @@ DIMS: Final = Entries(
 
 
 def broadcast_prefix(prefix: Any, tree: Any, what: str, where: str, header: str) -> list[Any]:
-    """The leaf of ``prefix`` that stands over each leaf of ``tree``.
+    """Return for each leaf of ``tree`` the leaf of ``prefix`` above it.
 
-    Raises `TreeError` naming every place where the trees part; ``what`` names the prefix, ``where`` the tree.
+    ``what`` names the prefix in errors, and ``where`` the tree.
+
+    Raises:
+        TreeError: The trees differ. The message names every place.
     """
     failures: list[Failure] = []
     result = prefix_over(prefix, tree, what, where, failures)
@@ -164,7 +167,7 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str, where: str, header: str)
 def prefix_over(
     prefix: Any, tree: Any, what: str, where: str, failures: list[Failure], entries: Entries = SPECS
 ) -> list[Any]:
-    """The same, with every place where the trees part added to ``failures``."""
+    """Return `broadcast_prefix`, but append every place where the trees differ to ``failures`` instead of raising."""
     if entries.fits(prefix):
         return [prefix] * optree.tree_structure(tree, none_is_leaf=True).num_leaves
     given = f"{what} is {described(prefix)}"
@@ -214,13 +217,13 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _alike(prefix: Any, tree: Any) -> bool:
-    """Whether two nodes are of one kind: dicts of every type are, and so are tuples and lists."""
+    """Return whether two nodes are of one kind: of one class, both dicts, or both tuples or lists."""
     kinds = type(prefix), type(tree)
     return kinds[0] is kinds[1] or all(issubclass(k, dict) for k in kinds) or all(k in (tuple, list) for k in kinds)
 
 
 def _children(node: Any) -> dict[Any, tuple[str, Any]]:
-    """By key: how to write the step to the child, and the child."""
+    """Return for each key the Python text of the step to the child, and the child."""
     children, _, keys, _ = optree.tree_flatten_one_level(node, none_is_leaf=True)
     accessors = optree.tree_accessors(node, is_leaf=lambda x: x is not node, none_is_leaf=True)
     steps = [accessor.codify("") for accessor in accessors]
@@ -229,15 +232,15 @@ def _children(node: Any) -> dict[Any, tuple[str, Any]]:
 
 # --- nodes of other libraries -----------------------------------------------------------------------------------------
 
-#: what torch's own pytrees know: a class that its library registered there is a node here, too. TensorDict is; optree,
-#: which walks our trees, does not know of torch's registry
+#: The registry of torch's own pytrees. A class that its library registered there, such as TensorDict, is a node here,
+#: too. Our trees are walked by optree, which does not know this registry.
 _TORCH_NODES: Final[dict[type, Any]] = torch_trees.SUPPORTED_NODES
-_CONTAINERS: Final = (dict, list, tuple)  # of Python; whether a class made of one is a leaf optree has its own say
+_CONTAINERS: Final = (dict, list, tuple)  # optree decides itself whether their subclasses are leaves
 _seen = 0
 
 
 def adopt() -> None:
-    """Register with optree what has been registered with torch since the last time. Asked of every tree, so quick."""
+    """Register with optree the classes that were registered with torch since the last call. It is fast if none were."""
     if len(_TORCH_NODES) != _seen:
         _adopt()
 
@@ -245,8 +248,8 @@ def adopt() -> None:
 def _adopt() -> None:
     global _seen
     for kind, node in list(_TORCH_NODES.items()):
-        own = kind.__module__.split(".")[0]
-        if own in ("torch", "builtins", "collections", "types") or issubclass(kind, _CONTAINERS):
+        package = kind.__module__.split(".")[0]
+        if package in ("torch", "builtins", "collections", "types") or issubclass(kind, _CONTAINERS):
             continue
         if optree.register_pytree_node.get(kind) is None:
             _register(kind, node)
@@ -263,8 +266,8 @@ def _register(kind: Any, node: Any) -> None:
 
     def unflatten(context: _Context, children: Any) -> Any:
         value = context.value
-        given = dict(value) if type(value) is dict else value  # the function may write into it
-        return node.unflatten_fn(list(children), given)
+        own_value = dict(value) if type(value) is dict else value  # the function may write into it
+        return node.unflatten_fn(list(children), own_value)
 
     optree.register_pytree_node(
         kind, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
@@ -272,13 +275,13 @@ def _register(kind: Any, node: Any) -> None:
 
 
 def _key(entry: Any) -> Any:
-    """What stands in the brackets, or how torch would number it."""
+    """Return the key of an entry as it stands in brackets, or torch's number for it."""
     key, _ = entry
     return next((getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)), key)
 
 
 class _Context:
-    """What torch keeps of a node besides its children, which need have no hash."""
+    """The context that torch keeps of a node besides its children. It gets a hash here."""
 
     __slots__ = ("kind", "value")
 

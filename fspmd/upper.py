@@ -1,4 +1,4 @@
-"""What a `Sharded` does that stands on the floors above it, given to it in one place."""
+"""Gives `Sharded` its functions that live on upper floors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fspmd.placement.pictures import html, is_number, text
 from fspmd.sharded import provide
 
 
-class _Above:
+class _Functions:
     backward = staticmethod(backward)
     gradients = staticmethod(gradients)
     on_gradient = staticmethod(on_gradient)
@@ -20,5 +20,5 @@ class _Above:
 
 
 def install() -> None:
-    """From here on."""
-    provide(_Above())
+    """Give `Sharded` the functions."""
+    provide(_Functions())

@@ -1,4 +1,4 @@
-"""`typeof`: the type of a value, as users and messages ask for it."""
+"""`typeof`: the type of a value, for users and messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fspmd.variance import INVARIANT, Variance, get_variance, show
 
 
 class ValueType:
-    """What `typeof` tells of a tensor: dtype, shape, and its type over each mesh axis."""
+    """The result of `typeof` for a tensor: dtype, shape, and its type over each mesh axis."""
 
     __slots__ = ("_text", "dtype", "shape", "variance")
 
@@ -29,7 +29,7 @@ class ValueType:
 
 
 def typeof(x: Tensor | Sharded) -> ValueType | TensorSpec:
-    """The type of a value: ``f32[8,4]{V:x}`` of a block in a body, the spec of a `Sharded`.
+    """Return the type of a value: ``f32[8,4]{V:x}`` for a block in a body, the layout for a `Sharded`.
 
     >>> import torch
     >>> from fspmd import P, make_mesh, shard_map

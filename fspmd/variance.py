@@ -1,4 +1,4 @@
-"""The four types a value can have over a mesh axis, and how ops combine them.
+"""The four types that a value can have over a mesh axis, and their join.
 
 ==============  =====================================================  ==========  ==================
 type            meaning over the axis                                  gradient    written in a spec
@@ -9,7 +9,7 @@ unreduced (U)   the true value is the sum over the axis, pending       reduced  
 reduced (R)     equal on all ranks, its gradient is a pending sum      unreduced   ``P(reduced=…)``
 ==============  =====================================================  ==========  ==================
 
-The type of a tensor is kept on the tensor itself; a tensor that carries none is invariant.
+A tensor carries its type in an attribute. A tensor without it is invariant.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fspmd.torch_internals import DisableTorchFunction, is_wrapped, wrapped_by
 
 ATTRIBUTE: Final = "_fspmd_variance"
 OUTPUT_TYPES: Final = "_fspmd_output_types"  # on the graph node of a custom autograd.Function: types by output
-BORROWED: Final = "_fspmd_borrowed"  # set on what pcast returns, which aliases its argument
+BORROWED: Final = "_fspmd_borrowed"  # set on the result of pcast, which shares the memory of its argument
 _EMPTY: Final[frozenset[str]] = frozenset()
 
 
 class Variance:
-    """For each mesh axis the type of one value; axes not named are invariant. Interned: equal ones are one object."""
+    """The type of a value over each mesh axis: invariant over an axis that is not named. Equal types are one object."""
 
     __slots__ = ("_dual", "reduced", "unreduced", "varying")
     varying: frozenset[str]
@@ -41,12 +41,12 @@ class Variance:
         cls, varying: Iterable[str] = (), unreduced: Iterable[str] = (), reduced: Iterable[str] = ()
     ) -> Variance:
         key = (frozenset(varying), frozenset(unreduced), frozenset(reduced))
-        found = _INTERNED.get(key)
-        if found is None:
-            found = _INTERNED[key] = object.__new__(cls)
-            found.varying, found.unreduced, found.reduced = key
-            found._dual = None
-        return found
+        variance = _INTERNED.get(key)
+        if variance is None:
+            variance = _INTERNED[key] = object.__new__(cls)
+            variance.varying, variance.unreduced, variance.reduced = key
+            variance._dual = None
+        return variance
 
     _dual: Variance | None
 
@@ -58,13 +58,13 @@ class Variance:
         return self._dual
 
     def state(self, axis: str) -> str:
-        """The letter of an axis: I, V, U or R."""
+        """Return the letter of the type over an axis: I, V, U or R."""
         if axis in self.varying:
             return "V"
         return "U" if axis in self.unreduced else "R" if axis in self.reduced else "I"
 
     def moved(self, axes: Iterable[str], to: str) -> Variance:
-        """The same type with ``axes`` in the state ``to``."""
+        """Return the type with ``axes`` in the state ``to``."""
         chosen = frozenset(axes)
         sets = [
             (group - chosen) | (chosen if letter == to else _EMPTY)
@@ -83,44 +83,44 @@ INVARIANT: Final = Variance()
 
 @functools.lru_cache(maxsize=4096)
 def variance_of_spec(partition: P) -> Variance:
-    """The type, inside a body, of a value that enters or leaves with this partition."""
+    """Return the type, inside a body, of a value that enters or leaves with this partition."""
     return Variance(partition.axes, partition.unreduced, partition.reduced)
 
 
 def get_variance(x: Tensor) -> Variance:
-    """The type a tensor carries; one wrapped by a ``torch.func`` transform has the type of what it wraps."""
+    """Return the type of a tensor. A tensor that a ``torch.func`` transform wraps keeps its type."""
     return getattr(x, ATTRIBUTE, None) or inherited(x)
 
 
 def inherited(x: Tensor) -> Variance:
-    """The type of a tensor that carries none itself."""
+    """Return the type of a tensor without the attribute: that of the tensor within a wrapper, or of a saved output."""
     while is_wrapped(x):
         x = wrapped_by(x)
-        found: Variance | None = getattr(x, ATTRIBUTE, None)
-        if found is not None:
-            return found
-    # the output of a custom Function, saved for its backward, comes back as a new tensor of the same graph node
+        variance: Variance | None = getattr(x, ATTRIBUTE, None)
+        if variance is not None:
+            return variance
+    # an output that a custom Function saved for backward comes back as a new tensor of the same graph node
     if x.requires_grad and (types := getattr(x.grad_fn, OUTPUT_TYPES, None)) is not None:
         return types.get(x.output_nr, INVARIANT)  # type: ignore[no-any-return]
     return INVARIANT
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """What ``torch.func`` transforms wrap; a tensor that none wraps is itself."""
+    """Return the tensor within all wrappers of ``torch.func`` transforms."""
     while is_wrapped(x):
         x = wrapped_by(x)
     return x
 
 
 def storage_of(x: Tensor) -> int:
-    """The number of the storage that a tensor's values lie in, also within ``torch.func`` transforms."""
+    """Return the number of a tensor's storage, also within ``torch.func`` transforms."""
     with DisableTorchFunction():
-        found: int = unwrapped(x).untyped_storage()._cdata
-    return found
+        number: int = unwrapped(x).untyped_storage()._cdata
+    return number
 
 
 def set_variance(x: Tensor, variance: Variance) -> Tensor:
-    """Keep the type on the tensor, and on what it wraps, so that it outlives a ``torch.func`` transform."""
+    """Set the type on a tensor, and on the tensors within its wrappers, so that it outlives their transforms."""
     if variance is INVARIANT and getattr(x, ATTRIBUTE, None) is None:
         return x
     setattr(x, ATTRIBUTE, variance)
@@ -135,16 +135,16 @@ _JOINS: dict[tuple[Variance, Variance], Variance] = {}
 
 
 def join(a: Variance, b: Variance) -> Variance:
-    """The type of a result of two operands, none unreduced: varying wins over reduced, reduced over invariant."""
-    found = _JOINS.get((a, b))
-    if found is None:
+    """Return the type of a result of two operands, none unreduced: varying before reduced, reduced before invariant."""
+    joined = _JOINS.get((a, b))
+    if joined is None:
         varying = a.varying | b.varying
-        found = _JOINS[a, b] = Variance(varying, a.unreduced | b.unreduced, (a.reduced | b.reduced) - varying)
-    return found
+        joined = _JOINS[a, b] = Variance(varying, a.unreduced | b.unreduced, (a.reduced | b.reduced) - varying)
+    return joined
 
 
 def show(x: Tensor) -> str:
-    """``f32[8,4]{V:x}``.
+    """Return the text of a block: dtype, shape and type.
 
     >>> import torch
     >>> show(set_variance(torch.zeros(8, 4), Variance(varying={"x"})))

@@ -1,4 +1,4 @@
-"""Functions in the place of a user's."""
+"""Wrappers of users' functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wraps(f: Any) -> Callable[[F], F]:
-    """``functools.wraps`` that leaves attributes behind.
+    """``functools.wraps`` without the attributes of the function.
 
-    ``torch.compile`` says by attributes of a function what it was made of, and takes that in its place: around the
-    wrapper it would compile the function inside, and the wrapper would be gone.
+    ``torch.compile`` finds the original of a function by its attributes, and compiles the original. It would compile
+    the wrapped function and drop the wrapper.
 
     >>> def f():
     ...     "A function."

@@ -496,7 +496,7 @@ def test_pruning_while_attached_for_a_block_is_told() -> None:
     """The module has other parameters then than the leaves that are to leave it."""
     module, own, weight = _pruned()
     with (
-        pytest.raises(ArgumentError, match=r"^attached: the module has given up its 'weight', as torch.nn.utils.prune"),
+        pytest.raises(ArgumentError, match=r"^attached: the module has removed its 'weight', as torch.nn.utils.prune"),
         attached(module, {"weight": weight}),
     ):
         prune.l1_unstructured(module, "weight", 0.5)

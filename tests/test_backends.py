@@ -160,26 +160,26 @@ def test_donated_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_no_backend() -> None:
-    with pytest.raises(ArgumentError, match=r"^jit got the string 'xla' for backend, which is 'replay', 'inductor',"):
+    with pytest.raises(ArgumentError, match=r"^jit got the string 'xla' for backend; write 'replay', 'inductor',"):
         jit(loss, backend="xla")
     x = torch.ones(3)
     for backend, message in (
-        (lambda module, examples: 1, r"^the backend of jit gave the int 1; it must give a function$"),
+        (lambda module, examples: 1, r"^the backend of jit returned the int 1; it must return a function$"),
         (
             lambda module, examples: lambda x: x,
-            r"^the function made by the backend of jit gave a tensor .* a tuple of 1 values",
+            r"^the function made by the backend of jit returned a tensor .* a tuple of 1 values",
         ),
         (
             lambda module, examples: lambda x: (x[1:],),
-            r"^the function .* gave a tensor f32\[2\] for result 0; expected a tens",
+            r"^the function .* returned a tensor f32\[2\] for result 0; it must return a tens",
         ),
         (
             lambda module, examples: lambda x: (x.double(),),
-            r"for result 0; expected a tensor f32\[3\], as the graph gives$",
+            r"for result 0; it must return a tensor f32\[3\], as the graph does$",
         ),
         (
             lambda module, examples: lambda x: [None],
-            r"^the function made by the backend of jit gave None for result 0;",
+            r"^the function made by the backend of jit returned None for result 0;",
         ),
     ):
         recorded = jit(lambda x: x + 1, backend=backend)

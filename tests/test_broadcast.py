@@ -154,7 +154,7 @@ def test_simulated() -> None:
     for name, helper in (("broadcast", broadcast), ("scatter", lambda x, **k: scatter(x, P(), **k))):
         with pytest.raises(MeshError, match=f"{name} got src=4, which is no rank of"):
             helper(x, src=4, mesh=MESH)
-    with pytest.raises(ArgumentError, match="reshard moves a Sharded"):
+    with pytest.raises(ArgumentError, match="move a Sharded with reshard"):
         broadcast(device_put(x, P("x"), mesh=MESH).local, src=0, mesh=MESH)
     with pytest.raises(ArgumentError, match=r"a Sharded, which all ranks hold already; write reshard"):
         scatter(device_put(x, P("x"), mesh=MESH), P(), src=0, mesh=MESH)

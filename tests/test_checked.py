@@ -78,10 +78,10 @@ def _kept(x: Tensor) -> Tensor:
 
 
 IMPURE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "random": (lambda x: x * random.random(), r"result is not what the function gives: .* Perhaps it reads something"),
-    "forked": (_forked, r"it draws other random numbers. Perhaps it sets the state of a generator, or restores it$"),
-    "set back": (_set_back, r"result is not what the function gives"),
-    "counter": (_kept, r"result is not what the function gives"),
+    "random": (lambda x: x * random.random(), r"result differs from the function.s: .* Perhaps \S+ reads a value"),
+    "forked": (_forked, r"it draws other random numbers. Perhaps \S+ sets the state of a generator, or restores it$"),
+    "set back": (_set_back, r"result differs from the function.s"),
+    "counter": (_kept, r"result differs from the function.s"),
     "number": (lambda x: OUTSIDE[0], r"result is 0, but the function gives 1"),
     "structure": (lambda x: [x] * (1 + OUTSIDE[0]), r"its result is .*, but the function gives"),
     "collectives": (_on_some, r"its collective 0 is missing, but the function's is psum over"),
@@ -93,7 +93,7 @@ def test_functions_that_are_not_pure(name: str) -> None:
     f, message = IMPURE[name]
     OUTSIDE[0] = 0
     checked, x = jit(check=True)(f), torch.ones(3) if name in ("forked", "set back") else torch.ones(8)
-    told = rf"^jit\(\S+, check=True\) found that the record is not the function: {message}"
+    told = rf"^jit\(\S+, check=True\) found a difference between the record and the function: {message}"
 
     def calls() -> None:
         for _ in range(2):

@@ -476,5 +476,5 @@ def test_what_depends_on_values_says_so() -> None:
     with communication_log() as log:
         torch.where(x > 3)
         torch.relu(device_put(torch.ones(4), P(unreduced={"x"}), mesh=LINE))
-    assert [one.cause.why for one in log] == ["what it gives, or its shape, depends on values", ""]
-    assert "where() (implicit: what it gives, or its shape, depends on values)" in str(log)
+    assert [one.cause.why for one in log] == ["its result, or the shape of it, depends on values", ""]
+    assert "where() (implicit: its result, or the shape of it, depends on values)" in str(log)

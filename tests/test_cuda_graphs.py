@@ -253,7 +253,7 @@ def test_donated_arguments(device: str) -> None:
 
 def test_what_is_on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ArgumentError, match=r"^jit\(backend='cudagraphs'\) needs a CUDA device, and torch.cuda.is_av"):
+    with pytest.raises(ArgumentError, match=r"^jit\(backend='cudagraphs'\) needs a CUDA device, but torch.cuda.is_av"):
         graphed(torch.sin)
 
     class Elsewhere(Remembered):
@@ -271,7 +271,7 @@ def test_what_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(backends._BY_NAME, "cudagraphs", functools.partial(by_graphs, Refusing))
     f = graphed(lambda x: x.sin() + 1)
-    with pytest.raises(ArgumentError, match="came upon a step that CUDA cannot capture"):
+    with pytest.raises(ArgumentError, match="got a step that CUDA cannot capture"):
         f(torch.ones(2))
 
 

@@ -112,13 +112,13 @@ def test_what_depends_on_values_gathers() -> None:
     x = put(4, 8, spec=P("x"))
     assert refusal(lambda: torch.nonzero(x)) == (
         "torch.nonzero(x) communicates, which is not written\n"
-        "  it runs on global tensors, as what depends on values does\n"
+        "  it runs on global tensors, since its result depends on values\n"
         "  x: f64[4@x, 8] → f64[4, 8] [all_gather_invariant over 'x', 192 B, 13 µs]\n"
         "write x = reshard(x, P())"
     )
     assert refusal(lambda: x.sum().item()) == (
         "x.sum().item() communicates, which is not written\n"
-        "  it runs on global tensors, as what depends on values does\n"
+        "  it runs on global tensors, since its result depends on values\n"
         "  x.sum(): f64[]{U:x} → f64[] [psum_unreduced over 'x', 12 B, 16 µs]\n"
         "write reshard(x.sum(), P()) for x.sum()"
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fspmd import RecordError, jit
-from fspmd.programs.reachable import reached
+from fspmd.programs.reachable import reachable_from
 
 
 def test_generators_are_drawn_from_by_steps() -> None:
@@ -100,6 +100,6 @@ TRAPS: dict[str, Callable[[Any], Any]] = {
 def test_what_is_searched_is_not_run(name: str) -> None:
     rng = random.Random(3)
     trap = TRAPS[name](rng)
-    assert any(one is rng for one in reached(lambda: trap))
+    assert any(one is rng for one in reachable_from(lambda: trap))
     f = jit(lambda x: x if trap is None else x + 1)
     assert f(torch.ones(1)).item() == f(torch.ones(1)).item() == 2

@@ -24,7 +24,7 @@ from fspmd import P, Sharded, VarianceError, device_get, device_put, make_mesh, 
 from fspmd.local_view.empty_blocks import call_with_empty_blocks
 
 #: writes into views that had to be moved, into what such a view was taken of, and into pending sums
-REFUSED = ("writes into a copy", "would not see the write", "would change how its operand lies")
+REFUSED = ("writes into a copy", "would not see the write", "would change the layout of its operand")
 
 
 def whole(x: Any) -> Tensor:

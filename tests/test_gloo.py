@@ -187,7 +187,7 @@ def test_an_ended_sum_has_hooks_and_is_written_into_as_any_value(four: Processes
 
 def test_who_has_no_gradient_takes_part_in_the_sum(four: Processes) -> None:
     first, *others = four.run(lent_without_a_gradient, (1, 2, 3))
-    assert "gave None for it on this rank alone" in first
+    assert "returned None for its gradient on this rank only" in first
     assert others == ["tensor(3.)"] * 3
     assert four.run(lent_without_a_gradient, ()) == ["None"] * 4
 
@@ -338,7 +338,7 @@ def test_steps_of_training_while_results_are_alive(four: Processes) -> None:
 def test_checkpoints_hold_global_tensors(four: Processes) -> None:
     for wrong, pending, flat, in_a_tuple in four.run(checkpoints, seconds=120):
         assert wrong == []
-        assert "a sum that is pending; move it first: reshard(x, P(None))" in pending, pending
+        assert "its value is a pending sum; move it first: reshard(x, P(None))" in pending, pending
         assert "its blocks are no boxes of the global tensor" in flat, flat
         assert "put it into a dict" in in_a_tuple, in_a_tuple
 
@@ -377,7 +377,7 @@ def test_dtensors_of_every_layout_are_the_same_sharded_values(four: Processes) -
 def test_sharded_values_of_every_layout_are_the_same_dtensors(four: Processes) -> None:
     for wrong in four.run(specs_as_dtensors):
         reduced, flat = wrong
-        assert "no DTensor says that a gradient is a pending sum" in reduced, wrong
+        assert "no DTensor has a gradient that is a pending sum" in reduced, wrong
         assert "no placements give each rank the same indices of dim 0" in flat, wrong
 
 

@@ -299,7 +299,7 @@ def test_messages() -> None:
         "init_sharded got a Linear for module_fn; give it a function that makes the module: lambda: Transformer(config)"
     )
     assert said(lambda: init_sharded(lambda: 3, P(), mesh=LINE)) == (
-        "init_sharded: module_fn gave the int 3; return the module"
+        "init_sharded: module_fn returned the int 3; return the module"
     )
     assert said(lambda: init_sharded(linear, {"wieght": P("x")}, mesh=LINE)) == (
         "init_sharded: styles do not fit\n  * 'wieght' (Style) matches nothing; near it: 'weight'\n"
@@ -331,8 +331,8 @@ def test_messages() -> None:
             self.rates = [x.item() for x in torch.rand(3)]
 
     assert said(lambda: init_sharded(Looks, P(), mesh=LINE)) == (
-        "init_sharded: the constructor asks for values of a tensor by item(), but runs where tensors have none; "
-        "draw them in Python or numpy"
+        "init_sharded: the constructor asks for values of a tensor by item(), but runs on the meta device, where "
+        "tensors have none; compute them in Python or numpy"
     )
     assert init_sharded(nn.Tanh, P("x"), mesh=LINE)[1:] == ({}, {})
     before = nn.Linear(2, 3)

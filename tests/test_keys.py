@@ -227,11 +227,11 @@ def test_processes_draw_the_same(four: Processes) -> None:
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[FspmdError], str]] = {
     "a seed": (lambda: random.normal(0, (3,)), ArgumentError, "normal got the int 0 for key; make one: random.key"),  # type: ignore[arg-type]
-    "keys": (lambda: random.normal(random.split(KEY), (3,)), ArgumentError, r"which are several; .* vmap\("),
+    "keys": (lambda: random.normal(random.split(KEY), (3,)), ArgumentError, r"which are several keys; .* vmap\("),
     "a float": (lambda: random.key(0.5), ArgumentError, "key got the float 0.5 for seed"),  # type: ignore[arg-type]
     "a large int": (lambda: random.key(2**64), ArgumentError, "key got the int 18446744073709551616 for seed"),
     "shape": (lambda: random.normal(KEY, (3.0,)), ArgumentError, "give it the global shape"),  # type: ignore[arg-type]
-    "dtype": (lambda: random.normal(KEY, (3,), torch.int64), ArgumentError, "random numbers of torch.int64"),
+    "dtype": (lambda: random.normal(KEY, (3,), torch.int64), ArgumentError, "random numbers got the dtype torch.int64"),
     "bounds": (lambda: random.randint(KEY, (3,), 4, 4), ArgumentError, "minval below maxval"),
     "bounds of a dtype": (lambda: random.randint(KEY, (3,), 0, 300, torch.uint8), ArgumentError, "goes from 0 to 255"),
     "probability": (lambda: random.bernoulli(KEY, 1.5), ArgumentError, "give it a probability"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from full import FULL
 
 from fspmd import Mesh, P, TensorSpec, device_get, device_put, explain, make_mesh, reshard
-from fspmd.global_view.axis_choices import ways
+from fspmd.global_view.axis_choices import combinations
 from fspmd.global_view.propagate import ask
 from fspmd.messages import micros
 from fspmd.redistribution import straight
@@ -88,7 +88,7 @@ def test_of_many_combinations_few_are_looked_at() -> None:
     args = [torch.empty(spec.shape, device="meta") for spec in specs]
     question = ask(F.scaled_dot_product_attention, tuple(args), {}, [*enumerate(specs)])
     assert question is not None
-    count = sum(1 for _ in ways(question.factors, "", specs, True, topology(), question.results))
+    count = sum(1 for _ in combinations(question.factors, "", specs, True, topology(), question.results))
     assert count <= 512
     assert question.best() is not None
 

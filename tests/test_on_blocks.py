@@ -133,6 +133,6 @@ def test_forward_takes_a_tensor() -> None:
     mesh = make_mesh((4,), ("tp",), transport="simulation")
     model = nn.Sequential(Experts())
     params, plan = fspmd.parallelize(dict(model.named_parameters()), {"0": OnBlocks()}, mesh)
-    with pytest.raises(ArgumentError, match=r"^OnBlocks: forward of Experts got no tensor, so nothing says how"):
+    with pytest.raises(ArgumentError, match=r"^OnBlocks: forward of Experts got no tensor, from which its result"):
         fspmd.functional_call(model, params, None, styles=plan)
     assert "forward" not in vars(model[0])

@@ -153,9 +153,9 @@ def test_a_plain_operand_is_never_made_anew() -> None:
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_derivatives_with_respect_to_what_is_expanded(call_with_empty_blocks: bool) -> None:
+def test_derivatives_with_respect_to_what_is_expanded(connected: bool) -> None:
     x, w = torch.randn(B, S, D, dtype=F64), torch.randn(D, dtype=F64)
-    lay = device_put(w, P(), mesh=MESHES[0]).requires_grad_(call_with_empty_blocks)
+    lay = device_put(w, P(), mesh=MESHES[0]).requires_grad_(connected)
     laid_x = device_put(x, P("dp"), mesh=MESHES[0])
     found = grad(lambda h: (laid_x * h).sin().sum())(lay.expand(B, S, D))
     torch.testing.assert_close(device_get(found.detach()), (x * w).cos() * x)

@@ -283,7 +283,7 @@ def test_a_bias_that_would_count_once_per_rank_is_refused() -> None:
     layer = plan[""].local(F.linear)
     assert device_get(layer(torch.ones(8), params["weight"]) + params["bias"]).tolist() == [9.0] * 6
     assert said(lambda: layer(torch.ones(8), params["weight"], params["bias"])) == (
-        "'': what each rank computes there is summed over 'tp', but a Sharded of shape (6,) is equal on all ranks "
+        "'': the results of the ranks are summed over 'tp', but a Sharded of shape (6,) is equal on all ranks "
         "and would count once per rank; add it to the result"
     )
 
@@ -406,7 +406,7 @@ def test_messages() -> None:
         "parallelize got a tensor of shape (2,) for params; give it a dict of tensors by name"
     )
     _, plan = parallelize(params, {"layers.0.wq": ColwiseParallel()}, LINE)
-    assert said(lambda: plan["layers.0.wk"]) == "no style stands at 'layers.0.wk'; near it: 'layers.0.wq'"
+    assert said(lambda: plan["layers.0.wk"]) == "no style matches 'layers.0.wk'; near it: 'layers.0.wq'"
     module = seeded(Mlp)
     tree, plan = parallelize(dict(module.named_parameters()), {"uq": PrepareInput(input=0)}, LINE)
     assert said(lambda: functional_call(module, tree, FLOATS, styles=plan)) == (

@@ -399,8 +399,8 @@ _LEFT: dict[str, tuple[Function, P, int, list[str]]] = {
         P("x"),
         8,
         [
-            "coalesce " + _UNLIKE.format("all collectives", "Python has learnt a value that is made of axis_index"),
-            "chunked " + _UNLIKE.format("all matmuls", "Python has learnt a value that is made of axis_index"),
+            "coalesce " + _UNLIKE.format("all collectives", "Python has read a value that is made of axis_index"),
+            "chunked " + _UNLIKE.format("all matmuls", "Python has read a value that is made of axis_index"),
             "equal_steps leaves this alone: ranks may have other steps; it is equal to %4\n",
             "dead_code leaves this alone: ranks may have other steps, and may need it\n",
         ],
@@ -410,7 +410,7 @@ _LEFT: dict[str, tuple[Function, P, int, list[str]]] = {
             shard_map(_learns_length, in_specs=P("x"), out_specs=P("x"), check_vma=checked),
             P("x"),
             8,
-            ["coalesce " + _UNLIKE.format("all collectives", "Python has learnt a value that is made of axis_index")],
+            ["coalesce " + _UNLIKE.format("all collectives", "Python has read a value that is made of axis_index")],
         )
         for checked in (False, True)
     },
@@ -424,7 +424,7 @@ _LEFT: dict[str, tuple[Function, P, int, list[str]]] = {
         _product(P("x")),
         P(None, "x"),
         10,
-        ["chunked leaves alone all matmuls; ranks may have blocks of other shapes: f64[10, 10@x] has blocks of unlike"],
+        ["chunked leaves alone all matmuls; ranks may have blocks of other shapes: f64[10, 10@x] has blocks of diff"],
     ),
     "a sum is used, and scattered": (
         _product(P("x")),
@@ -504,9 +504,9 @@ def test_who_shares_memory_and_who_writes_into_it() -> None:
     assert memory.is_written(view, write)
     assert not memory.is_written(made, made, write)
     assert not memory.is_written(before, before)
-    assert memory.escapes(before)
-    assert memory.escapes(cos)
-    assert not memory.escapes(made)
+    assert memory.is_in_results(before)
+    assert memory.is_in_results(cos)
+    assert not memory.is_in_results(made)
     assert all(memory.is_outside(x) for x in nodes["x1"] + nodes["x0"])
 
 
@@ -1137,8 +1137,8 @@ def test_passes_by_name_with_options_or_none() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        *[(of, "a number of bytes from 0 on") for of in (Coalesce, Overlap, lambda x: Recompute(x or -1))],
-        (Chunked, "ints from 1 on"),
+        *[(of, "a number of bytes >= 0") for of in (Coalesce, Overlap, lambda x: Recompute(x or -1))],
+        (Chunked, "ints >= 1"),
         (lambda x: Overlap(overtake=x), "True or False"),
         (lambda x: Recompute(collectives=x), "True or False"),
     ],

@@ -161,7 +161,7 @@ def test_in_bodies_too() -> None:
         lambda x: hop_map(lambda row: row * 8, x),
     )
     for f in calls:
-        with pytest.raises(FspmdError, match=r"\(\) runs functions that torch compiles, not in bodies. .*rank_map"):
+        with pytest.raises(FspmdError, match=r"\(\) in a body runs functions that torch compiles. .*rank_map"):
             shard_map(f, mesh=x.spec.mesh, in_specs=P("x"), out_specs=P("x"))(x)
         ranks = shard_map(lambda x: rank_map(f, x), mesh=x.spec.mesh, in_specs=P("x"), out_specs=P("x"))  # noqa: B023
         torch.testing.assert_close(device_get(ranks(x)), device_get(x) * 8)

@@ -37,7 +37,7 @@ def test_the_shape_is_another_under_every_name(name: str) -> None:
 
 def test_a_leaf_keeps_its_shape_while_autograd_follows() -> None:
     x = device_put(torch.ones(2, 3), P("x"), mesh=LINE).requires_grad_()
-    with pytest.raises(fspmd.ArgumentError, match=r"t_\(\) of .* a leaf that requires grad; write y = x.t\(...\)"):
+    with pytest.raises(fspmd.ArgumentError, match=r"t_\(\) got .* a leaf that requires grad; write y = x.t\(...\)"):
         x.t_()
 
 
@@ -60,5 +60,5 @@ def test_diagonals(shape: tuple[int, ...], wrap: bool) -> None:
             assert x.fill_diagonal_(7.0, wrap=wrap) is x
         assert not log
         assert torch.equal(device_get(x), want)
-    with pytest.raises(fspmd.ShapeError, match="it takes a matrix, or a tensor of more dims that are of one size"):
+    with pytest.raises(fspmd.ShapeError, match="give it a matrix, or a tensor whose dims all have one size"):
         x[0, 0].fill_diagonal_(1.0)

@@ -125,7 +125,7 @@ def test_a_price_that_is_none_is_told(price: Any) -> None:
 @pytest.mark.parametrize("price", [lambda layout: "cheap", lambda layout: None, lambda layout: float("nan")])
 def test_a_price_that_is_no_time_is_told(price: Any) -> None:
     ruled = rule(lambda x: x.amax(-1), "m [d] -> m", body=lambda site, x: pmax(x.amax(-1), site.axes["d"]), price=price)
-    with pytest.raises(ArgumentError, match=r"^the price of a body gave .*; it gives µs, 0 or more"):
+    with pytest.raises(ArgumentError, match=r"^the price of a body gave .*; return µs, 0 or more"):
         ruled(device_put(torch.ones(4, 64), P(None, "x"), mesh=LINE))
 
 
@@ -205,9 +205,9 @@ def test_a_rule_that_is_not_so_is_told(function: Any, pattern: str, message: str
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (lambda site, x: x[:, :1], r"gave a tensor of shape \(8, 1\); a block of .* is \(8, 16\)"),
-        (lambda site, x: (x, x), r"gave a tensor of shape \(8, 16\), a tensor .*; its rule has 1 result"),
-        (lambda site, x: None, r"the body of <lambda>\(\) gave None; its rule has 1 result"),
+        (lambda site, x: x[:, :1], r"gave a tensor of shape \(8, 1\), but a block of .* has shape \(8, 16\)"),
+        (lambda site, x: (x, x), r"gave a tensor of shape \(8, 16\), a tensor .*, but its rule has 1 result"),
+        (lambda site, x: None, r"the body of <lambda>\(\) gave None, but its rule has 1 result"),
     ],
 )
 def test_a_body_that_gives_other_blocks_is_told(body: Any, message: str) -> None:
@@ -317,7 +317,7 @@ def test_explanations_of_calls_that_fail() -> None:
     ("arguments", "message"),
     [
         ((torch.mm, "m k, k n"), r"the rule 'm k, k n' has no '->'"),
-        ((torch.neg, "[m -> m"), r"has '\[m'; a dim is a name"),
+        ((torch.neg, "[m -> m"), r"has '\[m'; write a name for a dim"),
         ((torch.neg, "m -> n"), r"a result with 'n', which no operand has"),
         ((3, "m -> m"), r"rule got the int 3 for func"),
         ((torch.mm, None), r"rule got None for pattern"),

@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
     "a device": (
         lambda x: (x * 1 if x.spec.partition.mentioned else device_put(PLAIN, P("x"), mesh=LINE)).to("meta"),
         ArgumentError,
-        r"to 'meta', but its mesh moves what lies on 'cpu'; write device_get\(x\).to\('meta'\)",
+        r"to 'meta', but its mesh communicates on 'cpu'; write device_get\(x\).to\('meta'\)",
     ),
     "another name": (lambda x: x.to_local(), ArgumentError, r"a Sharded has no .to_local; write x.local"),
     "a collective of torch": (

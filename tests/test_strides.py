@@ -196,9 +196,9 @@ def test_views_of_what_is_not_contiguous() -> None:
     assert torch.equal(device_get(x.t().contiguous().view(-1)), whole.t().reshape(-1))
     part = x.t().as_strided((2, 3), (2, 5))
     assert torch.equal(device_get(part), whole.t().as_strided((2, 3), (2, 5)))
-    with pytest.raises(FspmdError, match="none of its 6 elements"):
+    with pytest.raises(FspmdError, match="reaches beyond its 6 elements"):
         x[1:2].as_strided((2, 2), (1, 6))
-    with pytest.raises(FspmdError, match="a part of some memory"):
+    with pytest.raises(FspmdError, match="a part of a larger memory"):
         x[:, ::2].as_strided((2,), (1,))
 
 

@@ -132,15 +132,15 @@ def test_what_changes_nothing_is_told() -> None:
     assert said({"0": ColwiseParallel()}) == ""
     assert said({"0": ColwiseParallel(), "0.weight": Style(weight=-1)}) == ""
     assert said({"0": Style(weight=-1, vector="replicated"), "**": ColwiseParallel()}) == (
-        "parallelize: the style at '0' (Style) changes nothing: later ones decide all that it matches; leave it out, "
-        "or write it after them"
+        "parallelize: the style at '0' (Style) changes nothing, because later patterns decide all leaves that it "
+        "matches; leave it out, or write it after them"
     )
     assert said({"0.weight": ColwiseParallel()}) == (
-        "styles: no module at '0.weight' (ColwiseParallel) was called, so what it says of input, kwargs and output has "
-        "changed nothing; give it to the module that is called, or say nothing of them: Style(weight=..., vector=...)"
+        "styles: no module at '0.weight' (ColwiseParallel) was called, so its input, kwargs and output have changed "
+        "nothing; write the pattern of a module that is called, or leave them out: Style(weight=..., vector=...)"
     )
     assert said({"0": PrepareInput()}) == (
-        "parallelize: styles do not fit\n  * '0' (PrepareInput) says nothing; give it input=, output= or specs="
+        "parallelize: styles do not fit\n  * '0' (PrepareInput) has no layout; give it input=, output= or specs="
     )
     assert said({"0": RowwiseParallel(specs={"wieght": 0})}) == (
         "parallelize: styles do not fit\n"
@@ -148,7 +148,7 @@ def test_what_changes_nothing_is_told() -> None:
     )
     assert said({"0": PrepareInput(kwargs={"inputs": 0})}) == (
         "functional_call of Sequential: styles do not fit the module\n"
-        "  * '0': forward of Linear has no 'inputs' of kwargs; near it: 'input'"
+        "  * '0': forward of Linear has no argument 'inputs', which kwargs lays out; near it: 'input'"
     )
     assert said({"1": PrepareInput(input=0)}) == (
         "functional_call of Sequential: styles do not fit the module\n  * no module at '1'; it has '0'"

@@ -1,6 +1,6 @@
 """Derivatives of functions of pytrees with plain and `Sharded` leaves, outside and inside a body.
 
-Gradients have the layout of their primals.
+A gradient has the layout of its primal.
 """
 
 from fspmd.autodiff import engine as engine

@@ -40,24 +40,30 @@ def vmap(
     randomness: str = "error",
     axis_name: str | None = None,
 ) -> Callable[Q, R]:
-    """Map ``f`` over a dim of its arguments. ``in_dims`` and ``out_dims`` are pytree prefixes of ints and None.
+    """Map ``f`` over a dim of its arguments.
 
-    None is for an argument that all share, and for a result that is the same for all and gets no mapped dim. Dims of a
-    `Sharded` are those of its global tensor. With ``spmd_axis_name`` the mapped dim is sharded over that mesh axis, or
-    over a tuple of axes: each rank maps over its own block, and results are sharded alike. The mesh is that of a
-    `Sharded` argument, of `set_mesh`, or of the first `shard_map` in ``f``, which then runs up to there once more. The
-    mapped dim of a `Sharded` that is sharded already is mapped so without ``spmd_axis_name``; nothing moves. Blocks
-    may be uneven; where a rank would have no element all ranks map all. A collective in ``f`` is done once, for all
-    that is mapped. ``randomness`` is that of `torch.vmap`; over a sharded dim "different" takes draws of mapped values
-    alone. A gradient by a value that all elements share is each element's own. A mapped dim has no name for
-    collectives: ``axis_name`` is refused.
+    A collective in ``f`` runs once for all elements. A gradient with respect to a value that all elements share is
+    computed for each element. A mapped `Sharded` may have uneven blocks.
+
+    Args:
+        f: A function of pytrees with plain and `Sharded` leaves.
+        in_dims: The mapped dim of each argument: a pytree prefix of ints and None. None is for an argument that all
+            elements share. Dims of a `Sharded` are dims of the global tensor.
+        out_dims: The place of the mapped dim in each result, as a pytree prefix. None is for a result that is the same
+            for all elements; it gets no mapped dim.
+        spmd_axis_name: A mesh axis, or a tuple of them, over which the mapped dim is sharded. Each rank maps over its
+            own block, and results are sharded alike. If a rank would have no element, all ranks map all elements. The
+            mesh is that of a `Sharded` argument, of `set_mesh`, or of the first `shard_map` in ``f``; to find this one
+            ``f`` runs up to there once more. A mapped dim of a `Sharded` that is sharded already needs no
+            ``spmd_axis_name``; nothing moves.
+        randomness: As in `torch.vmap`. Over a sharded dim "different" allows draws for mapped values alone.
+        axis_name: Refused, because a mapped dim has no name for collectives.
 
     Raises:
-        ShapeError: a leaf without the mapped dim, mapped dims of different sizes, or such as are sharded over different
-            axes.
-        ArgumentError: ``axis_name`` is given, or random numbers are drawn as ``randomness`` does not allow.
-        TreeError: ``in_dims`` or ``out_dims`` of another structure.
-        AxisError: ``spmd_axis_name`` names no axis of the mesh, or there is no mesh.
+        ShapeError: a leaf has no mapped dim, or mapped dims have different sizes or are sharded over different axes.
+        ArgumentError: ``axis_name`` is given, or ``f`` draws random numbers that ``randomness`` does not allow.
+        TreeError: ``in_dims`` or ``out_dims`` have another structure.
+        AxisError: ``spmd_axis_name`` is no axis of the mesh, or there is no mesh.
 
     >>> from fspmd import P, device_get, make_mesh, psum
     >>> f = shard_map(lambda x: psum(x, "x"), mesh=make_mesh((2,), ("x",)), in_specs=P("x"), out_specs=P())
@@ -94,12 +100,12 @@ def vmap(
                 return _over_axes(f, leaves, dims, treedef, out_dims, axes, randomness)
             except AxisError as error:
                 error.add_note(
-                    f"vmap maps each rank's own part of what is sharded over {quoted(axes)}, as in a body over them; "
-                    "to map a function that uses them itself gather the mapped dim first: device_put(x, P())"
+                    f"vmap maps each rank's own part of a dim that is sharded over {quoted(axes)}, as in a body over "
+                    "them; to map a function that uses them itself gather the mapped dim first: device_put(x, P())"
                 )
                 raise
-        results, tree, wanted = _batched(f, leaves, dims, treedef, out_dims, randomness)
-        return tree.unflatten(map(placed, results, wanted))
+        results, tree, places = _batched(f, leaves, dims, treedef, out_dims, randomness)
+        return tree.unflatten(map(placed, results, places))
 
     return mapped
 
@@ -121,19 +127,20 @@ def _dims_of(in_dims: Dims, args: tuple[Any, ...], leaves: list[Any], names: lis
     if failures:
         refuse("vmap: in_dims does not match the arguments", failures)
     labels = [path for name, arg in zip(names, args, strict=True) for path in leaf_paths(arg, name)]
-    result = [_dim_of(*row, failures) for row in zip(leaves, dims, labels, strict=True)]
+    places = [_dim_of(*row, failures) for row in zip(leaves, dims, labels, strict=True)]
     if failures:
         refuse("vmap: in_dims does not fit the arguments", failures)
-    if all(dim is None for dim in result):
+    if all(dim is None for dim in places):
         raise ArgumentError(f"vmap got in_dims={in_dims!r}, but at least one argument must be mapped: give it an int")
-    mapped = [(leaf.shape[d], d, label) for leaf, d, label in zip(leaves, result, labels, strict=True) if d is not None]
+    mapped = [(leaf.shape[d], d, label) for leaf, d, label in zip(leaves, places, labels, strict=True) if d is not None]
     if any(size != mapped[0][0] for size, _, _ in mapped[1:]):  # in a body ints may differ from rank to rank
         lines = [Failure(f"dim {d} of {label} has size {size}", ShapeError) for size, d, label in mapped]
         refuse("vmap: mapped dims must all have one size", lines)
-    return result
+    return places
 
 
 def _dim_of(leaf: Any, dim: int | None, label: str, failures: list[Failure]) -> int | None:
+    """The mapped dim of one leaf, not negative; a failure is added if the leaf has no such dim."""
     if dim is None or leaf is None:
         return None
     if not isinstance(leaf, Tensor):
@@ -147,7 +154,7 @@ def _dim_of(leaf: Any, dim: int | None, label: str, failures: list[Failure]) -> 
 
 
 def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, out_dims: Dims, randomness: str) -> Any:
-    """The results as leaves with the mapped dim in front, their tree, and where each wants that dim."""
+    """The results as leaves with the mapped dim in front, their tree, and the place of that dim in each."""
     specs: list[Any] = [
         without_dim(leaf.spec, dim) if isinstance(leaf, Sharded) and dim is not None else getattr(leaf, "spec", None)
         for leaf, dim in zip(leaves, dims, strict=True)
@@ -156,7 +163,7 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
     locals_ = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in leaves]
     outs: list[Any] = []
     values: list[Tensor] = []
-    wanted: list[int | None] = []
+    places: list[int | None] = []
     tree: Any = None
 
     def flat(*xs: Any) -> tuple[Tensor, ...]:
@@ -169,8 +176,8 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
         outs[:], tree = optree.tree_flatten(out)
         labels = leaf_paths(out, "result", none_is_leaf=False)
         values[:] = [_result(*row) for row in zip(outs, labels, strict=True)]
-        wanted[:] = _out_dims(out_dims, tree, values, labels)
-        return tuple(value for value, dim in zip(values, wanted, strict=True) if dim is not None)
+        places[:] = _out_dims(out_dims, tree, values, labels)
+        return tuple(value for value, dim in zip(values, places, strict=True) if dim is not None)
 
     try:
         mapped = iter(torch.func.vmap(flat, in_dims=tuple(dims), out_dims=0, randomness=randomness)(*locals_))
@@ -180,29 +187,29 @@ def _batched(f: Any, leaves: list[Any], dims: list[int | None], treedef: Any, ou
             raise
         raise ArgumentError(f"vmap: the function {advice}") from error
     results: list[Any] = []
-    for out, value, dim in zip(outs, values, wanted, strict=True):
+    for out, value, dim in zip(outs, values, places, strict=True):
         local = value if dim is None else set_variance(next(mapped), get_variance(value))
         if isinstance(out, Sharded):
             results.append(Sharded(local, out.spec if dim is None else extended(out.spec, 0, batch)))
         else:
             results.append(local)
-    return results, tree, wanted
+    return results, tree, places
 
 
-#: words of torch -> what the function does, and what to write instead
+#: words of torch's error -> the mistake of the function, and what to write instead
 _DRAWS: Final = {
     "in randomness error mode": 'draws random numbers; write vmap(f, randomness="different") for others in each '
     'element, randomness="same" for the same in all, or draw outside of it',
     "same randomness with a batched tensor": "draws by the values of each element, as bernoulli, multinomial, poisson "
-    'and normal do, which torch has not with randomness="same"; make them of numbers that are the same in all, as '
-    "torch.rand_like(p) < p, or draw outside of it",
+    'and normal do, which torch refuses with randomness="same"; compute the draws from numbers that are the same in '
+    "all elements, such as torch.rand_like(p) < p, or draw outside of it",
     "different inplace randomness on an unbatched": "writes random numbers into a tensor that all elements share, with "
-    'randomness="different"; write into one that is made of a mapped value: torch.empty_like(x).uniform_()',
+    'randomness="different"; write into a tensor made of a mapped value: torch.empty_like(x).uniform_()',
 }
 
 
 def placed(x: Any, dim: int | None) -> Any:
-    """A result with its mapped dim moved from the front to where it is wanted."""
+    """A result with its mapped dim moved from the front to ``dim``."""
     if not dim:
         return x
     local = x.local if isinstance(x, Sharded) else x
@@ -218,6 +225,7 @@ def placed(x: Any, dim: int | None) -> Any:
 
 
 def _result(x: Any, label: str) -> Tensor:
+    """The block of a result, or a tensor of a number."""
     if isinstance(x, Tensor):
         return x.local if isinstance(x, Sharded) else x
     if not isinstance(x, (int, float, complex)):
@@ -226,7 +234,7 @@ def _result(x: Any, label: str) -> Tensor:
 
 
 def _out_dims(out_dims: Dims, treedef: Any, outs: list[Tensor], labels: list[str]) -> list[int | None]:
-    """Where the mapped dim stands in each result, not negative; None for a result that is the same for all."""
+    """The place of the mapped dim in each result, not negative; None for a result that is the same for all."""
     failures: list[Failure] = []
     dims = prefix_over(out_dims, treedef.unflatten(outs), "out_dims", "result", failures, DIMS)
     if failures:
@@ -246,18 +254,22 @@ def _out_dims(out_dims: Dims, treedef: Any, outs: list[Tensor], labels: list[str
 
 
 def _is_mapped(x: Tensor) -> bool:
-    """Whether a value in a mapped function has one element per place of the mapped dim."""
+    """Whether a value in a mapped function differs along the mapped dim."""
     return bool(is_batched(x) and level_of(x) == current_level())
 
 
 def without_dim(spec: TensorSpec, dim: int) -> TensorSpec:
-    """The layout of one element of a dim that is mapped."""
+    """The layout of one element of a mapped dim.
+
+    Raises:
+        ShapeError: the dim is sharded.
+    """
     p = spec.partition
     if p[dim] is not None:
-        own = f"pass spmd_axis_name={p[dim]!r} to map each rank's own part, or "
+        advice = f"pass spmd_axis_name={p[dim]!r} to map each rank's own part, or "
         raise ShapeError(
             f"vmap over dim {dim} of {spec!r}, which is sharded over {p[dim]!r}; "
-            f"{'' if isinstance(p[dim], Flat) else own}gather it first: device_put(x, P())"
+            f"{'' if isinstance(p[dim], Flat) else advice}gather it first: device_put(x, P())"
         )
     entries = p.entries[:dim] + p.entries[dim + 1 :]
     shape = spec.shape[:dim] + spec.shape[dim + 1 :]
@@ -265,7 +277,7 @@ def without_dim(spec: TensorSpec, dim: int) -> TensorSpec:
 
 
 def extended(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
-    """The layout of all elements, along a dim of their own."""
+    """The layout of all elements: ``spec`` with a new dim of this size."""
     p = spec.partition
     entries = (*p.entries[:dim], None, *p.entries[dim:])
     shape = (*spec.shape[:dim], size, *spec.shape[dim:])
@@ -273,13 +285,13 @@ def extended(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
 
 
 def _axes_mapped(leaves: list[Any], dims: list[int | None]) -> tuple[str, ...]:
-    """The axes over which all mapped dims that are sharded are; else none."""
-    found = {
+    """The axes that shard the mapped dims; () where these are not the same for all sharded ones, and in a body."""
+    entries = {
         leaf.spec.partition[dim]
         for leaf, dim in zip(leaves, dims, strict=True)
         if isinstance(leaf, Sharded) and dim is not None and leaf.spec.partition[dim] is not None
     }
-    if len(found) != 1 or isinstance(entry := found.pop(), Flat) or state.body is not None:
+    if len(entries) != 1 or isinstance(entry := entries.pop(), Flat) or state.body is not None:
         return ()
     return entry_axes(entry)
 
@@ -293,6 +305,7 @@ def _over_axes(
     axes: tuple[str, ...],
     randomness: str,
 ) -> Any:
+    """The results of `vmap` with the mapped dim sharded over axes: each rank maps its elements in a body."""
     entry = entry_of(axes)
     mesh = next((leaf.spec.mesh for leaf in leaves if isinstance(leaf, Sharded)), None)
     mesh = mesh or (current_mesh() if state.body is None else state.body.mesh)
@@ -308,42 +321,42 @@ def _over_axes(
         )
     size = next(leaf.shape[dim] for leaf, dim in zip(leaves, dims, strict=True) if dim is not None)
     ranks = math.prod(mesh.shape[axis] for axis in axes)
-    # Torch draws for the first element, and has functions that it maps over one or more: where some rank would have
-    # none all ranks map all.
-    own = entry if not size or -(-size // ranks) * (ranks - 1) < size else None
+    # Torch draws random numbers for the first element, and some functions cannot be mapped over no elements. So if a
+    # rank would have no element, all ranks map all elements.
+    body_entry = entry if not size or -(-size // ranks) * (ranks - 1) < size else None
     in_specs = tuple(
-        None if not isinstance(leaf, Tensor) else P() if dim is None else P(*(None,) * dim, own)
+        None if not isinstance(leaf, Tensor) else P() if dim is None else P(*(None,) * dim, body_entry)
         for leaf, dim in zip(leaves, dims, strict=True)
     )
     for leaf, dim in zip(leaves, dims, strict=True):
         if isinstance(leaf, Sharded) and dim is not None and entry_axes(leaf.spec.partition[dim]) not in ((), axes):
             raise ShapeError(
-                f"vmap over dim {dim} of {leaf!r}, which is not sharded over {entry!r} alone; lay it out so first: "
+                f"vmap over dim {dim} of {leaf!r}, which is not sharded over {entry!r} alone; move it first: "
                 f"device_put(x, {P(*(None,) * dim, entry)!r})"
             )
     tree: Any = None
-    wanted: list[int | None] = []
+    places: list[int | None] = []
 
     def body(*xs: Any) -> Any:
         nonlocal tree
         if state.body is not None:
-            state.body.name = f"vmap({getattr(f, '__name__', type(f).__name__)})"  # which is what the user wrote
-            if own is not None:
+            state.body.name = f"vmap({getattr(f, '__name__', type(f).__name__)})"  # as the user wrote it
+            if body_entry is not None:
                 state.body.mapped |= {*axes}
                 state.body.unlike |= {*axes} if randomness == "different" else set()
-        results, tree, wanted[:] = _batched(f, list(xs), dims, treedef, out_dims, randomness)
+        results, tree, places[:] = _batched(f, list(xs), dims, treedef, out_dims, randomness)
         return tree.unflatten(results)
 
-    out_specs = optree.tree_map(lambda dim: P() if dim is None else P(own), out_dims, none_is_leaf=True)
+    out_specs = optree.tree_map(lambda dim: P() if dim is None else P(body_entry), out_dims, none_is_leaf=True)
     out = shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={*axes})(*leaves)
-    results: Iterable[Any] = map(placed, optree.tree_leaves(out), wanted)
-    if own is None:
-        results = [_cut(x, dim, entry, mesh) for x, dim in zip(results, wanted, strict=True)]
+    results: Iterable[Any] = map(placed, optree.tree_leaves(out), places)
+    if body_entry is None:
+        results = [_cut(x, dim, entry, mesh) for x, dim in zip(results, places, strict=True)]
     return tree.unflatten(results)
 
 
 def _cut(x: Any, dim: int | None, entry: Entry, mesh: Mesh) -> Any:
-    """A result that all ranks have, its mapped dim sharded."""
+    """A result that all ranks have whole, with its mapped dim sharded."""
     if dim is None:
         return x
     spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
@@ -353,25 +366,28 @@ def _cut(x: Any, dim: int | None, entry: Entry, mesh: Mesh) -> Any:
     return Sharded(redistribute(x.local if isinstance(x, Sharded) else x, spec, target), target)
 
 
-class _Found(BaseException):
-    """The mesh of a `shard_map`; no code of ``f`` takes it for an error of its own."""
+class _MeshFound(BaseException):
+    """Ends the search for the mesh of a `shard_map`. It is no Exception, so that ``f`` does not catch it."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
 
 def _mesh_within(f: Any, leaves: list[Any], *mapping: Any) -> Mesh | None:
-    """The mesh of the first `shard_map` that ``f`` calls, up to which it runs, on copies; nothing is drawn or sent."""
+    """The mesh of the first `shard_map` that ``f`` calls; None if it calls none.
 
-    def found(mesh: Mesh) -> None:
-        raise _Found(mesh)
+    ``f`` runs on copies up to this call. It sends nothing, and the state of random numbers stays as it was.
+    """
 
-    before, state.seeks_mesh = state.seeks_mesh, found
+    def end(mesh: Mesh) -> None:
+        raise _MeshFound(mesh)
+
+    before, state.seeks_mesh = state.seeks_mesh, end
     try:
         with torch.no_grad(), kept():
             _batched(f, [x.clone() if isinstance(x, Tensor) else x for x in leaves], *mapping)
-    except _Found as one:
-        return one.mesh
+    except _MeshFound as found:
+        return found.mesh
     finally:
         state.seeks_mesh = before
     return None

@@ -1,4 +1,4 @@
-"""Cotangents and tangents as a user gives them: checked against the values they belong to, and cut into blocks."""
+"""Cotangents and tangents that a user gives: checked against the values they belong to, and cut into blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fspmd.variance import Variance, get_variance
 
 
 def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -> list[Tensor]:
-    """The blocks of the cotangents of all leaves of a result; every one that does not fit is in one message."""
+    """The blocks of the cotangents of all leaves of a result. One error names all that do not fit."""
     cotangent = _filled(cotangent, out)
     given, tree = flatten(cotangent)
     _, out_tree = flatten(out)
@@ -36,8 +36,8 @@ def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -
             leaf_paths(tree, root, none_is_leaf=False) for tree, root in ((cotangent, "cotangent"), (out, "result"))
         ]
         rows = zip(given, outputs, *paths, strict=True)
-        found = (_cotangent_failure(*row) for row in rows)
-        refuse(f"{what}: cotangents that do not fit", [failure for failure in found if failure is not None])
+        failures = (_cotangent_failure(*row) for row in rows)
+        refuse(f"{what}: cotangents that do not fit", [failure for failure in failures if failure is not None])
     return [
         _block(c, o.spec.dual) if isinstance(o, Sharded) else _cast(c, get_variance(o).dual)
         for c, o in zip(given, outputs, strict=True)
@@ -45,7 +45,7 @@ def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -
 
 
 def _filled(cotangent: Any, out: Any) -> Any:
-    """With zeros in place of None, as the cotangents of results that have no derivative."""
+    """The cotangent with zeros in place of None, which stands for results that have no derivative."""
     given, tree = optree.tree_flatten(cotangent, none_is_leaf=True)
     outs, out_tree = optree.tree_flatten(out, none_is_leaf=True)
     if tree != out_tree or not any(c is None and o is not None for c, o in zip(given, outs, strict=True)):
@@ -60,13 +60,13 @@ def _filled(cotangent: Any, out: Any) -> Any:
 
 
 def _cast(cotangent: Tensor, to: Variance) -> Tensor:
-    """An invariant cotangent of a varying result stands for one on each rank, as an operand beside it would."""
+    """Cast a cotangent to the type of its result's cotangents. An invariant one counts on each rank."""
     cast: Tensor = cotangent if state.tracker is None else state.tracker.cast(cotangent, to)
     return cast
 
 
 def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
-    """The block of the cotangent of one Sharded."""
+    """The block of the cotangent of one `Sharded`."""
     if type(cotangent) is Sharded and cotangent.spec is out.spec.dual:
         return cotangent.local
     if failure := _cotangent_failure(cotangent, out, "the gradient", "the tensor"):
@@ -87,10 +87,14 @@ def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequenc
 
 
 def scalar_of(out: Any, what: str) -> Tensor:
-    """A real scalar that is equal on all ranks: what can be differentiated without a cotangent.
+    """The block of a real scalar that is equal on all ranks. Such a value needs no cotangent.
 
-    Of a pending sum, which functions of global values compute, its terms: their cotangent is that of the sum. Of a
-    reduced value an equal one that is invariant, whose cotangent is no pending sum.
+    For a pending sum of the global view it is this rank's term, whose cotangent is that of the sum. For a reduced value
+    it is an equal invariant value, whose cotangent is no pending sum.
+
+    Raises:
+        ArgumentError: the value is no real scalar.
+        VarianceError: the value is reduced, in a body.
     """
     x = local_of(out)
     if isinstance(out, Sharded) and out.spec.partition.reduced:
@@ -113,6 +117,7 @@ def scalar_of(out: Any, what: str) -> Tensor:
 
 
 def _block(x: Any, spec: TensorSpec | None) -> Tensor:
+    """The block of ``x`` in a layout; None for a plain tensor."""
     if spec is not None and isinstance(x, Sharded) and x.spec is not spec:
         return redistribute(x.local, x.spec, spec)
     if spec is None or isinstance(x, Sharded):
@@ -135,8 +140,8 @@ def _tangent_failure(t: Any, primal: Any, where: str, of: str) -> Failure | None
 
 def _sharded_failure(x: Any, spec: TensorSpec, where: str, of: str) -> Failure | None:
     if isinstance(x, Sharded):
-        like = x.spec.mesh == spec.mesh and (x.spec.shape, x.spec.dtype) == (spec.shape, spec.dtype)
-        fits = x.spec is spec or like  # it is moved
+        alike = x.spec.mesh == spec.mesh and (x.spec.shape, x.spec.dtype) == (spec.shape, spec.dtype)
+        fits = x.spec is spec or alike  # another partition fits, too: `_block` moves the value
     else:
         fits = is_plain(x) and tuple(x.shape) == spec.shape and x.dtype == spec.dtype
     if fits:

@@ -1,4 +1,4 @@
-"""What torch's autograd engine does for `Sharded` values: ``backward``, ``torch.autograd``, hooks on gradients."""
+"""torch's autograd engine on `Sharded` values: ``backward``, ``torch.autograd.grad``, hooks on gradients."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def backward(
     *,
     what: str = "torch.autograd.backward()",
 ) -> None:
-    """``torch.autograd.backward`` and `Sharded.backward`."""
+    """``torch.autograd.backward`` and `Sharded.backward`; ``what`` is the caller's name in errors."""
     values: Tensor | list[Tensor]
     cotangents: Tensor | list[Tensor | None] | None
-    if type(tensors) is Sharded and (grad_tensors is None or isinstance(grad_tensors, Tensor)):  # quickly
+    if type(tensors) is Sharded and (grad_tensors is None or isinstance(grad_tensors, Tensor)):  # the fast path
         if grad_tensors is None:
             values, cotangents = scalar_of(tensors, what), None
         else:
@@ -66,7 +66,7 @@ def _refuse_bypassed(x: Any, what: str) -> None:
 def gradients(
     outputs: Tensors, inputs: Tensors, grad_outputs: Any = None, is_grads_batched: bool = False, **options: Any
 ) -> tuple[Sharded | Tensor | None, ...]:
-    """``torch.autograd.grad`` of `Sharded` values, each gradient laid out as `Sharded.grad` is."""
+    """``torch.autograd.grad`` on `Sharded` values. Each gradient has the layout of `Sharded.grad`."""
     what = "torch.autograd.grad()"
     if is_grads_batched:
         raise ArgumentError(f"{what} got is_grads_batched=True for Sharded values; use vjp and vmap")
@@ -75,13 +75,13 @@ def gradients(
     for x in (*outs, *ins):
         if not local_of(x).requires_grad:
             raise ArgumentError(
-                f"{what} of {show_leaf(x)}, which does not require grad or was computed from nothing that does; write "
-                "w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
+                f"{what} of {show_leaf(x)}, which does not require grad and was computed from no tensor that does; "
+                "write w.requires_grad_() before w is used, or take the gradient with grad(f)(w)"
             )
     for x in ins:
         _refuse_bypassed(x, what)
-    found = torch.autograd.grad(values, [local_of(x) for x in ins], cotangents, **options)
-    return tuple(laid_out(g, x) for g, x in zip(found, ins, strict=True))
+    grads = torch.autograd.grad(values, [local_of(x) for x in ins], cotangents, **options)
+    return tuple(laid_out(g, x) for g, x in zip(grads, ins, strict=True))
 
 
 def _listed(given: Tensors) -> tuple[Any, ...]:
@@ -89,7 +89,7 @@ def _listed(given: Tensors) -> tuple[Any, ...]:
 
 
 def _seeds(outs: Sequence[Any], gradients: Any, what: str) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The blocks to start from and their cotangents, which scalars need not have."""
+    """The blocks that backward starts from, and their cotangents. A scalar needs none."""
     given = [None] * len(outs) if gradients is None else _listed(gradients)
     if len(given) != len(outs):
         raise ArgumentError(f"{what} got {counted(len(given), 'gradient')} for {counted(len(outs), 'output')}")
@@ -101,24 +101,25 @@ def _seeds(outs: Sequence[Any], gradients: Any, what: str) -> tuple[list[Tensor]
 
 
 def laid_out(gradient: Tensor | None, leaf: Any) -> Any:
-    """The gradient of a value, as its blocks have it, with the layout it has for a user."""
+    """The gradient of ``leaf`` for the user, from the gradient of its block."""
     if gradient is None or not isinstance(leaf, Sharded):
         return gradient
     return laid(held_as(gradient, leaf.spec.dual), leaf.spec.dual, UNKNOWN)
 
 
 def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
-    """``x.register_hook``: the hook sees the gradient as `Sharded.grad` is laid out, and may return another."""
+    """``x.register_hook``. The hook sees a gradient with the layout of `Sharded.grad`, and may return another."""
     if not callable(hook):
         raise ArgumentError(f"register_hook got {described(hook)}; give it a function of the gradient")
     if not x.requires_grad:
         raise ArgumentError(
-            f"register_hook of {x!r}, which does not require grad and so gets none; write x.requires_grad_() first"
+            f"register_hook of {x!r}, which does not require grad and so gets no gradient; write x.requires_grad_() "
+            "first"
         )
     like = x.detach()
 
     def on_block(gradient: Tensor) -> Tensor | None:
-        found = hook(laid_out(gradient, like))
-        return None if found is None else cotangent_of(found, like, "register_hook")
+        new = hook(laid_out(gradient, like))
+        return None if new is None else cotangent_of(new, like, "register_hook")
 
     return x.local.register_hook(on_block)

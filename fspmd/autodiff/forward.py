@@ -27,14 +27,19 @@ from fspmd.trees import leaf_paths, tree_text
 
 
 def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """``f(*primals)`` and its derivative along ``tangents``, a tree like ``primals``; both have the result's layout.
+    """``f(*primals)`` and its derivative along ``tangents``. Both have the layout of the result.
 
-    Each collective in ``f`` is done twice: for the value, and for the tangent.
+    Each collective in ``f`` runs twice: for the value, and for the tangent.
+
+    Args:
+        f: A function of pytrees with plain and `Sharded` leaves.
+        primals: The positional arguments of ``f``.
+        tangents: A tree like ``primals``.
 
     Raises:
-        ArgumentError: primals that have no derivative.
-        TreeError, VarianceError: a tangent of another tree, shape, dtype or layout, or one that varies where its primal
-            does not.
+        ArgumentError: a primal has no derivative.
+        TreeError, VarianceError: a tangent has another tree, shape, dtype or layout, or varies where its primal does
+            not.
 
     >>> from fspmd import P, device_get, make_mesh, psum, shard_map
     >>> f = shard_map(lambda x: psum(x * x, "x"), mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P())
@@ -71,6 +76,6 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
         return tuple(map(local_of, outs))
 
     with DIFFERENTIATING:
-        both: Any = torch.func.jvp(flat, tuple(map(local_of, leaves)), tuple(locals_))
-    value, tangent = (out_tree.unflatten(rewrapped(outs, side)) for side in both)
+        outputs: Any = torch.func.jvp(flat, tuple(map(local_of, leaves)), tuple(locals_))
+    value, tangent = (out_tree.unflatten(rewrapped(outs, values)) for values in outputs)
     return value, tangent

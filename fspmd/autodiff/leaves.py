@@ -1,8 +1,9 @@
-"""The leaves that are differentiated: plain tensors and `Sharded`, and how gradients take their layout."""
+"""The leaves that are differentiated, plain tensors and `Sharded`, and the layouts and types of their gradients."""
 
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 
 class _Depth(threading.local):
+    """The number of derivatives being taken on this thread, one within the other."""
+
     value = 0
 
 
@@ -30,7 +33,7 @@ DEPTH = _Depth()
 
 
 class _Differentiating:
-    """While a derivative is taken; quicker than a generator, since every derivative enters it twice."""
+    """The context in which a derivative is taken. A class is faster than a generator."""
 
     def __enter__(self) -> None:
         DEPTH.value += 1
@@ -43,15 +46,15 @@ DIFFERENTIATING: Final = _Differentiating()
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """Leaves and treedef, a Sharded being a leaf and None a part of the tree, as in JAX: it has no derivative."""
+    """The leaves and the treedef. A `Sharded` is a leaf. None belongs to the tree, as in JAX, and has no derivative."""
     leaves, treedef = flatten_values(tree, none_is_leaf=False)
     return leaves, treedef
 
 
 def flatten_quickly(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The same leaves, and what puts a tree of others together; quickly of a tensor, and of a dict of them.
+    """The leaves, and the function that makes a tree of other leaves.
 
-    Those of a dict are in the order of the dict.
+    A tensor and a dict of tensors take a fast path. The leaves of such a dict are in the order of the dict.
     """
     kind = type(tree)
     if kind is dict:
@@ -59,32 +62,35 @@ def flatten_quickly(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any
         if leaves and _TENSORS.issuperset(map(type, leaves)):
             return leaves, functools.partial(_dict_of, [*tree])
     elif kind in _TENSORS:
-        return [tree], _the_one
+        return [tree], _FIRST
     leaves, treedef = flatten(tree)
     return leaves, treedef.unflatten
+
+
+_FIRST: Final[Callable[[Sequence[Any]], Any]] = operator.itemgetter(0)
 
 
 def _dict_of(names: list[Any], values: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip(names, values, strict=True))
 
 
-def _the_one(values: Sequence[Any]) -> Any:
-    return values[0]
-
-
 def local_of(leaf: Any) -> Any:
+    """The block of a `Sharded`, or a plain value itself."""
     return leaf.local if type(leaf) is Sharded else leaf
 
 
 def like(leaf: Any, value: Tensor) -> Any:
+    """A value with the layout of the leaf, from its block."""
     return alike(value, leaf) if type(leaf) is Sharded else value
 
 
 def gradient_like(leaf: Any, value: Tensor) -> Any:
+    """A gradient of the leaf, from its block."""
     return pair(value, leaf.spec.dual) if type(leaf) is Sharded else value
 
 
 def differentiable(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of real or complex floats."""
     x = local_of(leaf)
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
@@ -95,7 +101,7 @@ def labelled(tree: Any, root: str) -> list[tuple[Any, str]]:
 
 
 def check_leaves(leaves: list[Any], labels: Callable[[], list[tuple[Any, str]]], what: str) -> None:
-    """Every leaf has a derivative; those that have none are in one message, by the labels."""
+    """Check that every leaf has a derivative. One error names all that have none, by their labels."""
     if all(map(differentiable, leaves)):
         return
     failures = []
@@ -109,7 +115,7 @@ def check_leaves(leaves: list[Any], labels: Callable[[], list[tuple[Any, str]]],
 
 
 def check_results(out: Any, what: str) -> None:
-    """Every leaf of a result is a tensor."""
+    """Check that every leaf of a result is a tensor."""
     if all(isinstance(local_of(leaf), Tensor) for leaf in flatten(out)[0]):
         return
     paths = leaf_paths(out, "result", none_is_leaf=False)
@@ -124,14 +130,14 @@ def check_results(out: Any, what: str) -> None:
 
 
 def check_function(f: Any, what: str) -> None:
-    """``f`` can be called."""
+    """Check that ``f`` can be called."""
     if not callable(f):
         call = {"vjp": "vjp(f, x)", "jvp": "jvp(f, (x,), (tangent,))"}.get(what, f"{what}(f)")
         raise ArgumentError(f"{what} takes a function, but got {described(f)}; write {call}, not {what}(f(x))")
 
 
 def check_options(f: Any, argnums: Any, what: str) -> None:
-    """What can be told before the call: ``f`` can be called, ``argnums`` are ints."""
+    """Check the options before any call: ``f`` can be called, ``argnums`` are ints."""
     check_function(f, what)
     if isinstance(argnums, (Tensor, dict)):
         raise ArgumentError(f"{what} got {described(argnums)} for argnums; write {what}(f)(x), not {what}(f, x)")
@@ -141,7 +147,7 @@ def check_options(f: Any, argnums: Any, what: str) -> None:
 
 
 def check_argnums(argnums: Any, count: int, what: str) -> tuple[int, ...]:
-    """The positions of the arguments to differentiate, of as many as there are."""
+    """The positions, not negative, of the arguments to differentiate; ``count`` is the number of arguments."""
     if type(argnums) is int and 0 <= argnums < count:
         return (argnums,)
     numbers = (argnums,) if isinstance(argnums, int) else argnums
@@ -163,15 +169,15 @@ def typed(x: Tensor, like: Tensor) -> Tensor:
 
 
 def all_typed(values: list[Tensor], like: list[Tensor], dual: bool = False) -> list[Tensor]:
-    """Values with the types of others, or those of cotangents of them; outside a body nobody asks."""
+    """Values with the types of others, or with the types of their cotangents. Outside a body values have no types."""
     if state.body is None:
         return values
     types = map(get_variance, like)
-    return list(map(set_variance, values, [one.dual for one in types] if dual else types))
+    return list(map(set_variance, values, [variance.dual for variance in types] if dual else types))
 
 
 def rewrapped(leaves: list[Any], values: tuple[Any, ...]) -> list[Any]:
-    """What the leaves were, with the values that a transform gave for them, typed alike."""
+    """The values that a transform gave for the leaves, with the leaves' layouts and types."""
     return [
         like(leaf, typed(value, local_of(leaf))) if isinstance(value, Tensor) else leaf
         for leaf, value in zip(leaves, values, strict=True)
@@ -180,7 +186,7 @@ def rewrapped(leaves: list[Any], values: tuple[Any, ...]) -> list[Any]:
 
 def detached(tree: Any) -> Any:
     """The same tree of values that autograd does not follow."""
-    if type(tree) is Sharded and state.body is None:  # quickly
+    if type(tree) is Sharded and state.body is None:  # the fast path
         return alike(tree.local.detach(), tree)
     return optree.tree_map(_detached_leaf, tree, none_is_leaf=True)
 
@@ -192,12 +198,12 @@ def _detached_leaf(leaf: Any) -> Any:
 
 
 def show_leaf(x: Any) -> str:
-    """A tensor's type, a Sharded's, or what else was given, for messages."""
+    """A leaf in an error: the type of a tensor or a `Sharded`, else a description."""
     return show(x) if is_plain(x) else repr(x) if isinstance(x, Sharded) else described(x)
 
 
 def stop_gradient(tree: T) -> T:
-    """The same values, not followed by autograd, with the types and layouts they had. Nothing is sent.
+    """The same values, with their types and layouts, not followed by autograd. Nothing is sent.
 
     >>> import torch
     >>> from fspmd import grad

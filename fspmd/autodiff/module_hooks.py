@@ -1,11 +1,12 @@
-"""Hooks of modules on gradients, ``register_full_backward_hook`` and its kin, where the module takes `Sharded` values.
+"""Hooks of modules on gradients, such as ``register_full_backward_hook``, where the module takes `Sharded` values.
 
 Torch sends the arguments of a module, and its results, through a custom Function that changes nothing, and puts the
-hooks on its node in the graph. Here blocks go through it, and hooks see what ``x.register_hook`` would show.
+hooks on the node of this Function in the graph. Here blocks go through the Function. A hook sees the gradient that a
+hook of ``x.register_hook`` would see.
 
-Where a hook gives None, a leaf gets no gradient, as torch has it, and any other value gets zeros. Torch would leave out
-what comes before it in backward, or make zeros whose shape it does not know of uneven blocks. Collectives there must
-run, and give their operands gradients, in every layout alike.
+Where a hook returns None, a leaf gets no gradient, as in torch. Any other value gets zeros. Torch would skip the nodes
+after it in backward, or make zeros, whose shape torch does not know for uneven blocks. Collectives in these nodes must
+run, and give their operands gradients, alike in every layout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _WHAT: Final = "a hook on the gradients of a module"
 
 
 def install() -> None:
-    """Wrap it."""
+    """Wrap torch's function that sends tensors through the custom Function."""
     original = getattr(BackwardHook, _METHOD)
 
     def on_tensors(self: Any, put_hook: Callable[[Any], None], args: tuple[Any, ...]) -> Any:
@@ -40,33 +41,33 @@ def install() -> None:
         out, places = completing(original, self, lambda node: put_hook(_LaidOutNode(node, likes, leaves)), blocks)
         if places is None:
             return args, None
-        found = [alike(new, x) if type(x) is Sharded else new for new, x in zip(out, args, strict=True)]
-        return tuple(found) if type(args) is tuple else type(args)(*found), places
+        values = [alike(new, x) if type(x) is Sharded else new for new, x in zip(out, args, strict=True)]
+        return tuple(values) if type(args) is tuple else type(args)(*values), places
 
     setattr(BackwardHook, _METHOD, on_tensors)
 
 
 class _LaidOutNode:
-    """A node of the graph, whose gradients belong to values of these layouts."""
+    """A node of the graph that shows hooks its gradients as gradients of the values ``likes``."""
 
     def __init__(self, node: Any, likes: list[Any], leaves: list[bool]) -> None:
         self._node, self._likes, self._leaves = node, likes, leaves
-        node.materialize_grads = False  # torch knows no shape of uneven blocks; `completing` does
+        node.materialize_grads = False  # torch does not know the shapes of uneven blocks; `completing` does
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
-        """As that of the node, for a hook on gradients laid out; zeros stand where nothing has a gradient."""
+        """Register a hook of the user. It sees zeros in place of gradients that do not exist."""
         likes, leaves = self._likes, self._leaves
 
         def local_hook(after: tuple[Tensor | None, ...], before: tuple[Tensor | None, ...]) -> Any:
             filled = [torch.zeros_like(local_of(x)) if g is None else g for g, x in zip(after, likes, strict=True)]
-            found = hook(tuple(map(laid_out, filled, likes)), tuple(map(laid_out, before, likes)))
-            return None if found is None else tuple(map(_block, found, likes, after, leaves))
+            new = hook(tuple(map(laid_out, filled, likes)), tuple(map(laid_out, before, likes)))
+            return None if new is None else tuple(map(_block, new, likes, after, leaves))
 
         return self._node.register_hook(local_hook)
 
 
 def _block(gradient: Any, like: Any, before: Tensor | None, leaf: bool) -> Any:
-    """What a hook gives for a gradient; torch takes nothing where there was none."""
+    """The block of the gradient that a hook returned. Torch takes none where there was no gradient before."""
     if before is None or (gradient is None and leaf):
         return None
     if gradient is None:

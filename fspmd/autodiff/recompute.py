@@ -1,4 +1,4 @@
-"""Checkpointing that recomputes inside the body it came from: axes bound, types tracked, random draws repeated."""
+"""`checkpoint`: recomputation in the body of the first run, with its axes, its types and its random draws."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ R = TypeVar("R")
 
 
 def checkpoint(f: Callable[Q, R]) -> Callable[Q, R]:
-    """``f``, recomputed in backward instead of keeping its intermediates.
+    """``f`` without its intermediate values kept for backward, which computes them again.
 
-    Backward repeats the collectives of forward, and its random draws. Plain and `Sharded` arguments, in a body or not.
+    Backward repeats the collectives of forward, and its random draws. Arguments are plain tensors and `Sharded` values,
+    in a body or outside.
 
     Raises:
         ArgumentError: ``f`` is no function.
@@ -45,9 +46,9 @@ def checkpoint(f: Callable[Q, R]) -> Callable[Q, R]:
 
 
 def _run_checkpointed(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``f(*args, **kwargs)`` keeping only its inputs; each run has casts of its own, freed with it.
+    """``f(*args, **kwargs)``, of which only the inputs are kept.
 
-    That later runs take place in the body is the doing of `hooks`.
+    Each run has its own casts, which are freed at its end. `local_view/hooks.py` makes later runs run in the body.
     """
 
     def run(*inputs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Torch's own transforms on `Sharded` values: what they do to a tensor, they do to its block.
+"""Torch's own transforms on `Sharded` values: a transform of a `Sharded` is a transform of its block.
 
-``torch.func`` and ``torch.vmap`` hand each tensor to a few functions, where it enters a transform and where it leaves.
-In between torch functions of a `Sharded` run on its block, as in the transforms of this package. So one that a function
-is given and one that it closes over are alike, and so are results, which keep their layouts.
+``torch.func`` and ``torch.vmap`` hand each tensor to a few functions where it enters a transform and where it leaves.
+In between, torch functions of a `Sharded` run on its block, as in the transforms of this package. Arguments,
+closed-over values and results are therefore treated alike, and keep their layouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fspmd.tracing import is_traced
 
 
 def install() -> None:
-    """Wrap these functions."""
+    """Wrap the functions of torch through which values enter and leave a transform."""
     for name in ("_wrap_tensor_for_grad", "_unwrap_for_grad"):
         _replace(transforms_module, name, _on_block)
     _replace(vmap_module, "_add_batch_dim", _mapped)
@@ -31,11 +31,12 @@ def install() -> None:
     _replace(vmap_module, "is_batchedtensor", _is_mapped)
 
 
-def _replace(module: Any, name: str, instead: Any) -> None:
+def _replace(module: Any, name: str, on_sharded: Any) -> None:
+    """Call ``on_sharded``, with the original function first, where the first argument is a `Sharded`."""
     original = getattr(module, name)
 
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        return instead(original, x, *args, **kwargs) if type(x) is Sharded else original(x, *args, **kwargs)
+        return on_sharded(original, x, *args, **kwargs) if type(x) is Sharded else original(x, *args, **kwargs)
 
     setattr(module, name, run)
 
@@ -45,21 +46,21 @@ def _on_block(original: Any, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:
 
 
 def _mapped(original: Any, x: Sharded, dim: int, level: int) -> Sharded:
-    """One element of a dim, which all ranks have whole."""
+    """One element of a dim. The dim is gathered first if it is cut."""
     p = x.spec.partition
     entries = (*p.entries[:dim], None, *p.entries[dim + 1 :])
-    whole = x.spec.with_partition(P(*entries, unreduced=p.unreduced, reduced=p.reduced))
+    uncut = x.spec.with_partition(P(*entries, unreduced=p.unreduced, reduced=p.reduced))
     block = x.local
-    if whole is not x.spec:  # a write into it would not be seen
-        block = as_copies(redistribute(block, x.spec, whole), block, "torch.vmap over a dim that is cut")
-    return pair(original(block, dim, level), without_dim(whole, dim))
+    if uncut is not x.spec:  # a write into the copy would not reach `x`
+        block = as_copies(redistribute(block, x.spec, uncut), block, "torch.vmap over a dim that is cut")
+    return pair(original(block, dim, level), without_dim(uncut, dim))
 
 
 def _joined(original: Any, x: Sharded, level: int, size: int, dim: int) -> Sharded:
-    """All elements, along a dim of their own."""
+    """All elements, along the mapped dim."""
     joined = pair(original(x.local, level, size, 0), extended(x.spec, 0, size))
-    found: Sharded = placed(joined, dim % joined.ndim)
-    return found
+    result: Sharded = placed(joined, dim % joined.ndim)
+    return result
 
 
 def _is_mapped(_: Any, x: Sharded) -> bool:
@@ -67,24 +68,25 @@ def _is_mapped(_: Any, x: Sharded) -> bool:
 
 
 def dual(x: Any, tangent: Any, *, level: int) -> Any:
-    """``make_dual``: the tangent is moved to where its primal lies."""
+    """``torch.autograd.forward_ad.make_dual``. The tangent is moved to the layout of its primal."""
     _refuse_graph(x, tangent)
-    (along,) = tangents_of((tangent,), (x,), ("primals",), "jvp")
+    (block,) = tangents_of((tangent,), (x,), ("primals",), "jvp")
     make = VariableFunctions._make_dual
-    return alike(make(x.local, along, level=level), x) if type(x) is Sharded else make(x, along, level=level)
+    return alike(make(x.local, block, level=level), x) if type(x) is Sharded else make(x, block, level=level)
 
 
 def parts(x: Sharded, *, level: int) -> tuple[Sharded, Sharded | None]:
-    """``unpack_dual``: the primal, and the tangent if there is one."""
+    """``torch.autograd.forward_ad.unpack_dual``: the primal, and the tangent if there is one."""
     _refuse_graph(x)
     primal, tangent = VariableFunctions._unpack_dual(x.local, level=level)
     return alike(primal, x), alike(tangent, x) if isinstance(tangent, Tensor) else None
 
 
 def _refuse_graph(*values: Any) -> None:
+    """Raise an error while torch records a graph, which cannot have collectives."""
     if is_traced():
         x = next(x for x in values if type(x) is Sharded)
         raise RecordError(
-            f"torch.func.linearize, or a jvp that make_fx writes down, got {x!r}, whose collectives no graph of torch "
-            "has; write fspmd.jvp(f, (x,), (tangent,)) for each tangent"
+            f"torch.func.linearize, or a jvp that make_fx records, got {x!r}, whose collectives no graph of torch has; "
+            "write fspmd.jvp(f, (x,), (tangent,)) for each tangent"
         )

@@ -1,4 +1,4 @@
-"""What each mesh axis may do in a call, and what a combination of these takes, as far as that is plain to see."""
+"""The choices of each mesh axis in a call, their combinations, and bounds on the time of a combination."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from fspmd.redistribution.straight import are_many
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
 
-#: by operand what an axis moves: µs at least, at most; nothing for a slice
+#: operand -> bounds (µs, lower and upper) of the move that a choice requires; a slice has no entry
 Changes = dict[int, tuple[float, float]]
-_Option = tuple[str, Choice, Changes, bool]  # what an axis may do, what that moves, and whether it leaves pending sums
+_Option = tuple[str, Choice, Changes, bool]  # axis, its choice, the moves of operands, whether sums are left pending
 _NOTHING: Final[Changes] = {}
-_MOST, _FEW = 512, 64  # combinations of many axes, and so many of more
+_MOST, _FEW = 512, 64  # more than _MOST combinations of many axes are reduced to _FEW
 _STAY: Final[Sequence[tuple[Dims, TensorSpec]]] = ()
 
 
 @dataclass(slots=True)
 class Combination:
-    """One combination, in the order of preference; what it takes; and its layouts once they are asked for."""
+    """One choice for each axis, with bounds of its time; its layouts are made on demand."""
 
-    least: float  # µs
-    most: float  # µs without gradients; inf where it is not plain
-    place: int
+    least: float  # lower bound, µs
+    most: float  # upper bound without gradients, µs; inf where no formula gives it
+    place: int  # in the order of preference
     factors: Factors
     choices: dict[str, Choice]
     layouts: CallLayouts | None = None
@@ -37,7 +37,7 @@ class Combination:
     computed: bool = False
 
     def compute(self, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> None:
-        """Add the computation, and that pending sums must end, to what is plain."""
+        """Add the time of the computation, and of settling pending sums, to the bounds."""
         mesh, parts, pending = operands[0].mesh, dict[int | None, int](), list[str]()
         factors, self.computed = self.factors, True
         for axis, choice in self.choices.items():
@@ -46,19 +46,19 @@ class Combination:
                 if choice in factors.summed:
                     pending.append(axis)
         lengths: dict[int | None, int] = {}
-        held = 0
+        size = 0
         for dims, spec in zip((*factors.operands, *factors.results), (*operands, *results), strict=True):
-            own = spec.dtype.itemsize
+            block_bytes = spec.dtype.itemsize
             for factor, n in zip(dims, spec.shape, strict=True):
                 lengths[factor] = length = -(-n // parts[factor]) if factor in parts else n
-                own *= length
-            held += own
+                block_bytes *= length
+            size += block_bytes
         lengths[None] = factors.products
-        time = work(prod(lengths.values()), held, topology)
+        time = work(prod(lengths.values()), size, topology)
         self.least += time if self.least else 0.0
         self.most += time
         if pending:
-            self.most += len(results) * price("reduce", mesh, tuple(pending), held, held, topology).time / 2
+            self.most += len(results) * price("reduce", mesh, tuple(pending), size, size, topology).time / 2
 
 
 def combinations(
@@ -69,38 +69,40 @@ def combinations(
     topology: Topology,
     results: Sequence[TensorSpec] = (),
 ) -> Iterator[Combination]:
-    """For each way to read the call what each axis does.
+    """Yield the combinations of the axes' choices, for each reading of the call.
 
-    ``bodied``: dims that must be whole may be sharded, too. Given ``results``, without the ways that gather the largest
-    operand of a function of elements.
+    Args:
+        bodied: Dims that must be whole may be sharded: a body runs there.
+        results: If given, the largest operand of an elementwise function is not gathered.
     """
     mesh, place = operands[0].mesh, itertools.count()
     plain = _are_plain(operands, topology)
-    idle = not plain and True in [0 in spec.shape for spec in operands]  # nobody has anything to move
+    idle = not plain and True in [0 in spec.shape for spec in operands]  # there is nothing to move
     for reading in (factors, *factors.others):
         stay = _leading(reading, operands, results) if results else _STAY
         options: list[list[_Option]] = []
         for axis, n in mesh.shape.items():
-            found = _choices(axis, reading, linear, operands, bodied, stay)
+            choices = _choices(axis, reading, linear, operands, bodied, stay)
             if n == 1 or idle:
-                options.append([(axis, choice, _NOTHING, False) for choice in found])
+                options.append([(axis, choice, _NOTHING, False) for choice in choices])
             else:
                 native = _Native(axis, operands, topology) if plain else None
-                begun = topology.launch, inf
-                options.append([_option(axis, choice, reading, operands, native, begun) for choice in found])
+                unknown = topology.launch, inf
+                options.append([_option(axis, choice, reading, operands, native, unknown) for choice in choices])
         for combination in _combinations(options, operands, topology):
-            least, most, choices = _together(combination, topology)
-            if not plain or (bodied and not reading.whole.isdisjoint(choices.values())) or _share_a_dim(choices):
+            least, most, chosen = _bounds(combination, topology)
+            if not plain or (bodied and not reading.whole.isdisjoint(chosen.values())) or _share_a_dim(chosen):
                 most = inf
-            yield Combination(least, most, next(place), reading, choices)
+            yield Combination(least, most, next(place), reading, chosen)
 
 
 def _combinations(
     options: list[list[_Option]], operands: Sequence[TensorSpec], topology: Topology
 ) -> Iterator[Sequence[_Option]]:
-    """What each axis does; of many axes those that have the same part in all operands do the same.
+    """Return all combinations of the options.
 
-    Where that leaves too many, those go on, axis by axis, that move the least so far.
+    On a mesh of many axes, axes that lie alike in all operands choose alike. If too many combinations remain, the
+    search goes axis by axis, and keeps those that move the least.
     """
     mesh = operands[0].mesh
     if not are_many(mesh):
@@ -112,36 +114,36 @@ def _combinations(
     alike = list(kinds.values())
 
     def chosen(row: Sequence[int]) -> list[_Option]:
-        return [options[i][k] for own, k in zip(alike, row, strict=False) for i in own]
+        return [options[i][k] for group, k in zip(alike, row, strict=False) for i in group]
 
     rows: list[tuple[int, ...]] = [()]
-    for own in alike:
-        rows = [(*row, k) for row in rows for k in range(len(options[own[0]]))]
+    for group in alike:
+        rows = [(*row, k) for row in rows for k in range(len(options[group[0]]))]
         if len(rows) > _MOST:
-            rows = sorted(heapq.nsmallest(_FEW, rows, lambda row: _together(chosen(row), topology)[0]))
-    order = sorted(range(len(options)), key=[i for own in alike for i in own].__getitem__)
-    return ([found[i] for i in order] for found in map(chosen, rows))
+            rows = sorted(heapq.nsmallest(_FEW, rows, lambda row: _bounds(chosen(row), topology)[0]))
+    order = sorted(range(len(options)), key=[i for group in alike for i in group].__getitem__)
+    return ([combination[i] for i in order] for combination in map(chosen, rows))
 
 
 def _place(axis: str, spec: TensorSpec) -> int | str:
-    """The dim that an axis cuts, or what else it does."""
+    """Return the dim that an axis cuts, "U" if the value is unreduced over it, "" otherwise."""
     lies = spec.partition
     return _dim_of(axis, lies) if axis in lies.axes else "U" if axis in lies.unreduced else ""
 
 
-def _together(combination: Sequence[_Option], topology: Topology) -> tuple[float, float, dict[str, Choice]]:
-    """µs at least and at most of what several axes move; of an operand that several of them change not what of each."""
+def _bounds(combination: Sequence[_Option], topology: Topology) -> tuple[float, float, dict[str, Choice]]:
+    """Return the least and the greatest time of a combination's moves (µs), and its choices by axis."""
     changes: dict[int, list[tuple[float, float]]] = {}
     choices: dict[str, Choice] = {}
     least, most, pends = 0.0, 0.0, False
     for axis, choice, moved, pending in combination:
         choices[axis] = choice
         pends = pends or pending
-        for i, took in moved.items():
+        for i, bounds in moved.items():
             if i in changes:
-                changes[i].append(took)
+                changes[i].append(bounds)
             else:
-                changes[i] = [took]
+                changes[i] = [bounds]
     for several in changes.values():
         low, high = several[0] if len(several) == 1 else (_jointly([low for low, _ in several], topology), inf)
         least, most = least + low, most + high
@@ -149,12 +151,15 @@ def _together(combination: Sequence[_Option], topology: Topology) -> tuple[float
 
 
 def _jointly(lows: Sequence[float], topology: Topology) -> float:
-    """µs at least of what several axes change of one operand: as for each, unless slices leave less to move."""
+    """Return the lower bound (µs) of the move of an operand that several axes change.
+
+    It is the largest of the axes' bounds, unless a slice over one axis leaves less to move over the others.
+    """
     return max(lows) if 0.0 not in lows else topology.launch if any(lows) else 0.0
 
 
 def _are_plain(operands: Sequence[TensorSpec], topology: Topology) -> bool:
-    """Whether one native collective along one axis is the best there is, and has its formula's price."""
+    """Whether no route beats one native collective along one axis, so that a formula gives the price."""
     for spec in operands:
         if not spec.even or spec.flat or spec.partition.unreduced or spec.partition.reduced or 0 in spec.shape:
             return False
@@ -168,10 +173,10 @@ def _option(
     factors: Factors,
     operands: Sequence[TensorSpec],
     native: _Native | None,
-    begun: tuple[float, float],
+    unknown: tuple[float, float],
 ) -> _Option:
-    """What an axis must move so that it does its part; ``begun``: of what has no plain price."""
-    found: Changes = {}
+    """Return a choice of an axis with the moves that it requires; ``unknown`` bounds a move that has no formula."""
+    changes: Changes = {}
     for i, spec in enumerate(operands):
         lies, dims = spec.partition, factors.operands[i]
         if axis in lies.axes:
@@ -181,15 +186,15 @@ def _option(
                 continue
             if native is not None:
                 time = native.time(i, to)
-                found[i] = begun if time is None else (time, time)
-            elif to is None or spec.even:  # to another dim: of uneven blocks there may be but one
-                found[i] = begun
+                changes[i] = unknown if time is None else (time, time)
+            elif to is None or spec.even:  # an uneven value may have a single block, which an exchange leaves in place
+                changes[i] = unknown
         elif axis in lies.unreduced:
             if state_of(choice, i, dims, factors) != "U":
-                found[i] = begun
+                changes[i] = unknown
         elif native is not None and choice in dims:
-            found[i] = 0.0, 0.0
-    return axis, choice, found, "U" in choice if isinstance(choice, str) else choice in factors.summed
+            changes[i] = 0.0, 0.0
+    return axis, choice, changes, "U" in choice if isinstance(choice, str) else choice in factors.summed
 
 
 def _dim_of(axis: str, lies: P) -> int:
@@ -197,7 +202,7 @@ def _dim_of(axis: str, lies: P) -> int:
 
 
 class _Native:
-    """µs of the native collectives of operands along one axis that alone cuts a dim; None where there is none."""
+    """Prices of the native collectives of operands over one axis."""
 
     __slots__ = ("axis", "link", "n", "operands", "topology")
 
@@ -207,20 +212,23 @@ class _Native:
         self.n, self.link = mesh.shape[axis], topology.link(mesh, (axis,))
 
     def time(self, i: int, to: int | None) -> float | None:
-        """Of an operand that is gathered, or whose axis goes to another dim."""
+        """Return the µs to gather an operand, or to move its axis to the dim ``to``.
+
+        None if no native collective does so, or if the axis does not cut its dim alone.
+        """
         spec = self.operands[i]
-        entries, held = spec.partition.entries, prod(spec.block_shape) * spec.dtype.itemsize
+        entries, size = spec.partition.entries, prod(spec.block_shape) * spec.dtype.itemsize
         if self.axis not in entries:
             return None
         if to is None:
-            return native_time("gather", self.n, held, held * self.n, self.link, self.topology)
+            return native_time("gather", self.n, size, size * self.n, self.link, self.topology)
         if entries[to] is None and spec.shape[to] % self.n == 0:
-            return native_time("exchange", self.n, held, held, self.link, self.topology)
+            return native_time("exchange", self.n, size, size, self.link, self.topology)
         return None
 
 
 def _share_a_dim(choices: dict[str, Choice]) -> bool:
-    """Whether several axes shard one factor: they may have to stand in another order."""
+    """Whether several axes shard one factor. They may then have to change their order."""
     if len(choices) == 1:
         return False
     cut = [choice for choice in choices.values() if isinstance(choice, int)]
@@ -230,7 +238,7 @@ def _share_a_dim(choices: dict[str, Choice]) -> bool:
 def _leading(
     factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
 ) -> Sequence[tuple[Dims, TensorSpec]]:
-    """Of a function of elements the operands as large as the result and as any other, with their dims."""
+    """Return the dims and specs of the largest operands of an elementwise function that are as large as its result."""
     if len(operands) < 2 or factors.summed or factors.whole:
         return ()
     size = max(prod(spec.shape) for spec in results)
@@ -250,16 +258,18 @@ def _choices(
     bodied: bool,
     stay: Sequence[tuple[Dims, TensorSpec]],
 ) -> list[Choice]:
-    """What an axis can do, the preferred first: what some operand already does, or nothing.
+    """Return the choices of an axis, the preferred first: its part in some operand, or none.
 
-    Where it shards a dim that must be whole, another dim is a way, too. An operand in ``stay`` is not gathered.
+    Where it shards a dim that must be whole, it may shard another dim instead. An operand in ``stay`` is not gathered.
     """
-    found: list[Choice] = []
+    choices: list[Choice] = []
     if True in [axis in spec.partition.reduced for spec in operands]:
-        found.append("R" * len(operands))
+        choices.append("R" * len(operands))
     pending = [i for i, spec in enumerate(operands) if axis in spec.partition.unreduced]
     if pending:
-        found += [way for waiting, way in passed_on(factors, linear, len(operands)) if not waiting.isdisjoint(pending)]
+        choices += [
+            states for sums, states in passed_on(factors, linear, len(operands)) if not sums.isdisjoint(pending)
+        ]
     for dims, spec in zip(factors.operands, operands, strict=True):
         if axis not in spec.partition.axes:
             continue
@@ -267,30 +277,33 @@ def _choices(
             if axis not in axes:
                 continue
             if factor is None or (factor in factors.whole and not bodied):
-                found += [free for free in _free(axis, factors, operands) if free not in found]
-            elif factor not in found:
-                found.append(factor)
+                choices += [free for free in _free(axis, factors, operands) if free not in choices]
+            elif factor not in choices:
+                choices.append(factor)
     for dims, spec in stay:
         if any(axis in axes for f, axes in zip(dims, spec.partition.dim_axes, strict=True) if f is not None):
-            return found
+            return choices
     whole = "I" * len(operands)
-    return [whole, *found] if True in [0 in spec.shape for spec in operands] else [*found, whole]
+    return [whole, *choices] if True in [0 in spec.shape for spec in operands] else [*choices, whole]
 
 
 def passed_on(factors: Factors, linear: str, operands: int) -> Iterator[tuple[frozenset[int], str]]:
-    """The operands that may be pending sums, and what all are then, where the result is one."""
+    """Yield the sets of operands that may be pending together, and the states of all operands then.
+
+    The result is a pending sum too. A state is "U" (unreduced), "R" (reduced) or "I" (invariant).
+    """
     every = range(operands)
     if linear == "sum":
         summands = frozenset(every) - factors.places
         yield summands, "".join("U" if i in summands else "I" for i in every)
-    for one in range({"product": operands, "first": 1}.get(linear, 0)):
-        if one not in factors.added | factors.places:
-            states = ("U" if i in factors.added or i == one else "I" if i in factors.places else "R" for i in every)
-            yield frozenset((one,)), "".join(states)
+    for pending in range({"product": operands, "first": 1}.get(linear, 0)):
+        if pending not in factors.added | factors.places:
+            states = ("U" if i in factors.added or i == pending else "I" if i in factors.places else "R" for i in every)
+            yield frozenset((pending,)), "".join(states)
 
 
 def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterator[int]:
-    """The factors that an axis may shard instead of one that must be whole: an exchange moves less than a gather."""
+    """Yield the factors that an axis may shard in place of a whole one: an exchange moves less than a gather."""
     for dims, spec in zip(factors.operands, operands, strict=True):
         for factor, size in zip(dims, spec.shape, strict=True):
             if factor is not None and factor not in factors.whole and size >= spec.mesh.shape[axis]:

@@ -1,4 +1,4 @@
-"""How a call becomes a key: what of its arguments decides its plan."""
+"""The key of a call: the parts of its arguments that decide its plan."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fspmd.rules import Free, free_numbers
 from fspmd.sharded import Sharded, is_plain
 from fspmd.transport.local_tensor import BLOCKS, is_simulated
 
-#: of types whose values stand for themselves in a key; True and 1.0 are equal to 1, so bool and float are none
+#: types whose values stand for themselves in a key; bool and float do not, since True == 1 == 1.0
 CONSTANT: Final = frozenset((str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _PLAIN: Final = CONSTANT | {int}
 _NO_NUMBERS: Final = BLOCKS | {slice, bool, tuple, list, dict, torch.Size}
 #: functions for which ints may bear on layouts
 COUNTING: Final[set[Any]] = set()
-_kinds: dict[Any, frozenset[type]] = {}  # of functions, kinds of Python numbers that do not
-_free: dict[Any, Free] = {}  # the same, and what else is known of them
+_kinds: dict[Any, frozenset[type]] = {}  # function -> types of Python numbers that never bear on layouts
+_free: dict[Any, Free] = {}  # function -> the same, by place and value too
 
 
 def forget_functions() -> None:
-    """What numbers mean to each: a rule has changed."""
+    """Forget which numbers bear on layouts: a rule has changed."""
     _kinds.clear()
     _free.clear()
     COUNTING.clear()
 
 
 def hashable(arg: Any) -> Any:
-    """What an argument is in a key."""
+    """Return the part of a key that stands for an argument."""
     kind = type(arg)
     if kind in _PLAIN:
         return arg
@@ -44,7 +44,7 @@ def hashable(arg: Any) -> Any:
     if kind is Sharded:
         return arg.form
     if kind is float and (arg == 0 or isnan(arg)):
-        return float, str(arg)  # two zeros, and nan, which equals nothing
+        return float, str(arg)  # 0.0 == -0.0, and nan != nan
     if isinstance(arg, dict):
         return dict, *((name, hashable(value)) for name, value in arg.items())
     if is_plain(arg):
@@ -55,7 +55,7 @@ def hashable(arg: Any) -> Any:
 
 
 def _strides_of(x: Tensor) -> tuple[Any, ...]:
-    """Of a tensor that lies otherwise than a new one, as results may."""
+    """Return strides, and whether there is an offset, of a tensor that lies otherwise in memory than a new one."""
     if x.layout is not torch.strided or x.is_nested:
         refuse_misfit(x, "a function of Sharded values got")
     if x.is_contiguous() and not x.storage_offset():
@@ -64,7 +64,7 @@ def _strides_of(x: Tensor) -> tuple[Any, ...]:
 
 
 def keyed(func: Any, arg: Any, at: int | str | None = None) -> Any:
-    """What an argument of a function, at a place or of a name, is in a key: its type, if its value does not count."""
+    """Return the part of a key for the argument at a place, or of a name: its type, if its value bears on no layout."""
     kind = type(arg)
     if kind in _NO_NUMBERS:
         return hashable(arg)
@@ -76,42 +76,42 @@ def keyed(func: Any, arg: Any, at: int | str | None = None) -> Any:
     free = _free.get(func) or free_numbers(func)
     if isinstance(arg, Integral):
         return kind if int in kinds or (at in free.places and arg not in free.distinct) else hashable(arg)
-    if isinstance(arg, Real):  # NumPy's have types of their own
+    if isinstance(arg, Real):  # numbers of NumPy have other types than float
         distinct = not free.distinct or arg in free.distinct or isnan(arg)
         return kind if float in kinds or not distinct else hashable(arg)
     return kind if complex in kinds else hashable(arg)
 
 
 def _kinds_of(func: Any) -> frozenset[type]:
-    found = _kinds.get(func)
-    if found is None:
+    kinds = _kinds.get(func)
+    if kinds is None:
         free = _free[func] = free_numbers(func)
-        found = _kinds[func] = free.kinds
-        if int not in found and not free.places:
+        kinds = _kinds[func] = free.kinds
+        if int not in kinds and not free.places:
             COUNTING.add(func)
-    return found
+    return kinds
 
 
 def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[Any], name: str | None = None) -> None:
-    """Append what an argument is in the key of a call, and its block or blocks."""
+    """Append an argument to the key of a call, and its block, or list of blocks, to ``blocks``."""
     if kind is list or kind is tuple:
         key += kind, len(arg)
-        held: list[Any] | None = None
-        for place, one in enumerate(arg):
-            what = type(one)
-            if what is slice:
-                start, stop, step = one.start, one.stop, one.step
+        values: list[Any] | None = None
+        for place, item in enumerate(arg):
+            item_kind = type(item)
+            if item_kind is slice:
+                start, stop, step = item.start, item.stop, item.step
                 if type(start) in _PLAIN and type(stop) in _PLAIN and type(step) in _PLAIN:
                     key += slice, start, stop, step
                 else:
-                    key.append(hashable(one))
-            elif what is Sharded:
-                key.append(one.form)
-                held = held or [*arg]
-                held[place] = one.block
+                    key.append(hashable(item))
+            elif item_kind is Sharded:
+                key.append(item.form)
+                values = values or [*arg]
+                values[place] = item.block
             else:
-                key.append(one if what in _PLAIN else keyed(func, one))
-        blocks.append(held or arg)
+                key.append(item if item_kind in _PLAIN else keyed(func, item))
+        blocks.append(values or arg)
     else:
         free = kind is float and float in (_kinds.get(func) or _kinds_of(func))
         key.append(float if free else keyed(func, arg, name or len(blocks)))

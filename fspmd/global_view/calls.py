@@ -1,4 +1,4 @@
-"""What a call of the global view is made of: other calls, or one that a rule decides."""
+"""The parts of a call, found without running it: a question for a rule, or a function that makes other calls."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P
 from fspmd.tracing import hidden
 
-#: functions that draw or make values of the shape of an operand, as which they lie
+#: functions that draw or make values of an operand's shape; results lie as that operand does
 _LIKE: Final = frozenset((*LIKES, *DRAWS, *DROPOUTS))
 
 
-class Asked(NamedTuple):
-    """A question for its rule; or what runs in its place; or it takes whole operands; or lies as its operand does."""
+class CallParts(NamedTuple):
+    """The answer of `Calls.ask`. Without a question, ``run`` or ``gathers``, the result lies as its operand does."""
 
-    question: Question | None = None
-    run: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
-    gathers: bool = False
-    in_parts: bool = False  # what runs calls other functions alone
+    question: Question | None = None  # a rule decides the call
+    run: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # runs in place of the function
+    gathers: bool = False  # the function takes whole operands
+    in_parts: bool = False  # ``run`` only calls other functions
 
 
 class Calls:
-    """Of values on one mesh; the same for all layouts of them, so it is found once for each kind of call."""
+    """The parts of calls on one mesh. Layouts do not bear on them, so each kind of call is asked once."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._known: dict[Any, Asked] = {}
+        self._known: dict[Any, CallParts] = {}
 
-    def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
-        """What becomes of a call."""
+    def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallParts:
+        """Return the parts of a call."""
         leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
         whole = [as_replicated(x) if isinstance(x, Sharded) else x for x in leaves]
         key = (func, treedef, tuple(map(hashable, whole)))
@@ -55,16 +55,16 @@ class Calls:
         return self._known[key]
 
     @hidden
-    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked:
+    def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallParts:
         if func is Tensor.__radd__ and type(args[1]) is int and not args[1] and args[0].dtype is not torch.bool:
-            return Asked(run=_copied, in_parts=True)  # Python's sum starts so, for which no pending sum ends
+            return CallParts(run=_copied, in_parts=True)  # 0 + x, as Python's sum starts, settles no pending sum
         if name_of(func).removesuffix("_") in _LIKE or name_of(func) in _LIKE:
-            return Asked()
+            return CallParts()
         plan = plan_call(func, args, kwargs)
         if plan.whole is not None:
             gathers = getattr(plan.whole, "func", None) is gathered
-            return Asked(gathers=True) if gathers else Asked(run=plan.whole, in_parts=plan.in_parts)
-        return Asked(ask(func, args, kwargs, places_of(args, kwargs, self._mesh)))
+            return CallParts(gathers=True) if gathers else CallParts(run=plan.whole, in_parts=plan.in_parts)
+        return CallParts(ask(func, args, kwargs, places_of(args, kwargs, self._mesh)))
 
 
 def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,12 +72,12 @@ def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def as_replicated(x: Sharded) -> Sharded:
-    """The same, as if it lay whole on every rank."""
+    """Return a stand-in that lies replicated; its block is not gathered."""
     return Sharded(x.local, x.spec.with_partition(P())) if x.spec.partition.mentioned else x
 
 
 def operands_of(question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors of a call in the order of its rule."""
+    """Return the tensors of a call in the order of its rule."""
     given = (*args, *kwargs.values())
     return [at(given, place) for place, _ in question.operands]
 
@@ -85,13 +85,13 @@ def operands_of(question: Question, args: tuple[Any, ...], kwargs: dict[str, Any
 def replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], moved: dict[Place, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with other values at some places."""
+    """Return the arguments with other values at some places."""
     values: list[Any] = [*args, *kwargs.values()]
     for place, x in moved.items():
         if isinstance(place, int):
             values[place] = x
         else:
             i, k = place
-            held = values[i]
-            values[i] = type(held)([*held[:k], x, *held[k + 1 :]])
+            items = values[i]
+            values[i] = type(items)([*items[:k], x, *items[k + 1 :]])
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))

@@ -1,7 +1,7 @@
-"""Functions made of others, of operands with fewer rows than ranks: part by part, or on whole operands, as is cheaper.
+"""Composed functions of operands with fewer rows than ranks: run part by part, or on whole operands.
 
-Each part is planned by itself, and stays with what lies as it should. Where ranks have no rows nothing is gained by
-that, and the collectives of the parts may come to more than those that make the operands whole.
+Each part is planned by itself and leaves operands in place where they lie right. If some ranks have no rows, sharding
+saves nothing, and the collectives of the parts may take longer than gathering the operands. The cheaper one runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.entries import blocks
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.layouts import working
-from fspmd.global_view.operands import places_of
+from fspmd.global_view.operands import places_of, spec_of
 from fspmd.global_view.propagate import OpPlan, Question, opaque_plan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import joined, on_meta
@@ -39,26 +38,21 @@ from fspmd.transport.randomness import kept
 
 
 def cheaper(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    """The plan of a call; where it is in parts, and ranks have no rows, one that is that or on whole operands."""
+    """Return the plan of a call. If it runs in parts and ranks have no rows, the new plan may gather the operands."""
     if plan.in_parts and plan.whole is not None:
         tree: Any = (args, kwargs)
-        if any(_leaves_idle(x.spec) for x in optree.tree_leaves(tree) if isinstance(x, Sharded)):
+        specs = [x.spec for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
+        if any(spec.thinnest == 0 and 0 not in spec.shape for spec in specs):  # some ranks, but not all, have no rows
             return opaque_plan(_Either(func, plan.whole))
     return plan
 
 
-def _leaves_idle(spec: TensorSpec) -> bool:
-    """Whether some ranks have nothing of a value."""
-    lies = spec.unflattened
-    return 0 not in spec.shape and any(blocks(lies.shape[dim], parts)[-1][1] == 0 for dim, _, parts in lies.cuts)
-
-
 class _Unknown(Exception):
-    """What a part costs depends on values, or it communicates by itself."""
+    """The cost of a part is unknown: it depends on values, or the part communicates by itself."""
 
 
 class _Either:
-    """A plan that is two, told apart by which operands will have a gradient."""
+    """A call in parts or on whole operands. The operands that will have a gradient decide which."""
 
     def __init__(self, func: Any, parts: Run) -> None:
         self.func, self.parts = func, parts
@@ -74,7 +68,7 @@ class _Either:
         return self.parts(args, kwargs) if written is None else self._run_replicated(leaves, treedef, written)
 
     def _run_replicated(self, leaves: Sequence[Any], treedef: Any, written: Sequence[int]) -> Any:
-        """All operands first made whole; ``written`` are the places of those that the function writes into."""
+        """Run on gathered operands; ``written`` are the places of operands that the function writes into."""
         for i in written:
             refuse_copy(leaves[i].local, shown(self.func))
         given, whole = list(leaves), dict[int, Sharded]()
@@ -86,12 +80,12 @@ class _Either:
         for i in {*written} & whole.keys():
             leaves[i].local.copy_(redistribute(whole[i].local, whole[i].spec, leaves[i].spec))
             wrote(leaves[i].local)
-        of = {id(one): leaves[i] for i, one in whole.items()}
-        return optree.tree_map(lambda x: of.get(id(x), x), out, none_is_leaf=True)
+        originals = {id(gathered): leaves[i] for i, gathered in whole.items()}
+        return optree.tree_map(lambda x: originals.get(id(x), x), out, none_is_leaf=True)
 
 
 def _is_followed(x: Sharded | Tensor) -> bool:
-    """Whether it will have a gradient."""
+    """Whether a value will have a gradient."""
     transformed = transforms_active()
     return is_float(x.dtype) and (transformed or (torch.is_grad_enabled() and bool(x.requires_grad)))
 
@@ -105,48 +99,48 @@ def _replicated(x: Sharded) -> Sharded:
 def _writes_if_gathered(
     parts: Run, leaves: Sequence[Any], treedef: Any, followed: Sequence[bool]
 ) -> tuple[int, ...] | None:
-    """The places of the operands that the function writes into; None where its parts cost no more than whole operands.
+    """Return the places of operands that the function writes into, or None if the parts cost no more than a gather.
 
-    What fails here fails, or is refused, where it runs.
+    None also if the function fails: the call itself then raises.
     """
     values = [x for x in leaves if isinstance(x, Sharded)]
-    by = _Reckoner(values[0].spec.mesh)
+    reckoner = _Reckoner(values[0].spec.mesh)
     given = [
-        by.stand_in(x.spec if isinstance(x, Sharded) else x, own) if isinstance(x, Tensor) else x
-        for x, own in zip(leaves, followed, strict=True)
+        reckoner.stand_in(x.spec if isinstance(x, Sharded) else x, flag) if isinstance(x, Tensor) else x
+        for x, flag in zip(leaves, followed, strict=True)
     ]
     args, kwargs = treedef.unflatten(given)
     try:
-        with intercept_dispatch(lambda _: by.dispatch), kept():
+        with intercept_dispatch(lambda _: reckoner.dispatch), kept():
             parts(args, kwargs)
     except Exception:
         return None
-    gathering = by.alone
-    for x, own in zip(leaves, followed, strict=True):
+    gathering = reckoner.alone
+    for x, flag in zip(leaves, followed, strict=True):
         if isinstance(x, Sharded):
-            gathering += moves(x.spec, x.spec.with_partition(P()), (), topology(), own).time
-    written = tuple([i for i, x in enumerate(given) if isinstance(x, Sharded) and id(x) in by.written])
-    return None if by.time <= gathering + _ROUNDING or any(followed[i] for i in written) else written
+            gathering += moves(x.spec, x.spec.with_partition(P()), (), topology(), flag).time
+    written = tuple([i for i, x in enumerate(given) if isinstance(x, Sharded) and id(x) in reckoner.written])
+    return None if reckoner.time <= gathering + _ROUNDING or any(followed[i] for i in written) else written
 
 
 _ROUNDING = 1e-6  # µs
 
 
 class _Reckoner:
-    """Runs a function on values without data, and adds up what its parts cost: as planned, and on whole operands."""
+    """Runs a function on values without data, and adds up the time of its parts: as planned, and on whole operands."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.time = self.alone = 0.0  # µs
+        self.time = self.alone = 0.0  # µs: as planned, and of the computation on whole operands
         self.written = set[int]()
         self._calls = Calls(mesh)
         self._mesh = mesh
-        self._made: list[Any] = []  # kept, as they are known by what `id` says
+        self._made: list[Any] = []  # keeps the values alive, so that each `id` stays theirs
         self._followed = set[int]()
         self._views = set[int]()
         self._cast = set[Any]()
 
     def stand_in(self, like: TensorSpec | Tensor, followed: bool) -> Any:
-        """A value that lies so, or the same on all ranks."""
+        """Return a value without data, of a layout, or of the shape of a plain tensor."""
         if isinstance(like, TensorSpec):
             made: Any = Sharded(torch.empty(like.block_shape, dtype=like.dtype, device="meta"), like)
         else:
@@ -157,20 +151,20 @@ class _Reckoner:
         return made
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """In place of the one that runs calls."""
+        """Reckon a call, in place of `fspmd.global_view.dispatch.dispatch`."""
         kwargs = kwargs or {}
-        asked = self._calls.ask(func, args, kwargs)
-        if asked.run is not None and asked.in_parts:
-            return asked.run(args, kwargs)
-        if asked.question is not None:
-            return self._row(func, asked.question, args, kwargs)
-        if asked.run is not None or asked.gathers or writes(func):
+        answer = self._calls.ask(func, args, kwargs)
+        if answer.run is not None and answer.in_parts:
+            return answer.run(args, kwargs)
+        if answer.question is not None:
+            return self._row(func, answer.question, args, kwargs)
+        if answer.run is not None or answer.gathers or writes(func):
             raise _Unknown
         return self._like(func, args, kwargs)
 
     def _row(self, func: Any, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = operands_of(question, args, kwargs)
-        specs = [x.spec if isinstance(x, Sharded) else _replicated_spec(x, self._mesh) for x in values]
+        specs = [spec_of(x, self._mesh) for x in values]
         follows = torch.is_grad_enabled() and name_of(func) != "detach"
         followed = frozenset([i for i, x in enumerate(values) if follows and id(x) in self._followed])
         laid = question.at(specs)._replace(gradients=followed)
@@ -190,14 +184,14 @@ class _Reckoner:
         return joined(question.kind, made)
 
     def _add(self, question: Question, best: Strategy, values: Sequence[Any]) -> None:
-        """What moves, there and back, sums of gradients once for all uses of a value; and the computation."""
+        """Add the moves, forward and backward, and the computation. Uses of a value share the sum of its gradient."""
         followed, passes = question.gradients, PASSES if question.gradients else 1
         for i, (x, (_, spec)) in enumerate(zip(values, question.operands, strict=True)):
             need, axes = best.operands[i], best.casts[i]
-            way = moves(spec, need, axes, topology(), i in followed)
-            self.time += way.forward
+            cost = moves(spec, need, axes, topology(), i in followed)
+            self.time += cost.forward
             if spec is not need or (id(x), axes) not in self._cast:
-                self.time += way.backward + way.casting
+                self.time += cost.backward + cost.casting
             self._cast.add((id(x), axes if spec is need else None))
         self.time += best.body + (best.back if followed else 0.0)
         lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
@@ -206,7 +200,7 @@ class _Reckoner:
         self.alone += passes * working(question.factors, whole[0], whole[1], topology())
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A draw, or new values: elements of the place of an operand's, or whole."""
+        """Return the results of a draw, or new values: laid out as the first operand if they have its shape."""
         operands = places_of(args, kwargs, self._mesh)
         outcome = on_meta(func, args, kwargs, operands)
         if outcome is None:
@@ -220,7 +214,3 @@ class _Reckoner:
             for shape, dtype in outcome.results
         ]
         return joined(outcome.kind, made)
-
-
-def _replicated_spec(x: Tensor, mesh: Mesh) -> TensorSpec:
-    return TensorSpec(mesh, P(), tuple(x.shape), x.dtype)

@@ -1,7 +1,7 @@
-"""A torch function that has no rule, as the graph of the simpler functions it is made of.
+"""A torch function without a rule, as a graph of simpler functions.
 
-The graph is traced once, on fake tensors of the global shapes; each of its nodes is then a call on `Sharded` values
-with a rule of its own. What runs on the blocks is the graph, never the original kernel.
+The graph is traced once, on fake tensors of the global shapes. Each node is then a call on `Sharded` values, with a
+rule of its own. Blocks run through the graph, never through the original kernel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Function = Callable[..., Any]
 
 
 class NotTraceable(Exception):
-    """The function looks at values, or at what a tensor without data has not."""
+    """The function reads values, or something else that a tensor without data does not have."""
 
 
 class WritesOperand(Exception):
@@ -49,27 +49,27 @@ class WritesOperand(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """One call: the leaves of its arguments, of which those at ``places`` are earlier values."""
+    """One call: its target, and its arguments as leaves."""
 
     target: Function
     leaves: tuple[Any, ...]
-    places: tuple[tuple[int, int], ...]
+    places: tuple[tuple[int, int], ...]  # (leaf, number of the earlier value that it is)
     arguments: optree.PyTreeSpec
-    calls: bool  # a torch function, and not Python's own
+    calls: bool  # the target is a torch function, not an operator of Python
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Calls one after another; the first values are the `operands_of` the call."""
+    """Calls in their order. Values are numbered: first the `operands_of` the call, then the results of the nodes."""
 
     nodes: tuple[_Node, ...]
-    results: tuple[Any, ...]  # numbers of values where ``places`` say so
+    results: tuple[Any, ...]  # leaves of the result; those at ``places`` are numbers of values
     places: frozenset[int]
     structure: optree.PyTreeSpec
-    fixed: frozenset[int]  # leaves that are floats, and operands, but constants here: the function has looked at them
+    fixed: frozenset[int]  # floats among the arguments (leaves) whose value the function reads: constants of the graph
 
     def run(self, operands: Sequence[Any]) -> Any:
-        """The function on these operands: one call of a torch function per node with a `Sharded`."""
+        """Run the graph: each node with a `Sharded` operand is one call of a torch function."""
         values = list(operands)
         for node in self.nodes:
             leaves = list(node.leaves)
@@ -83,12 +83,12 @@ class Graph:
         return self.structure.unflatten(values[x] if i in self.places else x for i, x in enumerate(self.results))
 
 
-#: a plain operand may lie in memory otherwise than the fake one that was traced
+#: targets for plain operands, whose strides may differ from those that were traced
 _ON_PLAIN: Final[dict[Any, Function]] = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
 
 
 def _without_writes(graph: fx.Graph) -> None:
-    """Each write into a value of the graph's own becomes a new value."""
+    """Turn each write into a value of the graph into a new value."""
     for node in graph.nodes:
         if node.op != "call_function" or not _writes(node.target):
             continue
@@ -100,7 +100,7 @@ def _without_writes(graph: fx.Graph) -> None:
         if pure is None or not name.endswith("_") or _is_view(target):
             raise NotTraceable(f"{name}() writes into a view")
         if any(_is_view(user) and user is not node for user in target.users):
-            raise NotTraceable(f"{name}() writes into what has a view")
+            raise NotTraceable(f"{name}() writes into a tensor that has a view")
         node.target = pure
         later = False
         for user in graph.nodes:
@@ -110,7 +110,7 @@ def _without_writes(graph: fx.Graph) -> None:
 
 
 def _without_copies(graph: fx.Graph) -> None:
-    """What overwrites a value needs its shape and dtype, and none of its elements."""
+    """Replace each overwritten value by the value written: of the old one only shape and dtype count."""
     aten: Any = torch.ops.aten
     for node in [node for node in graph.nodes if node.target is aten.copy.default]:
         old, new = node.args[:2]
@@ -128,7 +128,7 @@ def _writes(target: Any) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node gives the memory of an operand; the data of a pure one are its own."""
+    """Whether a node gives a view of an operand."""
     if not isinstance(node.target, OpOverload):
         return False
     return any(result.alias_info is not None for result in node.target._schema.returns)
@@ -156,31 +156,31 @@ def _same(x: Any) -> Any:
 
 
 def _linked(tree: Any, numbers: dict[fx.Node, int]) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...], Any]:
+    """Return the leaves of a tree with numbers in place of nodes, the places of these, and the treedef."""
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
-    places = ((i, numbers[x]) for i, x in enumerate(leaves) if isinstance(x, fx.Node))
-    found = tuple((i, number) for i, number in places)
-    for i, number in found:
+    places = tuple((i, numbers[x]) for i, x in enumerate(leaves) if isinstance(x, fx.Node))
+    for i, number in places:
         leaves[i] = number
-    return tuple(leaves), found, treedef
+    return tuple(leaves), places, treedef
 
 
 _NOTHING = optree.tree_structure(((), {}), none_is_leaf=True)
 
 
 def _plain(tree: Any) -> Any:
-    """Lists and tuples of fx as Python's own."""
+    """Return lists and tuples of fx as those of Python."""
     if isinstance(tree, list):
         return [_plain(x) for x in tree]
     return tuple(_plain(x) for x in tree) if type(tree) is tuple else tree
 
 
 def operands_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What a graph is run on: the tensors and `Sharded` values of a call, and its floats."""
+    """Return the operands of a graph: the tensors, `Sharded` values and finite floats of a call."""
     return [x for x in _leaves(args, kwargs)[0] if _is_operand(x)]
 
 
 def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, Any, bool]]:
-    """The numbers of a call: the leaf that each is, itself, and whether it is an operand."""
+    """Return the numbers of a call: for each its leaf, its value, and whether it is an operand."""
     leaves, _ = _leaves(args, kwargs)
     return [(place, x, _is_operand(x)) for place, x in enumerate(leaves) if isinstance(x, Number)]
 
@@ -196,7 +196,7 @@ def _is_operand(x: Any) -> bool:
 
 
 def written(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-    """The graph of the value that a function leaves in its first operand."""
+    """Return the graph of the value that a function leaves in its first operand."""
 
     def pure(x: Any, *args: Any, **kwargs: Any) -> Any:
         copy = x.clone()
@@ -204,28 +204,28 @@ def written(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gr
         return copy
 
     graph = decompose(pure, args, kwargs)
-    assert graph is not None  # pure is no op of a graph
+    assert graph is not None  # ``pure`` is no node of its own graph
     return graph
 
 
 def decompose(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
-    """The graph of a call; None where it is the function itself again.
+    """Return the graph of a call, or None if the function is a node of its own graph.
 
     Raises:
-        NotTraceable: the result, or its shape, depends on values.
-        WritesOperand: it is no pure function.
+        NotTraceable: The result, or its shape, depends on values.
+        WritesOperand: The function writes into an operand.
     """
     try:
         return _traced(func, args, kwargs, symbolic=any(type(x) is float for x in operands_of(args, kwargs)))
     except (NotTraceable, WritesOperand):
         raise
-    except Exception:  # the function may take no symbols
+    except Exception:  # the function may not take symbols
         pass
     return _traced(func, args, kwargs, symbolic=False)
 
 
 def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, symbolic: bool) -> Graph | None:
-    """The graph of a call, its floats symbols or constants."""
+    """Return the graph of a call, with its floats as symbols or as constants."""
     leaves, treedef = _leaves(args, kwargs)
     places = [i for i, x in enumerate(leaves) if _is_operand(x)]
     floats = frozenset(number for number, place in enumerate(places) if type(leaves[place]) is float)
@@ -236,14 +236,14 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
         for place, x in zip(places, operands, strict=True):
             filled[place] = x
         given, named = treedef.unflatten(filled)
-        found: list[Any]
-        found, spec = optree.tree_flatten(func(*given, **named), none_is_leaf=True)
+        results: list[Any]
+        results, spec = optree.tree_flatten(func(*given, **named), none_is_leaf=True)
         structure[:] = [spec]
-        return found
+        return results
 
     symbols = _symbols() if symbolic else None
     operands = [leaves[place] for place in places]
-    # plain tensors beside values without data, as `auto_spec` has them, need have none either
+    # `auto_spec` has plain tensors with data beside `Sharded` values without: all become meta tensors
     is_meta = any(x.device.type == "meta" for x in operands if isinstance(x, Sharded))
     try:
         with (
@@ -256,7 +256,7 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
                     operands[i] = torch.empty_strided(x.shape, _strides_of(x), dtype=x.dtype, device=device)
                 elif symbols is not None:
                     operands[i] = symbols.of(x, i)
-        with torch.no_grad(), outside_transforms(), mode:  # one graph, within a transform or not
+        with torch.no_grad(), outside_transforms(), mode:  # the graph is the same within a transform
             table = {**_simpler(), **_own(func), **DECOMPOSED}
             module = make_fx(torch.func.functionalize(flat), decomposition_table=table)(*operands)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -270,20 +270,20 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
 
 
 def _strides_of(x: Sharded | Tensor) -> tuple[int, ...]:
-    """How a tensor lies in memory, of which a function may make much."""
+    """Return the strides of a tensor. The graph of a function may depend on them."""
     if isinstance(x, Sharded):
         return lies(x).strides or packed(x.spec.shape)
     return x.stride() if x.layout is torch.strided else packed(x.shape)
 
 
 def _does_something(node: fx.Node) -> bool:
-    """Whether a node is there for more than its result: it has none, or torch says so."""
+    """Whether a node must stay even if its result is unused: it has no result, or torch calls it impure."""
     schema = getattr(node.target, "_schema", None)
     return node.is_impure() or (schema is not None and not schema.returns)
 
 
 def _symbols() -> Any:
-    """Imported when it is needed, as what it needs of torch takes a second."""
+    """Return new `Symbols`, imported on demand: the import of torch's symbolic shapes takes a second."""
     from fspmd.global_view.symbolic_floats import Symbols
 
     return Symbols()
@@ -291,27 +291,25 @@ def _symbols() -> Any:
 
 @functools.cache
 def _simpler() -> dict[Any, Function]:
-    """torch's decompositions of what has no rule."""
+    """Return torch's decompositions of functions without a rule."""
     return {op: f for op, f in core_aten_decompositions().items() if row_of(op) is None and handler_of(op) is None}
 
 
 def _own(func: Function) -> dict[Any, Function]:
-    """What is registered of an op itself: its decomposition, or a kernel that is made of other ops, and that autograd
-    looks into, too.
-    """
+    """Return the decompositions of an op: registered ones, or kernels made of other ops that autograd records too."""
     op = getattr(func, "_opoverload", func)
     packet = getattr(op, "overloadpacket", op)
     if not isinstance(packet, OpOverloadPacket) or packet in _OWN_GRADIENTS:
         return {}
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    found = {one: decomposition_table[one] for one in overloads if one in decomposition_table}
-    for one in overloads:
-        has = one.has_kernel_for_dispatch_key
-        if one not in found and has(_EXPLICIT) and not has(DispatchKey.Autograd):
-            found[one] = functools.partial(one._op_dk, _EXPLICIT)
-    return found
+    table = {overload: decomposition_table[overload] for overload in overloads if overload in decomposition_table}
+    for overload in overloads:
+        has = overload.has_kernel_for_dispatch_key
+        if overload not in table and has(_EXPLICIT) and not has(DispatchKey.Autograd):
+            table[overload] = functools.partial(overload._op_dk, _EXPLICIT)
+    return table
 
 
 _EXPLICIT: Final = DispatchKey.CompositeExplicitAutograd
-#: options of theirs bear on the gradient alone (``scale_grad_by_freq``), and decompositions leave them out
+#: ops with options for the gradient alone (``scale_grad_by_freq``), which decompositions ignore
 _OWN_GRADIENTS: Final = (torch.ops.aten.embedding, aten_embedding_bag)

@@ -1,4 +1,7 @@
-"""Torch functions on `Sharded` values: one flatten, one look-up, one local call above autograd, one wrap."""
+"""Torch functions on `Sharded` values: make the key, look up the plan, call torch on the blocks, wrap the result.
+
+All of this runs above autograd, which follows the call on the blocks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from fspmd.global_view.planning import plan_call, tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_strides import with_strides
-from fspmd.global_view.result_types import begun
+from fspmd.global_view.result_types import memory_of
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.ops.signatures import at
@@ -45,7 +48,7 @@ def _plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPl
 
 
 class CacheInfo(NamedTuple):
-    """Like that of ``functools.lru_cache``."""
+    """Statistics of the plan cache, with the fields of ``functools.lru_cache``."""
 
     hits: int
     misses: int
@@ -54,7 +57,7 @@ class CacheInfo(NamedTuple):
 
 
 class _Cache:
-    """Plans by what decides them: at most ``maxsize``, of which the oldest goes first."""
+    """The counters and the limit of the plan cache. Above ``maxsize`` plans, the oldest goes first."""
 
     __slots__ = ("hits", "maxsize", "misses")
 
@@ -63,7 +66,10 @@ class _Cache:
         self.maxsize = 65536
 
     def plan(self, key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-        """Of a call that the cache does not have; in inference mode torch does not tell which results are views."""
+        """Plan a call that is not in the cache.
+
+        Planning leaves inference mode, in which torch does not say which results are views.
+        """
         by_default = (torch.get_default_dtype(), *key)
         plan = _plans.get(by_default)
         if plan is not None:
@@ -78,9 +84,9 @@ class _Cache:
         return plan
 
     def shrink(self) -> None:
-        """To the size it may have."""
+        """Drop the oldest plans above the limit."""
         for key in list(itertools.islice(_plans, max(0, len(_plans) - self.maxsize))):
-            _plans.pop(key, None)  # another thread may have been quicker
+            _plans.pop(key, None)  # another thread may have dropped it
 
 
 _cache = _Cache()
@@ -88,18 +94,18 @@ _plans: dict[Any, OpPlan] = {}
 
 
 def propagation_cache_info() -> CacheInfo:
-    """Hits, misses and size of the cache of plans for torch functions on `Sharded` values."""
+    """Return hits, misses and size of the cache of plans for torch functions on `Sharded` values."""
     return CacheInfo(_cache.hits, _cache.misses, _cache.maxsize, len(_plans))
 
 
 def propagation_cache_clear() -> None:
-    """Forget all plans, and count from zero."""
+    """Forget all plans, and set the counters to zero."""
     _plans.clear()
     _cache.hits = _cache.misses = 0
 
 
 def forget_plans() -> None:
-    """Plan every call anew: a rule has changed, or what prices are reckoned with."""
+    """Forget all plans because a rule or the topology has changed."""
     _plans.clear()
     forget_functions()
 
@@ -108,10 +114,10 @@ replan_with(forget_plans)
 
 
 def propagation_cache_resize(maxsize: int) -> None:
-    """Keep at most so many plans, 65536 unless set; the oldest go first, and none is kept where it is 0.
+    """Keep at most ``maxsize`` plans (default: 65536); 0 turns the cache off. The oldest plans go first.
 
     Raises:
-        ArgumentError: ``maxsize`` is no int, or below 0.
+        ArgumentError: ``maxsize`` is not an int, or is negative.
     """
     if type(maxsize) is not int or maxsize < 0:
         raise ArgumentError(f"propagation_cache_resize got {described(maxsize)}; give it a number of plans, 0 or more")
@@ -120,9 +126,9 @@ def propagation_cache_resize(maxsize: int) -> None:
 
 
 def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """``func`` on values of which some are `Sharded`; plain tensors are global values that every rank has.
+    """Call ``func`` on `Sharded` values. Plain tensors among the arguments are global values that every rank has.
 
-    It is ``Sharded.__torch_function__`` itself: what is done here is done in every call.
+    This is ``Sharded.__torch_function__`` itself, so every line counts in every call.
     """
     if RUNNING and state.body is not None:
         _refuse_in_body(func, args, kwargs or {})
@@ -130,7 +136,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     blocks: Any
     count = len(args)
     if not kwargs and count == 2 and type(x := args[0]) is Sharded and type(y := args[1]) is Sharded:
-        cached, blocks = (func, x.form, y.form), (x.block, y.block)  # as below, at half the cost
+        cached, blocks = (func, x.form, y.form), (x.block, y.block)  # same as below, in half the time
     elif not kwargs and count == 1 and type(x := args[0]) is Sharded:
         cached, blocks = (func, x.form), (x.block,)
     elif not kwargs and count == 3 and type(x := args[0]) is type(y := args[1]) is type(z := args[2]) is Sharded:
@@ -147,24 +153,24 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                 key.append(arg.form)
                 blocks.append(arg.block)
             elif kind is list:
-                held: list[Any] = []
+                values: list[Any] = []
                 key.append(list)
-                for one in arg:
-                    if type(one) is Sharded:
-                        key.append(one.form)
-                        held.append(one.block)
+                for item in arg:
+                    if type(item) is Sharded:
+                        key.append(item.form)
+                        values.append(item.block)
                     else:
-                        key.append(keyed(func, one))
-                        held.append(one)
-                key.append(list)  # its end
-                blocks.append(held)
+                        key.append(keyed(func, item))
+                        values.append(item)
+                key.append(list)  # the end of the list
+                blocks.append(values)
             elif (kind is int and func in COUNTING) or kind in CONSTANT:
                 key.append(arg)
                 blocks.append(arg)
             else:
                 add_argument(func, arg, kind, key, blocks)
         if kwargs:
-            key.append(dict)  # what follows are names, each with its value
+            key.append(dict)  # names follow, each with its value
             for name, arg in kwargs.items():
                 key.append(name)
                 kind = type(arg)
@@ -176,7 +182,7 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
                     blocks.append(arg)
                 else:
                     add_argument(func, arg, kind, key, blocks, name)
-        cached, blocks = tuple(key), tuple(blocks)  # of which functions are called quicker than of lists
+        cached, blocks = tuple(key), tuple(blocks)  # f(*tuple) is quicker than f(*list)
     try:
         plan = _plans[cached]
         _cache.hits += 1
@@ -231,18 +237,18 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
 
 
 def _wrapped(out: Any, plan: OpPlan, given: tuple[Any, ...]) -> Any:
-    """Several results, or such as autocast may have given another dtype, or begin where an operand tells."""
+    """Wrap several results, or one whose dtype autocast changed, or whose storage offset depends on an operand."""
     results = plan.results
     if isinstance(results, TensorSpec):
         spec = _of_dtype(results, out.dtype)
-        return pair(out, spec) if plan.lying is None else laid(out, spec, begun(plan.lying[0], out.dtype, given))
-    specs = [_of_dtype(spec, one.dtype) for one, spec in zip(out, results, strict=True)]
-    # of several results one may be the same on ranks that differ in others, as `info` is of columns
-    held = [one if type(one) is Tensor else held_as(one, spec) for one, spec in zip(out, specs, strict=True)]
-    if plan.lying is None:
-        return type(out)(list(map(pair, held, specs)))
-    lying = [begun(lies, one.dtype, given) for lies, one in zip(plan.lying, held, strict=True)]
-    return type(out)(list(map(laid, held, specs, lying)))
+        return pair(out, spec) if plan.memory is None else laid(out, spec, memory_of(plan.memory[0], out.dtype, given))
+    specs = [_of_dtype(spec, block.dtype) for block, spec in zip(out, results, strict=True)]
+    # one result may be equal on ranks whose other results differ: `info` of a factorisation with cut columns
+    blocks = [x if type(x) is Tensor else held_as(x, spec) for x, spec in zip(out, specs, strict=True)]
+    if plan.memory is None:
+        return type(out)(list(map(pair, blocks, specs)))
+    memory = [memory_of(lies, block.dtype, given) for lies, block in zip(plan.memory, blocks, strict=True)]
+    return type(out)(list(map(laid, blocks, specs, memory)))
 
 
 def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
@@ -250,7 +256,7 @@ def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
 
 
 def _by_default_dtype(plan: OpPlan, key: tuple[Any, ...]) -> bool:
-    """Whether the dtype of the result is torch's default one, which may change: integers divided, for example."""
+    """Whether the result has torch's default dtype, which may change: a quotient of integers, for example."""
     if any(map(_has_float, key)):
         return False
     results = plan.results if isinstance(plan.results, tuple) else (plan.results,)
@@ -264,17 +270,17 @@ def _has_float(part: Any) -> bool:
 
 
 def _with_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call with NumPy arrays as tensors: global values, as plain tensors are."""
+    """Repeat the call with NumPy arrays as tensors: global values, as plain tensors are."""
     tree: Any = (args, kwargs)
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     try:
-        found = [torch.as_tensor(x) if type(x).__name__ == "ndarray" else x for x in leaves]
+        tensors = [torch.as_tensor(x) if type(x).__name__ == "ndarray" else x for x in leaves]
     except TypeError as error:
-        raise ArgumentError(f"{shown(func)} got an array that is no tensor: {error}") from error
-    if all(new is old for new, old in zip(found, leaves, strict=True)):
+        raise ArgumentError(f"{shown(func)} got an array that cannot become a tensor: {error}") from error
+    if all(new is old for new, old in zip(tensors, leaves, strict=True)):
         given = " and ".join(repr(x) if is_sharded(x) else described(x) for x in (*args, *kwargs.values()))
         raise ArgumentError(f"{shown(func)} got {given}; give it tensors and numbers")
-    args, kwargs = treedef.unflatten(found)
+    args, kwargs = treedef.unflatten(tensors)
     return dispatch(Sharded, func, (), args, kwargs)
 
 
@@ -290,8 +296,8 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 leave_to_python(
     dispatch,
-    "torch functions on Sharded values run as they are, between what is compiled: write torch.compile(f) without "
-    "fullgraph=True, and fspmd.jit(f).lower(*args) instead of torch.export. What torch compiles as a whole takes none. "
+    "torch functions on Sharded values are not compiled: write torch.compile(f) without fullgraph=True, and "
+    "fspmd.jit(f).lower(*args) instead of torch.export. Functions that torch compiles as a whole take no Sharded. "
     f"{INSTEAD_OF_COMPILED}",
 )
 Sharded.__torch_function__ = MethodType(dispatch, Sharded)

@@ -1,9 +1,9 @@
-"""Calls on operands of which dims are `Flat`, as calls on views of them of which no dim is.
+"""Calls on operands with `Flat` dims, as calls on views without them.
 
-What a rule says of a dim, it says of each dim that it is made of: blocks of a function whose dim may be sharded are its
-results on those blocks, whichever indices they have. So such a dim and all that are the same dim of the computation are
-taken apart, strategies are found for views in ordinary layouts, and put together again. A reshape of which views of the
-operand and of the result have the same dims is a function that has just these; nothing moves.
+A rule that holds for a dim holds for each dim that was flattened into it: if a dim may be sharded, the function works
+block by block, whichever indices a block has. So a flat dim is split into its dims, and so are all dims of the same
+factor. Strategies are found for these views, in ordinary layouts, and then joined again. A reshape whose operand and
+result have views with the same dims moves nothing.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ Sizes = tuple[int, ...]
 
 
 class ViewedCall(NamedTuple):
-    """A call whose dims are taken apart: of which sizes each dim of the operands and of the results is a product."""
+    """A call on views, in which each dim of an operand or result is split into dims whose sizes multiply to its own."""
 
     factors: Factors  # of the views
     operands: Sequence[TensorSpec]
     results: Sequence[TensorSpec]
-    before: Sequence[Sequence[Sizes]]
-    after: Sequence[Sequence[Sizes]]
-    regrouped: P | None = None  # how the result lies of a reshape that moves nothing
+    before: Sequence[Sequence[Sizes]]  # per operand and dim: the sizes it is split into
+    after: Sequence[Sequence[Sizes]]  # the same per result
+    regrouped: P | None = None  # the layout of the result, if the call is a reshape that moves nothing
 
     @property
     def views(self) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """Operands and results, not laid out yet, with a dim for each size."""
+        """The views of the operands, and of the results, which are not laid out yet."""
         operands = []
         for spec, sizes in zip(self.operands, self.before, strict=True):
-            axes = [spec.unflattened_axes(d, own) for d, own in enumerate(sizes)]
-            operands.append(spec.viewed(sizes, [own for own in axes if own is not None]))
+            axes = [spec.unflattened_axes(d, dim_sizes) for d, dim_sizes in enumerate(sizes)]
+            operands.append(spec.viewed(sizes, [dim_sizes for dim_sizes in axes if dim_sizes is not None]))
         rows = zip(self.results, self.after, strict=True)
-        return operands, [spec.viewed(sizes, [((),) * len(own) for own in sizes]) for spec, sizes in rows]
+        return operands, [spec.viewed(sizes, [((),) * len(dim_sizes) for dim_sizes in sizes]) for spec, sizes in rows]
 
     def together(
         self, operands: Sequence[TensorSpec], results: Sequence[P]
     ) -> tuple[tuple[TensorSpec, ...], tuple[P, ...]]:
-        """The layouts of operands and results, of those of their views."""
+        """Return the layouts of operands and results, given those of their views."""
         needs = zip(self.operands, operands, self.before, strict=True)
         ends = zip(self.results, results, self.after, strict=True)
         return (
@@ -54,21 +54,21 @@ class ViewedCall(NamedTuple):
 
 
 def _together(view: P, sizes: Sequence[Sizes]) -> P:
-    entries, found = iter(view), list[Entry]()
-    for own in sizes:
-        of_dim = [next(entries) for _ in own]
-        found.append(of_dim[0] if len(own) == 1 else Flat(*zip(own, of_dim, strict=True)))
-    return P(*found, unreduced=view.unreduced, reduced=view.reduced)
+    of_view, entries = iter(view), list[Entry]()
+    for dim_sizes in sizes:
+        of_dim = [next(of_view) for _ in dim_sizes]
+        entries.append(of_dim[0] if len(dim_sizes) == 1 else Flat(*zip(dim_sizes, of_dim, strict=True)))
+    return P(*entries, unreduced=view.unreduced, reduced=view.reduced)
 
 
 def viewed_call(
     row: Row, factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
 ) -> ViewedCall | None:
-    """The call on views; None where no dim is `Flat`, nor is of a reshape."""
+    """Return the call on views, or None if no dim is `Flat`, before or after a reshape."""
     if row.rule is reshaped and results[0].dtype is operands[0].dtype:
-        found = regrouped(operands[0], results[0])
-        if found is not None:
-            return found
+        reshape = regrouped(operands[0], results[0])
+        if reshape is not None:
+            return reshape
     if True not in [spec.flat for spec in operands]:
         return None
     return with_flat_dims_split(factors, operands, results, row.body is not None)
@@ -78,7 +78,7 @@ def viewed_call(
 
 
 def regrouped(spec: TensorSpec, result: TensorSpec) -> ViewedCall | None:
-    """A reshape of which each block is that of a block; None: it has to move something, or no dim is sharded."""
+    """Return a reshape that maps blocks to blocks, or None if it must move something or if no dim is sharded."""
     if not spec.partition.axes or 0 in spec.shape:
         return None
     numbers = itertools.count(spec.ndim)
@@ -95,8 +95,8 @@ def regrouped(spec: TensorSpec, result: TensorSpec) -> ViewedCall | None:
         if finer is None:
             return None
         named = tuple(zip(finer, numbers, strict=False))
-        for own, shape, sizes, factors in ((source, spec.shape, before, dims), (target, result.shape, after, new)):
-            for d, part in zip(own, runs([shape[d] for d in own], named), strict=True):
+        for group, shape, sizes, factors in ((source, spec.shape, before, dims), (target, result.shape, after, new)):
+            for d, part in zip(group, runs([shape[d] for d in group], named), strict=True):
                 if part:
                     sizes[d], factors[d] = zip(*part, strict=True)
         axes: list[Axes] = []
@@ -109,15 +109,15 @@ def regrouped(spec: TensorSpec, result: TensorSpec) -> ViewedCall | None:
         for d in target:
             if new[d][0] is not None:
                 entries[d] = joined([(n, next(of_atom)) for n in after[d]], dict(spec.mesh.shape))
-    names: dict[int | None, int] = {own[0]: d for d, own in enumerate(dims) if own[0] is not None}
-    dims, new = ([tuple(names.get(f, f) for f in own) for own in side] for side in (dims, new))
+    names: dict[int | None, int] = {group[0]: d for d, group in enumerate(dims) if group[0] is not None}
+    dims, new = ([tuple(names.get(f, f) for f in group) for group in side] for side in (dims, new))
     of_atoms = Factors((_flattened(dims),), (_flattened(new),))
     lies = P(*entries, unreduced=spec.partition.unreduced, reduced=spec.partition.reduced)
     return ViewedCall(of_atoms, [spec], [result], [before], [after], lies)
 
 
 def _flattened(dims: Iterable[Dims]) -> Dims:
-    return tuple(factor for own in dims for factor in own)
+    return tuple(factor for group in dims for factor in group)
 
 
 # --- other functions --------------------------------------------------------------------------------------------------
@@ -126,10 +126,10 @@ def _flattened(dims: Iterable[Dims]) -> Dims:
 def with_flat_dims_split(
     factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], bodied: bool
 ) -> ViewedCall:
-    """The call on views of operands of which some have a `Flat` dim, and of such as have the same dims.
+    """Return the call on views: all dims of a factor are split as its `Flat` dim is.
 
-    Where an operand cannot be viewed as another, or a body or a rule needs consecutive blocks, its layout is first
-    another: operands of the result have that from which strategies lead.
+    An operand that has no such view, or whose body or rule needs consecutive blocks, gets another layout first. The
+    operands of the returned call have these layouts, from which strategies start.
     """
     readings = (factors, *factors.others)
     specs = [_in_blocks_where(spec, i, readings, operands, results, bodied) for i, spec in enumerate(operands)]
@@ -139,8 +139,8 @@ def with_flat_dims_split(
             sizes[factor] = _agreed(factor, factors, specs)
     before = [
         [
-            sizes.get(f, (n,)) if f is not None else tuple(m for m, _ in own)
-            for f, n, own in zip(dims, spec.shape, spec.factors, strict=True)
+            sizes.get(f, (n,)) if f is not None else tuple(m for m, _ in parts)
+            for f, n, parts in zip(dims, spec.shape, spec.factors, strict=True)
         ]
         for dims, spec in zip(factors.operands, specs, strict=True)
     ]
@@ -148,10 +148,10 @@ def with_flat_dims_split(
         [sizes.get(f, (n,)) if f is not None else (n,) for f, n in zip(dims, spec.shape, strict=True)]
         for dims, spec in zip(factors.results, results, strict=True)
     ]
-    named = (f for one in readings for dims in (*one.operands, *one.results) for f in dims if f is not None)
+    named = (f for each in readings for dims in (*each.operands, *each.results) for f in dims if f is not None)
     first = 1 + max(named, default=0)
-    ways = [one for reading in readings if (one := _split(reading, before, after, first)) is not None]
-    return ViewedCall(ways[0]._replace(others=tuple(ways[1:])), specs, results, before, after)
+    split = [views for reading in readings if (views := _split(reading, before, after, first)) is not None]
+    return ViewedCall(split[0]._replace(others=tuple(split[1:])), specs, results, before, after)
 
 
 def _flat(dims: Dims, spec: TensorSpec) -> list[int | None]:
@@ -166,13 +166,13 @@ def _in_blocks_where(
     results: Sequence[TensorSpec],
     bodied: bool,
 ) -> TensorSpec:
-    """The operand with consecutive blocks of the dims that have to have such."""
+    """Return the spec with consecutive blocks along dims that need them."""
     for d, entry in enumerate(spec.partition):
         if isinstance(entry, Flat) and any(
-            (own := one.operands[operand][d]) in one.scaled
-            or (bodied and (own in one.whole if own is not None else len(readings) > 1))
-            or (own is not None and not _is_of_one_size(own, one, operands, results))
-            for one in readings
+            (factor := reading.operands[operand][d]) in reading.scaled
+            or (bodied and (factor in reading.whole if factor is not None else len(readings) > 1))
+            or (factor is not None and not _is_of_one_size(factor, reading, operands, results))
+            for reading in readings
         ):
             spec = _with_entry(spec, d, entry_of(entry.axes))
     return spec
@@ -192,7 +192,10 @@ def _with_entry(spec: TensorSpec, dim: int, entry: Entry) -> TensorSpec:
 
 
 def _agreed(factor: int, factors: Factors, specs: list[TensorSpec]) -> Sizes:
-    """The sizes as which all operands that have a factor can be viewed: such as cannot take the layout of the first."""
+    """Return the sizes that split a factor in all operands.
+
+    An operand that has no view of these sizes takes the layout of the first one, in ``specs``, or is not cut.
+    """
     cells = [(i, d) for i, dims in enumerate(factors.operands) for d, f in enumerate(dims) if f == factor]
     cut = [(i, d) for i, d in cells if axes_within(specs[i].partition[d])]
     (i, d), *others = cut
@@ -212,21 +215,22 @@ def _agreed(factor: int, factors: Factors, specs: list[TensorSpec]) -> Sizes:
 def _split(
     factors: Factors, before: Sequence[Sequence[Sizes]], after: Sequence[Sequence[Sizes]], first: int
 ) -> Factors | None:
-    """One reading with a factor for each size of its dims; None: to it those that are taken apart are not alike."""
+    """Return a reading with one factor for each size, or None if it splits a factor in two ways."""
     known: dict[int, tuple[Sizes, Dims]] = {}
     numbers = itertools.count(first)
 
-    def taken(dims: Dims, sizes: Sequence[Sizes]) -> Iterator[Dims]:
-        for factor, own in zip(dims, sizes, strict=True):
+    def split(dims: Dims, sizes: Sequence[Sizes]) -> Iterator[Dims]:
+        for factor, dim_sizes in zip(dims, sizes, strict=True):
+            n = len(dim_sizes)
             if factor is None:
-                yield (None,) * len(own)
+                yield (None,) * n
                 continue
             if factor not in known:
-                known[factor] = own, (factor,) if len(own) == 1 else tuple(itertools.islice(numbers, len(own)))
-            yield known[factor][1] if len(known[factor][0]) == len(own) else ()
+                known[factor] = dim_sizes, (factor,) if n == 1 else tuple(itertools.islice(numbers, n))
+            yield known[factor][1] if len(known[factor][0]) == n else ()
 
-    operands = [list(taken(dims, sizes)) for dims, sizes in zip(factors.operands, before, strict=True)]
-    results = [list(taken(dims, sizes)) for dims, sizes in zip(factors.results, after, strict=True)]
+    operands = [list(split(dims, sizes)) for dims, sizes in zip(factors.operands, before, strict=True)]
+    results = [list(split(dims, sizes)) for dims, sizes in zip(factors.results, after, strict=True)]
     if any(() in dims for dims in (*operands, *results)):
         return None
 

@@ -1,4 +1,4 @@
-"""Who has the calls on `Sharded` values of one thread, in place of what runs them: recorders, reckoners."""
+"""Functions that take the calls of one thread on `Sharded` values, in place of `dispatch`: recorders, for example."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any
 
 from fspmd.sharded import Sharded
 
-Dispatch = Callable[..., Any]  # of a function, types, arguments by place, and by name
-_below: list[Dispatch] = []  # what runs them
-_instead: dict[int, list[Dispatch]] = {}  # by thread, the last is asked
+Dispatch = Callable[..., Any]  # called as ``(func, types, args, kwargs)``
+_below: list[Dispatch] = []  # the dispatch of threads that intercept nothing
+_interceptors: dict[int, list[Dispatch]] = {}  # thread -> its interceptors; the last one gets the calls
 _changing = threading.Lock()
 
 
 @contextmanager
 def intercept_dispatch(over: Callable[[Dispatch], Dispatch]) -> Iterator[None]:
-    """While the block runs, ``over(below)`` has the calls of this thread on `Sharded` values, in place of ``below``."""
+    """While the block runs, ``over(below)`` gets this thread's calls on `Sharded` values in place of ``below``."""
     thread = threading.get_ident()
     with _changing:
-        if not _instead:
+        if not _interceptors:
             _below[:] = [Sharded.__torch_function__]
-            Sharded.__torch_function__ = MethodType(_either, Sharded)
-        others = _instead.setdefault(thread, [])
-        others.append(over(others[-1] if others else _below[0]))
+            Sharded.__torch_function__ = MethodType(_dispatch_by_thread, Sharded)
+        stack = _interceptors.setdefault(thread, [])
+        stack.append(over(stack[-1] if stack else _below[0]))
     try:
         yield
     finally:
         with _changing:
-            _instead[thread].pop()
-            if not _instead[thread]:
-                del _instead[thread]
-            if not _instead:
+            _interceptors[thread].pop()
+            if not _interceptors[thread]:
+                del _interceptors[thread]
+            if not _interceptors:
                 Sharded.__torch_function__ = _below[0]
 
 
-def _either(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    others = _instead.get(threading.get_ident())
-    return (others[-1] if others else _below[0])(func, types, args, kwargs)
+def _dispatch_by_thread(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    stack = _interceptors.get(threading.get_ident())
+    return (stack[-1] if stack else _below[0])(func, types, args, kwargs)

@@ -1,4 +1,4 @@
-"""How all of a call lies where each mesh axis does one thing: operands, results, what is cast, what is computed."""
+"""The layouts of operands and results that follow from one choice per mesh axis, and the time of the computation."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from fspmd.rules.bodies import Bodied, BodyLayout
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
 
-#: what one axis does: shard a factor (int); or per operand "U", "R" or "I" (nothing), and the result like the first
+#: the choice of one axis: the factor that it shards (int), or a letter per operand, "U", "R" or "I" (neither)
 Choice = int | str
 _NONE: Final = frozenset[int]()
 
 
 class CallLayouts(NamedTuple):
-    """How all of a call lies in one combination; µs of the collectives in a body."""
+    """The layouts of a call under one combination of choices."""
 
     operands: tuple[TensorSpec, ...]
-    casts: tuple[tuple[str, ...], ...]
+    casts: tuple[tuple[str, ...], ...]  # per operand the axes over which it is cast to varying
     results: tuple[TensorSpec, ...]
-    by_body: bool
-    axes: dict[int, tuple[str, ...]]
-    body: float
-    back: float  # of its gradients
+    by_body: bool  # a factor that must be whole is sharded
+    axes: dict[int, tuple[str, ...]]  # of each sharded factor
+    body: float  # µs of the collectives in the body, forward
+    back: float  # and backward
 
 
 def layouts_of(
@@ -38,7 +38,7 @@ def layouts_of(
     empty: bool,
     body: Bodied | None,
 ) -> CallLayouts | None:
-    """The layouts of a combination; None where blocks do not fit."""
+    """Return the layouts of a combination, or None if blocks of operands and results do not fit together."""
     axes_of, unreduced, reduced = _used(choices, factors, operands)
     entries = {factor: entry_of(axes) for factor, axes in axes_of.items()}
     needs: list[TensorSpec] = []
@@ -52,7 +52,7 @@ def layouts_of(
     outs = [P(*entries_of(dims, entries), unreduced=unreduced, reduced=reduced) for dims in factors.results]
     by_body = factors.whole.intersection(axes_of) if body is not None else _NONE
     if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
-        return None  # of pending sums a body knows those of all its operands, not a product's
+        return None  # a body takes pending sums in all its operands, not in one operand of a product
     if not aligned(factors, axes_of, [*operands, *results], empty, by_body):
         return None
     laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
@@ -73,14 +73,14 @@ def layouts_of(
 
 
 def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
-    """µs of the computation: the products of each place of its factors' blocks, or reading and writing the blocks."""
+    """Return the µs of the computation: of its products, or of reading and writing the blocks."""
     lengths: dict[int | None, int] = {}
-    held = 0
+    size = 0
     for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
         lengths.update(zip(dims, spec.block_shape, strict=True))
-        held += prod(spec.block_shape) * spec.dtype.itemsize
+        size += prod(spec.block_shape) * spec.dtype.itemsize
     lengths[None] = factors.products
-    return work(prod(lengths.values()), held, topology)
+    return work(prod(lengths.values()), size, topology)
 
 
 def aligned(
@@ -90,13 +90,13 @@ def aligned(
     empty: bool,
     by_body: Set[int],
 ) -> bool:
-    """Whether the blocks of a factor are the same parts of every dim it stands for, where those differ in size.
+    """Whether the blocks of each factor are the same shares of all its dims, which may differ in size.
 
-    Not ``empty``: none of them may be. A body sees to both itself.
+    If not ``empty``, no block may be empty. A body takes care of both, so factors in ``by_body`` are not checked.
     """
     rows = (*factors.operands, *factors.results)
     for factor, axes in axes_of.items():
-        sizes = {spec.shape[d] for i, spec in enumerate(specs) for d, own in enumerate(rows[i]) if own == factor}
+        sizes = {spec.shape[d] for i, spec in enumerate(specs) for d, f in enumerate(rows[i]) if f == factor}
         if factor in factors.pieces:
             sizes.add(factors.pieces[factor])
         if factor in by_body or (empty and len(sizes) == 1):
@@ -111,7 +111,10 @@ def aligned(
 
 
 def state_of(choice: Choice, operand: int, dims: Dims, factors: Factors) -> str:
-    """What an operand must be over an axis: I, V (it has the factor), U, R, or cast where it meets others that vary."""
+    """Return the state of an operand over an axis: "I", "U", "R", "V" (it has the factor), or "cast".
+
+    An operand without the factor is cast to varying, since the operands that have it vary.
+    """
     if isinstance(choice, str):
         return choice[operand]
     if choice in dims:
@@ -120,24 +123,24 @@ def state_of(choice: Choice, operand: int, dims: Dims, factors: Factors) -> str:
 
 
 def entries_of(dims: Dims, entries: dict[int, Entry]) -> list[Entry]:
-    """The entries of a partition, of those of its factors."""
+    """Return the entry of each dim, given the entries of the factors."""
     return [None if factor is None else entries.get(factor) for factor in dims]
 
 
 def _states(
     operand: int, dims: Dims, choices: dict[str, Choice], factors: Factors
 ) -> tuple[tuple[str, ...], frozenset[str], frozenset[str]]:
-    """The axes over which an operand is cast, is a pending sum, and is reduced."""
-    found: dict[str, list[str]] = {"cast": [], "U": [], "R": []}
+    """Return the axes over which an operand is cast, is unreduced, and is reduced."""
+    axes: dict[str, list[str]] = {"cast": [], "U": [], "R": []}
     for axis, choice in choices.items():
-        found.setdefault(state_of(choice, operand, dims, factors), []).append(axis)
-    return tuple(found["cast"]), frozenset(found["U"]), frozenset(found["R"])
+        axes.setdefault(state_of(choice, operand, dims, factors), []).append(axis)
+    return tuple(axes["cast"]), frozenset(axes["U"]), frozenset(axes["R"])
 
 
 def _used(
     choices: dict[str, Choice], factors: Factors, operands: Sequence[TensorSpec]
 ) -> tuple[dict[int, tuple[str, ...]], frozenset[str], frozenset[str]]:
-    """The axes of each sharded factor; those over which the results are unreduced, and reduced."""
+    """Return the axes of each sharded factor, and those over which the results are unreduced and reduced."""
     axes_of: dict[int, tuple[str, ...]] = {}
     unreduced: list[str] = []
     reduced: list[str] = []
@@ -155,11 +158,11 @@ def _used(
 
 
 def _ordered(factor: int, axes: tuple[str, ...], factors: Factors, operands: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """The axes of a factor, in the order that the operand with most of them has."""
+    """Return the axes of a factor, in the order of the operand that is cut by most of them."""
     best: tuple[str, ...] = ()
     for dims, spec in zip(factors.operands, operands, strict=True):
-        for own, cut in zip(dims, spec.partition.dim_axes, strict=True):
+        for dim_factor, cut in zip(dims, spec.partition.dim_axes, strict=True):
             kept = tuple([axis for axis in cut if axis in axes])
-            if own == factor and len(kept) > len(best):
+            if dim_factor == factor and len(kept) > len(best):
                 best = kept
     return (*best, *(axis for axis in axes if axis not in best))

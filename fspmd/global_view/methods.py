@@ -1,4 +1,4 @@
-"""What a `Sharded` has of a tensor: methods and operators, each a torch function of it; what its block can tell."""
+"""The methods, operators and properties of a tensor, given to `Sharded`: torch functions, or questions to its block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fspmd.torch_internals import TensorBase
 
 
 class ShardedAttributeError(ArgumentError, AttributeError):
-    """A tensor's attribute asked of a Sharded; hasattr and getattr with a default take it as absent."""
+    """An attribute of tensors that a Sharded does not have; for ``hasattr`` and ``getattr`` it is absent."""
 
 
 def _method(func: Any) -> Any:
@@ -38,7 +38,7 @@ def _binary(func: Any) -> Any:
 
 
 def _reflected(name: str) -> Any:
-    """``other <op> self``: of two tensors in that order, by which their result lies in memory."""
+    """``other <op> self``. Two tensors keep this order, since it decides the strides of the result."""
     forward, reflected = getattr(Tensor, f"__{name[1:]}__"), getattr(Tensor, f"__{name}__")
 
     def method(self: Sharded, other: Any) -> Any:
@@ -50,7 +50,7 @@ def _reflected(name: str) -> Any:
 
 
 def _radd(self: Sharded, other: Any) -> Any:
-    """``other + self``; Python's ``sum`` starts from 0, for which a sum over ranks need not end."""
+    """``other + self``. Python's ``sum`` starts from 0, which settles no pending sum."""
     if type(other) is int and other == 0 and self.spec.partition.unreduced and self.spec.dtype is not torch.bool:
         return Sharded.__torch_function__(Tensor.clone, (), (self,))
     return _add_to(self, other)
@@ -84,7 +84,7 @@ _OF_LOCAL: Final = (
     *("layout", "itemsize", "grad_fn", "retains_grad", "output_nr", "_version", "_backward_hooks"),
 )
 _ASKED_OF_LOCAL: Final = ("is_shared", "is_pinned", "is_inference", "get_device", "_is_view")
-#: what other libraries call it
+#: names of other libraries -> ours
 _OTHER_NAMES: Final = {
     "to_local": "x.local",
     "full_tensor": "device_get(x)",
@@ -97,7 +97,7 @@ _VIEWS: Final = ("T", "mT", "H", "mH", "real", "imag")  # properties that give t
 
 
 def install() -> None:
-    """Give them to `Sharded`."""
+    """Give `Sharded` its methods, operators and properties."""
     for name in _OF_LOCAL:
         setattr(Sharded, name, _of_local(name))
     for name in _ASKED_OF_LOCAL:

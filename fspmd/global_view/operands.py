@@ -1,4 +1,4 @@
-"""Operands of a torch function: found among its arguments, moved and cast to lie as its plan has them."""
+"""The operands of a torch function: found among its arguments, then moved and cast as its plan says."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import transforms_active
 
 _grad_enabled = torch.is_grad_enabled
-#: types of most arguments, in which nothing is nested
+#: common types of arguments that contain no other values
 _LEAVES: Final = frozenset((Sharded, Tensor, int, float, bool, str, type(None), torch.dtype))
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors and `Sharded` values of a call."""
+    """Return the tensors and `Sharded` values of a call."""
     leaves: list[Any] = []
     for arg in (*args, *kwargs.values()):
         if type(arg) is list or type(arg) is tuple:
@@ -36,56 +36,57 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
-    """All `Sharded` values of a call, however deep."""
+    """Return all `Sharded` values of a call, at any depth."""
     tree: Any = (args, kwargs)
     return [x for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
 
 
 def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
-    """The tensors among the arguments and in lists there."""
-    found: list[tuple[Place, TensorSpec]] = []
+    """Return the places and specs of the tensors among the arguments, and in lists among them."""
+    operands: list[tuple[Place, TensorSpec]] = []
     for i, arg in enumerate((*args, *kwargs.values())):
         if isinstance(arg, Tensor):
-            found.append((i, _spec_of(arg, mesh)))
+            operands.append((i, spec_of(arg, mesh)))
         elif isinstance(arg, (list, tuple)):
-            found += [((i, k), _spec_of(one, mesh)) for k, one in enumerate(arg) if isinstance(one, Tensor)]
-    return found
+            operands += [((i, k), spec_of(item, mesh)) for k, item in enumerate(arg) if isinstance(item, Tensor)]
+    return operands
 
 
-def _spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
+def spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
+    """Return the spec of a value; a plain tensor is replicated on the mesh."""
     return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
 
 
 def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
-    """Move them; gives the slices of what will have a gradient, whose uses share one gather in backward."""
-    found: list[Tensor] = []
+    """Move operands; return the slices of operands with a gradient, whose uses share one gather in backward."""
+    slices: list[Tensor] = []
     for place, legs in plan.moves:
         x = at(blocks, place)
         for leg in legs:
-            x = along(x, leg, found, plan.copies != place)
+            x = along(x, leg, slices, plan.copies != place)
         _set(blocks, place, x)
-    return found
+    return slices
 
 
 def cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
-    """Cast what will have a gradient; gives the casts that the graph is to keep."""
-    found: list[Tensor] = []
+    """Cast operands that will have a gradient; return the casts that the autograd graph must keep alive."""
+    kept: list[Tensor] = []
     follows = transforms_active()
     if not (follows or _grad_enabled()):
-        return found
+        return kept
     for place, casts in plan.casts:
         x = blocks[place] if type(place) is int else at(blocks, place)
         if follows or x.requires_grad:
-            held = holds_casts(x)
+            is_held = holds_casts(x)
             for cast in casts:
                 x = cast_once(x, cast)
             if type(place) is int:
                 blocks[place] = x
             else:
                 _set(blocks, place, x)
-            if not (held and len(casts) == 1):
-                found.append(x)
-    return found
+            if not (is_held and len(casts) == 1):
+                kept.append(x)
+    return kept
 
 
 def _set(blocks: list[Any], place: Place, x: Tensor) -> None:

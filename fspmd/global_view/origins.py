@@ -1,8 +1,8 @@
-"""How a value was made that is larger than what it was made of: an embedding, what was expanded or repeated.
+"""The origin of a value that is larger than its operands: an embedding, or an expanded or repeated tensor.
 
-Where such a value, equal on all ranks, is later cut, each rank makes its part anew of operands that are cast or cut.
-Its gradient is then summed over what it was made of, and not gathered: of a table [2, D] that is looked up at places
-[B, S] beside a cut batch it is a sum of [2, D], not a gather of [B, S, D].
+If such a value is equal on all ranks and is cut later, each rank makes its part anew, from cast or cut operands.
+Backward then sums gradients of the operands and gathers nothing. For a table ``[2, D]``, looked up at ``[B, S]`` places
+and then cut along B, it all-reduces ``[2, D]`` in place of a gather of ``[B, S, D]``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fspmd.entries import blocks, entry_axes
+from fspmd.entries import entry_axes
 from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.operands import cast_operands, move_operands
 from fspmd.global_view.propagate import OpPlan, Question, plan_of
@@ -29,8 +29,8 @@ from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
 from fspmd.spec import TensorSpec, is_float
 
 
-def noting(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
-    """The plan; of a call that spreads its operands one whose result knows its origin."""
+def with_origin(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
+    """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result."""
     if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
         return plan
     result, specs = plan.results, [spec for _, spec in question.operands]
@@ -59,14 +59,14 @@ def _noted(local: Callable[..., Tensor], again: _Again, *args: Any, **kwargs: An
 
 
 class _Again:
-    """A call, planned again so that its result is cut."""
+    """A call that is planned again, for a cut result."""
 
     def __init__(self, func: Any, positional: int, question: Question, result: TensorSpec) -> None:
         self.func, self.positional, self.question, self.result = func, positional, question, result
         self.plans: dict[Any, OpPlan | None] = {}
 
     def run(self, given: list[Any], need: TensorSpec) -> Tensor | None:
-        """The part of a rank in another layout of the result; None where to gather its gradient takes less."""
+        """Return this rank's block in another layout of the result, or None if a gather of the gradient is cheaper."""
         followed = frozenset(
             [i for i, (place, spec) in enumerate(self.question.operands) if _is_followed(at(given, place), spec)]
         )
@@ -92,7 +92,8 @@ class _Again:
         choices: dict[str, Choice] = dict.fromkeys(need.mesh.axis_names, "I" * len(specs))
         choices |= {axis: factor for axis, factor in of_result.items() if factor is not None}
         laid = layouts_of(factors, choices, specs, question.results, topology(), question.row.empty, None)
-        if laid is None or laid.results[0] is not need or _leaves_some_idle(need):
+        # from empty blocks torch computes no gradient of a table
+        if laid is None or laid.results[0] is not need or need.thinnest == 0:
             return None
         rows = enumerate(zip(specs, laid.operands, laid.casts, strict=True))
         time = sum([moves(spec, to, axes, topology(), i in followed).time for i, (spec, to, axes) in rows])
@@ -104,17 +105,15 @@ class _Again:
         return plan_of(self.func, self.positional, question, best)
 
 
-def _leaves_some_idle(need: TensorSpec) -> bool:
-    """Whether some ranks have nothing, of which torch computes no gradients of tables."""
-    return any(blocks(need.shape[dim], parts)[-1][1] == 0 for dim, _, parts in need.cuts)
-
-
 def _is_followed(x: Any, spec: TensorSpec) -> bool:
     return is_float(spec.dtype) and bool(x.requires_grad)
 
 
 class _Origin:
-    """The call and the operands that a value was made of, while none is written into or detached; a copy has none."""
+    """The call and the operands that a value was made of.
+
+    It is void once one of them is written into or detached. Copies and pickles do not have it.
+    """
 
     __slots__ = ("again", "blocks", "nodes", "stamps")
 
@@ -128,7 +127,7 @@ class _Origin:
         return [] if self.again is None else [at(self.blocks, place) for place, _ in self.again.question.operands]
 
     def __call__(self, out: Tensor, need: TensorSpec) -> Tensor | None:
-        """What it was made of made into another layout of it."""
+        """Make the value ``out`` anew in another layout, or return None."""
         operands = self._operands()
         if self.again is None or not all(map(is_unwritten, (out, *operands), self.stamps)):
             return None

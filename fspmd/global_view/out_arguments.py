@@ -1,4 +1,4 @@
-"""Calls with ``out=``: the result is computed as ever, and then written where it is wanted, as that lies."""
+"""Calls with ``out=``: the result is computed as usual, and then written into ``out``, which keeps its layout."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from fspmd.spec import P
 
 
 def written_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call, its results in ``out``, which keeps its layout; of several results a tuple.
+    """Run a call and write its results into ``out``, a tensor or a tuple of tensors.
 
     Raises:
-        ArgumentError: an operand or ``out`` is followed by autograd, of which torch knows nothing here; or the dtype of
-            the result cannot be cast to that of ``out``.
-        ShapeError: ``out`` has another shape. torch would give it new memory.
+        ArgumentError: An operand or ``out`` requires grad, which torch does not support here; or the dtype of the
+            result cannot be cast to that of ``out``.
+        ShapeError: ``out`` has another shape. (torch would give it new memory.)
     """
-    wanted = kwargs["out"]
+    target = kwargs["out"]
     named = {name: value for name, value in kwargs.items() if name != "out"}
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args, kwargs)):
         raise ArgumentError(
             f"{shown(func)} got out= and a value that requires grad: functions with out= do not support automatic "
             "differentiation; take the result instead, or write within torch.no_grad()"
         )
-    found = call_torch(func, args, named) if sharded_values(args, named) else func(*args, **named)
-    pairs = [(wanted, found)] if isinstance(wanted, Tensor) else list(zip(wanted, found, strict=True))
+    results = call_torch(func, args, named) if sharded_values(args, named) else func(*args, **named)
+    pairs = [(target, results)] if isinstance(target, Tensor) else list(zip(target, results, strict=True))
     for out, result in pairs:
         _check(func, out, result)
     for out, result in pairs:
         _write(out, result)
-    return wanted if isinstance(wanted, Tensor) else type(found)([out for out, _ in pairs])
+    return target if isinstance(target, Tensor) else type(results)([out for out, _ in pairs])
 
 
 def _check(func: Any, out: Any, result: Any) -> None:
     if tuple(out.shape) != tuple(result.shape):
         raise ShapeError(
-            f"{shown(func)} got out={out!r} for a result of shape {tuple(result.shape)}; give it one of that shape, or "
-            "take the result instead"
+            f"{shown(func)} got out={out!r} for a result of shape {tuple(result.shape)}; give it a tensor of that "
+            "shape, or take the result instead"
         )
     if not torch.can_cast(result.dtype, out.dtype):
         raise ArgumentError(

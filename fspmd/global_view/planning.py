@@ -1,6 +1,6 @@
-"""What a call on `Sharded` values comes to, decided where the cache has no answer.
+"""The plan of a call that is not in the cache.
 
-A handler, a gather, a composite, a rule, or the graph of what the function is made of: the first that applies.
+A call runs by a handler, a composite, a gather, a rule, or the graph of its function: the first of these that applies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fspmd.foreign import refuse_misfit
 from fspmd.global_view.operands import places_of, sharded_values, tensors_of
 from fspmd.global_view.out_arguments import written_into
 from fspmd.global_view.propagate import OpPlan, opaque_plan
-from fspmd.global_view.refusals import TOLD, refuse_global, refuse_higher_order, shown
+from fspmd.global_view.refusals import PASSING, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
 from fspmd.messages import described
@@ -43,8 +43,8 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
     """Decide how a call with `Sharded` values runs.
 
     Raises:
-        ArgumentError: there is no way to run it, or it fails on the global tensors too.
-        MeshError: the values lie on several meshes.
+        ArgumentError: The call cannot run, or it fails on the global tensors too.
+        MeshError: The values lie on several meshes.
     """
     if isinstance(func, HigherOrderOperator):
         refuse_higher_order(func, [x.spec for x in sharded_values(args, kwargs)])
@@ -64,7 +64,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
             return opaque_plan(functools.partial(_with_numbers, func))
         raise
     except VarianceError:
-        if is_sharded(args[0]):  # a write that its layout does not allow, into what should have been a view
+        if is_sharded(args[0]):  # if the operand is a copy in place of a view, this error says more
             refuse_copy(args[0].local, shown(func))
         raise
 
@@ -83,9 +83,9 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     if kwargs and kwargs.get("out") is not None and func is not F.normalize:
         return opaque_plan(functools.partial(written_into, func))
     if kwargs or not _is_ruled(func) or _is_not_defined(func, args):
-        aside = _aside(func, args, kwargs, len(tensors))
-        if aside is not None:
-            return aside
+        plan = _aside(func, args, kwargs, len(tensors))
+        if plan is not None:
+            return plan
     operands = places_of(args, kwargs, mesh)
     plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
     if plan is not None:
@@ -95,7 +95,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
 
 
 def _check_beside(func: Any, tensors: list[Any]) -> None:
-    """Of tensors beside a `Sharded` each must be a global value."""
+    """Raise unless the plain tensors beside a `Sharded` are global values."""
     for x in tensors:
         refuse_misfit(x, f"{shown(func)} got, beside a Sharded,")
     if any(map(is_simulated, tensors)):
@@ -107,7 +107,7 @@ def _check_beside(func: Any, tensors: list[Any]) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_ruled(func: Any) -> bool:
-    """Whether its rule decides about every call of a function without keywords."""
+    """Whether a rule decides every call of a function without keyword arguments."""
     name = name_of(func)
     in_parts = handler_of(func) is not None or is_ragged(func, 2) or may_be_composite(func)
     by_argument = isinstance(func, FunctionType) or name in ("to", "type_as", "cpu", "cuda")
@@ -115,7 +115,7 @@ def _is_ruled(func: Any) -> bool:
 
 
 def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: int) -> OpPlan | None:
-    """The plan of a call, with so many tensors, that comes before any rule."""
+    """Return the plan of a call if something other than a row decides it; ``tensors`` is the number of tensors."""
     _check_device(func, args, kwargs)
     if _is_not_defined(func, args):
         return opaque_plan(lambda args, kwargs: NotImplemented)
@@ -133,24 +133,24 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
             return opaque_plan(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
         return opaque_plan(functools.partial(_tried, func, composite), in_parts=True)
     if is_ragged(func, tensors, args):
-        told = name_of(func) == "narrow" and any(map(_is_index, tensors_of(args[1:], kwargs)))  # of any start
-        return opaque_plan(functools.partial(_with_numbers if told else gathered, func))
+        by_tensor = name_of(func) == "narrow" and any(map(_is_index, tensors_of(args[1:], kwargs)))
+        return opaque_plan(functools.partial(_with_numbers if by_tensor else gathered, func))
     return None
 
 
 def _takes_meshes(func: Any) -> bool:
-    """Whether its operands may lie on several meshes: each is taken by itself."""
+    """Whether operands may lie on several meshes, since the function treats each by itself."""
     return func in ENGINE or name_of(func).startswith("_foreach_")
 
 
 def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What runs in place of a function; of arguments that it cannot take, torch's own words are better."""
+    """Run ``instead`` in place of a function. If it fails and torch fails too, raise with torch's message."""
     try:
         return instead(*args, **kwargs)
-    except TOLD:
+    except PASSING:
         raise
     except Exception as error:
-        if func in ENGINE and isinstance(error, RuntimeError):  # of the graph, which what has no data has not
+        if func in ENGINE and isinstance(error, RuntimeError):  # about the graph, which tensors without data lack
             raise
         tree: Any = (args, kwargs)
         whole: Any = optree.tree_map(_without_data, tree, none_is_leaf=True)
@@ -167,13 +167,13 @@ def _without_data(x: Any) -> Any:
 
 
 def _names_all(composite: Any, kwargs: dict[str, Any]) -> bool:
-    own = inspect.signature(composite).parameters
-    return kwargs.keys() <= own.keys() or any(one.kind is one.VAR_KEYWORD for one in own.values())
+    names = inspect.signature(composite).parameters
+    return kwargs.keys() <= names.keys() or any(name.kind is name.VAR_KEYWORD for name in names.values())
 
 
-def _by_place(composite: Any, own: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments that the composite has other names for."""
-    given = own.bind(*args, **kwargs)
+def _by_place(composite: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a composite that has other parameter names, with positional arguments where possible."""
+    given = signature.bind(*args, **kwargs)
     return composite(*given.args, **given.kwargs)
 
 
@@ -187,22 +187,22 @@ def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A mesh has one device for what it moves: of what is still to be moved no block leaves it."""
+    """Raise for a move of a sharded value to another device: its mesh communicates on one device."""
     name = name_of(func)
     if name not in ("to", "cpu", "cuda") or not is_sharded(args[0]) or not args[0].spec.partition.mentioned:
         return
     given = [name] if name != "to" else [kwargs.get("device"), *args[1:2]]
     try:
-        asked = next((torch.device(one) for one in given if isinstance(one, (str, torch.device))), None)
+        device = next((torch.device(x) for x in given if isinstance(x, (str, torch.device))), None)
     except RuntimeError as error:
         raise ArgumentError(f"{shown(func)} of {args[0]!r} got {given}: {error}") from error
     home = args[0].spec.mesh.device
-    if asked is None:
+    if device is None:
         return
-    if asked.type != home.type or (None not in (asked.index, home.index) and asked.index != home.index):
+    if device.type != home.type or (None not in (device.index, home.index) and device.index != home.index):
         raise ArgumentError(
-            f"{shown(func)} would take {args[0]!r} to {str(asked)!r}, but its mesh moves what lies on {str(home)!r}; "
-            f"write device_get(x).to({str(asked)!r})"
+            f"{shown(func)} would take {args[0]!r} to {str(device)!r}, but its mesh communicates on {str(home)!r}; "
+            f"write device_get(x).to({str(device)!r})"
         )
 
 
@@ -211,7 +211,7 @@ def _is_of_numpy(x: Any) -> bool:
 
 
 def _with_own_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call with Python's numbers for NumPy's, which are none of its types: ``x.sum(np.int64(0))``."""
+    """Repeat the call with Python numbers for those of NumPy: ``x.sum(np.int64(0))``."""
 
     def number(x: Any) -> Any:
         if not _is_of_numpy(x):
@@ -223,7 +223,7 @@ def _with_own_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call with numbers for 0-d tensors, of which torch takes them: ``x[i]``, ``x.roll(i)``, ``alpha=t``."""
+    """Repeat the call with Python numbers for 0-d tensors: ``x[i]``, ``x.roll(i)``, ``alpha=t``."""
 
     def number(x: Any) -> Any:
         return x.item() if _is_index(x) else x
@@ -232,16 +232,16 @@ def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     named = (name for name in _numbers_of(func) if isinstance(kwargs.get(name), Tensor))
     numbers = {name: kwargs[name].item() for name in named}
     args, kwargs = (args[0], *rest[0]), {**rest[1], **numbers}
-    left = any(map(is_sharded, tensors_of(args, kwargs)))
-    return call_torch(func, args, kwargs) if left else func(*args, **kwargs)
+    has_sharded = any(map(is_sharded, tensors_of(args, kwargs)))
+    return call_torch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
 
 
 def _with_truths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[mask]`` with bools for 0-d masks: a new dim of size 1 or 0, as their values tell."""
-    found = tuple(x.item() if _is_truth(x) else x for x in _indices(args[1]))
-    args = (args[0], found if isinstance(args[1], tuple) else found[0], *args[2:])
-    left = any(map(is_sharded, tensors_of(args, kwargs)))
-    return call_torch(func, args, kwargs) if left else func(*args, **kwargs)
+    """Repeat ``x[mask]`` with bools for 0-d masks. A bool adds a dim of size 1 if it is True, and of size 0 if not."""
+    index = tuple(x.item() if _is_truth(x) else x for x in _indices(args[1]))
+    args = (args[0], index if isinstance(args[1], tuple) else index[0], *args[2:])
+    has_sharded = any(map(is_sharded, tensors_of(args, kwargs)))
+    return call_torch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
 
 
 def _indices(index: Any) -> tuple[Any, ...]:
@@ -253,7 +253,7 @@ def _is_truth(x: Any) -> bool:
 
 
 def _numbers_of(func: Any) -> tuple[str, ...]:
-    """Keyword arguments that are numbers, of which torch takes tensors, too."""
+    """Return the names of keyword arguments that are numbers, for which torch also takes tensors."""
     return (*_NUMBERS, "value") if name_of(func).rstrip("_") in ("addcmul", "addcdiv") else _NUMBERS
 
 
@@ -263,14 +263,14 @@ def _is_index(x: Any) -> bool:
 
 
 def _says_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an activation is told to write into its operand, by keyword or by what stands last."""
+    """Whether an activation has ``inplace=True``, as a keyword or as its last positional argument."""
     if "inplace" in kwargs or not isinstance(func, FunctionType):
         return kwargs.get("inplace") is True
     return args[-1] is True and parameters(func)[len(args) - 1 :] == ["inplace"]
 
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
-    """An activation with ``inplace=True``; of a copy of its operand, since backward may need what the write ends."""
+    """Run an activation with ``inplace=True`` on a copy of its operand, since backward may need the old values."""
     args = args if "inplace" in kwargs else args[:-1]
     x: Sharded = args[0]
     refuse_copy(x.local, shown(func))
@@ -281,20 +281,20 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
 
 
 def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.to(y)`` and ``x.type_as(y)``: of y only the dtype counts."""
+    """Run ``x.to(y)`` or ``x.type_as(y)``: only the dtype of y counts."""
     x, like, *others = args
     return x.to(like.dtype, *others, **kwargs)
 
 
 def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note on what torch raised of blocks which call it was; places that are out of range are known by value alone."""
-    if isinstance(error, TOLD) or getattr(error, "__notes__", None):
+    """Add the call to an error that torch raised for blocks. Only torch knows errors in values, such as an index."""
+    if isinstance(error, PASSING) or getattr(error, "__notes__", None):
         return
     if "convert all Tensors to FakeTensors" in str(error):
         given = ", ".join(map(repr, sharded_values(args, kwargs)))
         raise ArgumentError(
-            f"{shown(func)} of {given} was called under torch's FakeTensorMode, of which its blocks are none; call it "
-            "outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)"
+            f"{shown(func)} of {given} was called under torch's FakeTensorMode, but its blocks are not fake tensors; "
+            "call it outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)"
         ) from error
     check_member(sharded_values(args, kwargs)[0].spec.mesh, shown(func), error)
     given = ", ".join(repr(x) if is_sharded(x) else described(x) for x in tensors_of(args, kwargs))

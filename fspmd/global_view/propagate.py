@@ -1,4 +1,4 @@
-"""From the layouts of a call's operands to a plan: what moves, what runs on the blocks, how the result lies."""
+"""From a call to its `Question`, and from a strategy to an `OpPlan`: moves, local call, layouts of results."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from fspmd.global_view.local_calls import (
 from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
 from fspmd.global_view.result_types import (
     Kind,
-    Lying,
     Outcome,
+    ResultMemory,
     Shape,
     by_factors,
     dtype_complaint,
     kernel_complaint,
     lies_as_new,
-    lies_known,
     like_first,
     on_meta,
     on_one_element,
+    strides_known,
     views_any,
 )
 from fspmd.global_view.sharded_bodies import as_local_call
@@ -66,25 +66,25 @@ Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
 
 @dataclass(slots=True)
 class OpPlan:
-    """One call, decided, and never changed. ``needs_redistribute`` is False where the operands lie right."""
+    """A decided call. A plan never changes."""
 
     results: TensorSpec | tuple[TensorSpec, ...]
-    needs_redistribute: bool
+    needs_redistribute: bool  # False if the operands lie right
     moves: tuple[tuple[Place, tuple[Leg, ...]], ...]
-    casts: Calls  # of operands that will have a gradient; forward they move nothing
-    local: Callable[..., Any]
-    in_order: bool = False  # keywords, if any, stand in the order of the parameters of ``local``
-    by_name: bool = False  # operands are given by keyword
+    casts: Calls  # of operands that will have a gradient; they move nothing forward
+    local: Callable[..., Any]  # runs on the blocks
+    in_order: bool = False  # keyword arguments stand in the order of the parameters of ``local``
+    by_name: bool = False  # some operands are keyword arguments
     writes: bool = False  # into the first operand, which is the result
-    copies: Place | None = None  # an operand of which torch gives views, and this copies
-    name: str = ""  # as messages name what writes or copies
-    whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # does all of it, given Sharded operands
-    in_parts: bool = False  # by calls of other functions alone
-    choose: Callable[[list[Any]], OpPlan] | None = None  # which plan, of blocks some of which will have a gradient
-    lying: Sequence[Lying] | None = None  # how torch would keep the results; None: as new tensors
+    copies: Place | None = None  # the operand that torch would view, and that this plan copies
+    name: str = ""  # of the function in messages, if the plan writes or copies
+    whole: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None  # takes the Sharded operands and does it all
+    in_parts: bool = False  # ``whole`` only calls other functions
+    choose: Callable[[list[Any]], OpPlan] | None = None  # takes the blocks and picks the plan: gradients decide
+    memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
     at_once: bool = field(init=False)  # nothing is moved, cast, written or copied
-    single: bool = field(init=False)  # the result is a tensor, not a tuple of them, and begins where the plan says
-    form: Any = field(init=False)  # of a single result, and where in memory it lies
+    single: bool = field(init=False)  # the result is one tensor, whose storage offset the plan knows
+    form: Any = field(init=False)  # of a single result
     strides: Strides | None = field(init=False)
     start: int | None = field(init=False)
 
@@ -92,36 +92,36 @@ class OpPlan:
         self.at_once = not (self.needs_redistribute or self.casts or self.writes or self.copies is not None)
         self.single = type(self.results) is not tuple
         self.form, self.strides, self.start = self.results, None, None
-        if self.lying is not None and isinstance(self.results, TensorSpec):
-            (strides, start), base = self.lying[0]
+        if self.memory is not None and isinstance(self.results, TensorSpec):
+            (strides, start), base = self.memory[0]
             self.single = base is None
             self.form = form_of(self.results, strides, None if start is None else start > 0)
             self.strides = strides or packed(self.results.shape)
-            self.start = start or None  # which torch takes quicker than 0
+            self.start = start or None  # None is quicker for torch than 0
 
 
 class Question(NamedTuple):
-    """What is known of a call before a strategy is chosen: operands in order, results, and what its rule says."""
+    """A call before a strategy is chosen: its operands in the order of the rule, its results, its factors."""
 
     row: Row
     operands: Sequence[tuple[Place, TensorSpec]]
-    results: list[TensorSpec]  # not laid out yet: any layout of them
-    kind: Kind | None  # in what they are; None for a single one
+    results: list[TensorSpec]  # their layouts are arbitrary as yet
+    kind: Kind | None  # the container of the results; None for a single result
     factors: Factors
     linear: str
     fixed: bool  # the call writes into its first operand
-    viewed: Place | None  # the operand of which it gives views
+    viewed: Place | None  # the operand that the results view
     names: tuple[str, ...]  # of the keyword arguments
-    products: ViewedCall | None  # the call on views, of which strategies are found, where dims are `Flat`
-    plain: frozenset[int] = frozenset()  # operands that are no `Sharded`
-    lying: Sequence[Lying] | None = None  # how torch would keep the results; None: as new tensors
-    may_alias: bool = False  # blocks may be viewed where torch copies
-    loose: bool = False  # it gives views of some blocks, and copies of those that lie otherwise in memory
-    gradients: frozenset[int] = frozenset()  # operands that will have one
+    products: ViewedCall | None  # where dims are `Flat`: the call on views, for which strategies are found
+    plain: frozenset[int] = frozenset()  # operands that are plain tensors
+    memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
+    may_alias: bool = False  # a block may be viewed where torch copies the global tensor
+    loose: bool = False  # gives a view of a block, or a copy if its strides allow no view
+    gradients: frozenset[int] = frozenset()  # operands that will have a gradient
 
     @property
     def weighs(self) -> bool:
-        """Whether sums of gradients of whole operands count: no batch is sharded, but at most what is added to it."""
+        """Whether sums of gradients of whole operands count: they do if only added operands (a bias) are sharded."""
         added = self.factors.added
         return self.row.weighs or (
             bool(added) and all(i in added or not any(spec.partition) for i, (_, spec) in enumerate(self.operands))
@@ -129,40 +129,40 @@ class Question(NamedTuple):
 
     @property
     def passes_on(self) -> str:
-        """What the call is linear in, as far as it passes on pending sums.
+        """The operands whose pending sums the call passes on (see ``Row.linear``).
 
-        Parts that are handed out all at once would each end one of their own, so what they are parts of ends first.
-        Where autograd follows them: it lets nobody write into one of several views, which are copies then.
+        If a call gives several views and autograd follows them, it passes on none. Each view would settle a sum of its
+        own, so the operand is settled first. The views are then copies, but autograd forbids writes into them anyway.
         """
         return "" if self.gradients and self.viewed is not None and len(self.results) > 1 else self.linear
 
     def at(self, specs: Sequence[TensorSpec]) -> Question:
-        """The same of other layouts of the operands."""
+        """Return the question for other layouts of the operands."""
         operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
         return self._replace(operands=operands, products=viewed_call(self.row, self.factors, specs, self.results))
 
     def solve(self, choose: Callable[..., T], **options: Any) -> T:
-        """The strategy, or strategies, that ``choose`` takes; where dims are `Flat` of views."""
+        """Call ``choose`` with factors, specs and options of this call; where dims are `Flat`, with those of views."""
         factors, specs, results = self._viewed()
         options |= {"fixed": self.fixed, "empty": self.row.empty, "body": self.row.body, "gradients": self.gradients}
         options["weighs"] = self.weighs
         return choose(factors, self.passes_on, specs, results, topology(), **options)
 
     def _viewed(self) -> tuple[Factors, list[TensorSpec], list[TensorSpec]]:
-        """Factors, operands and results; where dims are `Flat` of views."""
+        """Return factors, operands and results; where dims are `Flat`, those of views."""
         if self.products is None:
             return self.factors, [spec for _, spec in self.operands], self.results
         return self.products.factors, *self.products.views
 
     def together(self, strategy: Strategy) -> Strategy:
-        """A strategy that was found for views, of the operands and results themselves."""
+        """Turn a strategy for views into one for the operands and results themselves."""
         if self.products is None:
             return strategy
         operands, results = self.products.together(strategy.operands, strategy.results)
         return strategy._replace(operands=operands, results=results)
 
     def best(self, known: list[Any] | None = None) -> Strategy | None:
-        """The cheapest strategy; ``known``: as `best_strategy` has it."""
+        """Return the cheapest strategy, or None if there is none; ``known`` is that of `best_strategy`."""
         if self.products is not None and self.products.regrouped is not None:
             stays = tuple(spec for _, spec in self.operands)
             return Strategy(stays, ((),), (self.products.regrouped,), (0.0, 0.0), False, {}, 0.0)
@@ -171,18 +171,18 @@ class Question(NamedTuple):
             best = as_they_lie(*self._viewed(), fixed=self.fixed, empty=self.row.empty)
         if best is None:
             best = self.solve(best_strategy, known=known)
-        found = None if best is None else self.together(best)
-        moved = found is not None and self.fixed and found.operands[0] is not self.operands[0][1]
-        return None if moved else found  # a write into what was moved would be lost
+        best = None if best is None else self.together(best)
+        moved = best is not None and self.fixed and best.operands[0] is not self.operands[0][1]
+        return None if moved else best  # a write into a moved operand would be lost
 
 
 def ask(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Question | None:
-    """The question that a call poses; None: there is no rule for it.
+    """Return the question of a call, or None if no rule decides it.
 
     Raises:
-        ArgumentError: the call fails on the global tensors.
+        ArgumentError: The call fails on the global tensors.
     """
     row = row_of(func)
     if row is None:
@@ -194,15 +194,15 @@ def ask(
     plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     given = [*args, *kwargs.values()]
     values = [at(given, place) for place, _ in ordered]
-    outcome, told = _outcome(row, func, args, kwargs, ordered, values)
+    outcome, known_factors = _outcome(row, func, args, kwargs, ordered, values)
     check_dtypes(func, specs)
     if outcome is None:
         return None
     after = [shape for shape, _ in outcome.results]
     results = [_undecided_spec(shape, dtype, specs[0]) for shape, dtype in outcome.results]
     try:
-        factors = row.rule(Whole(shapes, plain, kwargs, after)) if told is None else told
-    except (IndexError, TypeError) as error:  # no such dim, or no dim
+        factors = row.rule(Whole(shapes, plain, kwargs, after)) if known_factors is None else known_factors
+    except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
         refuse_global(func, specs, error)
     fixed = writes(func)
     if not fixed and row.rule is not elementwise and outcome.bases[0] is None and specs[0].mesh.device_type == "cpu":
@@ -211,8 +211,9 @@ def ask(
             refuse_global(func, specs, complaint)
     if fixed:
         _refuse_expanded(func, values[0])
-    cuts = factors.whole or factors.summed  # but not x[:, 0:], nor x.split(8) of 8 rows
-    as_is = outcome.same and not fixed and row.as_is and all(map(lies_known, values))
+    # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
+    cuts = factors.whole or factors.summed
+    as_is = outcome.same and not fixed and row.as_is and all(map(strides_known, values))
     if as_is or (outcome.same and not fixed and cuts):
         row = replace(
             row,
@@ -224,7 +225,7 @@ def ask(
         )
         factors = elementwise(Whole(shapes, plain, kwargs, after))
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
-    if told is None and not _fits(factors, shapes, after, free, resized=row.blocks is not None):
+    if known_factors is None and not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
     linear = _linearity(row, func, args, kwargs, specs, results[0])
     products = viewed_call(row, factors, specs, results)
@@ -243,7 +244,7 @@ def ask(
         names=tuple(kwargs),
         products=products,
         plain=bare,
-        lying=outcome.lying,
+        memory=outcome.memory,
         may_alias=copies and results[0].dtype is specs[0].dtype and may_view(func),
         loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),
     )
@@ -257,49 +258,49 @@ def _outcome(
     ordered: Sequence[tuple[Place, TensorSpec]],
     values: Sequence[Any],
 ) -> tuple[Outcome | None, Factors | None]:
-    """What a call gives, told in the quickest way there is; and the factors of the rule, where they have told it.
+    """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them.
 
     Raises:
-        ArgumentError: the call fails on the global tensors.
+        ArgumentError: The call fails on the global tensors.
     """
     specs, written = [spec for _, spec in ordered], writes(func)
     if all(map(lies_as_new, values)) and kwargs.get("memory_format") is None:
-        if row.kept and (found := like_first(args, kwargs, specs)) is not None:
-            return found, None
+        if row.kept and (outcome := like_first(args, kwargs, specs)) is not None:
+            return outcome, None
         if row.sized and not (row.kept or written):
             plain = [None if isinstance(arg, Tensor) else arg for arg in args]
-            told = by_factors(row.rule, Whole([spec.shape for spec in specs], plain, kwargs, [()]), specs)
-            if told is not None:
-                return told
+            sized = by_factors(row.rule, Whole([spec.shape for spec in specs], plain, kwargs, [()]), specs)
+            if sized is not None:
+                return sized
         if row.rule is elementwise and not written:
-            found = on_one_element(func, args, kwargs, ordered)
-            if found is not None:
-                return found, None
+            outcome = on_one_element(func, args, kwargs, ordered)
+            if outcome is not None:
+                return outcome, None
     try:
-        found = on_meta(func, args, kwargs, ordered)
+        outcome = on_meta(func, args, kwargs, ordered)
     except Exception as error:
         refuse_global(func, specs, error)
     if row.rule is elementwise and specs[0].mesh.device_type == "cpu":
         complaint = kernel_complaint(func, args, kwargs, ordered)
         if complaint is not None:
             refuse_global(func, specs, complaint)
-    return found, None
+    return outcome, None
 
 
 def _refuse_expanded(func: Any, x: Any) -> None:
-    """Torch's kernels refuse to write into such memory, on ranks alone that have a block with elements."""
+    """Raise on all ranks for a write into expanded memory; torch refuses it only on ranks whose block has elements."""
     strides = x.form.strides if isinstance(x, Sharded) and isinstance(x.form, Strided) else None
     if strides is None or not x.numel():
         return
     if any(n > 1 and not stride for n, stride in zip(x.shape, strides, strict=True)):
         raise ArgumentError(
-            f"{shown(func)} writes into {x!r}, of which several elements are one in memory, as expand() makes them; "
-            "write into what was expanded, or into a clone()"
+            f"{shown(func)} writes into {x!r}, whose elements share memory, as those of expand() do; write into the "
+            "tensor that was expanded, or into a clone()"
         )
 
 
 def _undecided_spec(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
-    """A result that is not laid out yet: of some layout, which does not count."""
+    """Return a result with an arbitrary layout: it is not laid out yet."""
     if (shape, dtype) == (like.shape, like.dtype):
         return like
     return TensorSpec(like.mesh, P(*(None,) * len(shape)), shape, dtype)
@@ -308,9 +309,11 @@ def _undecided_spec(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> Tenso
 def plan_of(
     func: Any, positional: int, question: Question, best: Strategy, lie: Sequence[TensorSpec] | None = None
 ) -> OpPlan:
-    """What a strategy comes to; so many arguments of the call are positional.
+    """Return the plan of a strategy.
 
-    ``lie``: where blocks were moved before, from which they go on.
+    Args:
+        positional: The number of positional arguments of the call.
+        lie: The layouts to which blocks were moved before. Moves start there.
     """
     row, operands, results = question.row, question.operands, question.results
     written = bool(writes(func))
@@ -336,39 +339,39 @@ def plan_of(
         writes=written,
         name=shown(func) if written or copies is not None else "",
         copies=copies,
-        lying=question.lying,
+        memory=question.memory,
     )
 
 
 def _moves(
     question: Question, best: Strategy, lie: Sequence[TensorSpec] | None
 ) -> tuple[tuple[tuple[Place, tuple[Leg, ...]], ...], Calls]:
-    """How operands get to where a strategy has them, and the casts of those that will have a gradient."""
+    """Return the moves of operands to the layouts of a strategy, and the casts of operands with a gradient."""
     operands = question.operands
     moves: list[tuple[Place, tuple[Leg, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
-    moving = [*map(id, best.operands)] != [id(spec) for _, spec in operands]  # then gradients tell which plan it is
-    for i, ((place, spec), need, wanted) in enumerate(zip(operands, best.operands, best.casts, strict=True)):
-        axes = wanted if i in question.gradients or not moving else ()
+    moving = [*map(id, best.operands)] != [id(spec) for _, spec in operands]  # then gradients decide between plans
+    for i, ((place, spec), need, cast_axes) in enumerate(zip(operands, best.operands, best.casts, strict=True)):
+        axes = cast_axes if i in question.gradients or not moving else ()
         if spec is need and not axes:
             continue
         start, followed, legs = spec, i in question.gradients, list[Leg]()
         if lie is not None and lie[i] is not spec is not need:
             start = lie[i]
-            legs.append(moves_of(spec, start, (), topology(), followed).leg)  # of a pending sum: it is no plain tensor
-        way = moves_of(start, need, axes, topology(), followed) if start is not need else None
-        if way is not None:
-            legs.append(way.leg._replace(own=i not in question.plain))
+            legs.append(moves_of(spec, start, (), topology(), followed).leg)  # a pending sum is never a plain tensor
+        move = moves_of(start, need, axes, topology(), followed) if start is not need else None
+        if move is not None:
+            legs.append(move.leg._replace(own=i not in question.plain))
         if legs:
             moves.append((place, tuple(legs)))
-        if cast := casts_of(need, axes) if way is None else way.casts:
+        if cast := casts_of(need, axes) if move is None else move.casts:
             casts.append((place, cast))
     return tuple(moves), tuple(casts)
 
 
 def _body(func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...]) -> Callable[..., Any]:
-    """The sharded body of a row, as what runs on blocks."""
-    assert question.row.body is not None  # as the strategy has it
+    """Return the sharded body of a row as the local call of a plan."""
+    assert question.row.body is not None  # the strategy uses it
     names = question.factors.names
     named = {name: best.axes[factor] for name, factor in names.items() if factor in best.axes}
     site = Site(named or best.axes, best.operands, final)
@@ -379,7 +382,7 @@ def _body(func: Any, question: Question, best: Strategy, final: tuple[TensorSpec
 def _local_run(
     func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...], copies: Place | None
 ) -> Callable[..., Any]:
-    """What runs on blocks that lie as a strategy has them; ``copies``: of an operand that was moved for that."""
+    """Return the local call of a strategy without a body; ``copies`` is the operand that is copied, not viewed."""
     row, first = question.row, question.operands[0][1]
     writes_blocks = bool(writes(func)) and not row.sets
     local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else func
@@ -409,9 +412,9 @@ def _local_run(
 
 
 def _merged(question: Question) -> tuple[tuple[int, int], ...]:
-    """Pairs of dims of an operand that a call makes one, where torch may find them adjacent on some ranks alone.
+    """Return the pairs of dims that a call merges and whose strides torch may find mergeable on some ranks only.
 
-    For torch a dim of one element, or none, has any stride.
+    For torch the stride of a dim of size 0 or 1 is arbitrary.
     """
     (_, spec), result = question.operands[0], question.results[0]
     if spec.even or 0 in spec.shape:
@@ -424,7 +427,7 @@ def _merged(question: Question) -> tuple[tuple[int, int], ...]:
 
 
 def opaque_plan(run: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, in_parts: bool = False) -> OpPlan:
-    """The plan of a call that is more than one local call; ``in_parts``: calls of other functions alone."""
+    """Return the plan of a call that ``run`` does; ``in_parts``: it only calls other functions."""
     return OpPlan((), True, (), (), _never, whole=run, in_parts=in_parts)
 
 
@@ -440,7 +443,10 @@ def _linearity(
     specs: Sequence[TensorSpec],
     result: TensorSpec,
 ) -> str:
-    """What a call is linear in, whatever the numbers are that are in no key; what is made wider is added up before."""
+    """Return the linearity of a call, for all numbers that its key leaves out.
+
+    A call that widens the dtype is not linear here: the sum is settled before, in the narrower dtype.
+    """
     if isinstance(row.linear, str):
         linear = row.linear
     else:
@@ -461,7 +467,7 @@ def _some_number(func: Any, arg: Any, place: int | str) -> Any:
 
 
 def _narrows(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a float dtype becomes another one that lacks some of its numbers."""
+    """Whether a float dtype becomes one that cannot represent some of its numbers."""
     if not (is_float(before) and is_float(after)):
         return False
     old, new = torch.finfo(before), torch.finfo(after)
@@ -469,10 +475,11 @@ def _narrows(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: frozenset[int], *, resized: bool) -> bool:
-    """Whether each factor has one size wherever it stands: a rule that is wrong for a call is not used.
+    """Whether each factor has one size in all dims. A rule that does not fit a call is not used.
 
-    ``free``: factors of which that is not so. ``resized``: a dim of the result may be another size, of which the
-    strategy sees that the blocks are the same.
+    Args:
+        free: Factors that may have several sizes.
+        resized: Dims of the result may have other sizes; the strategy checks that their blocks are the same shares.
     """
     rows, shapes = (*factors.operands, *factors.results), (*before, *after)
     if [*map(len, rows)] != [*map(len, shapes)]:

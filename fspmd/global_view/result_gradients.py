@@ -1,6 +1,6 @@
-"""Which results of a call have a gradient, where the calls it is made of would tell otherwise.
+"""``requires_grad`` of the results of a call that runs as several calls: it is as torch says of the function.
 
-``torch.fill(x, 1.0)`` is made of new ones alone, but torch says that it depends on x, with a gradient of zeros.
+``torch.fill(x, 1.0)`` runs as a call that makes new ones. For torch its result depends on x, with a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fspmd.tracing import hidden, outside_transforms
 
 
 class Followed:
-    """Has the results of a function say of ``requires_grad`` what torch says of the global tensors."""
+    """Gives the results of a function the ``requires_grad`` that torch gives the global tensors."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
         self._known: dict[tuple[bool, ...], list[bool] | None] = {}
 
     def results(self, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``out``, what the parts of a call give; nothing is communicated."""
+        """Return ``out``, the results of a call, with the right ``requires_grad``. Nothing is communicated."""
         if not torch.is_grad_enabled() or transforms_active():
             return out
         leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
@@ -35,18 +35,18 @@ class Followed:
         if True not in flags:
             return out
         if flags not in self._known:
-            self._known[flags] = _told(self.func, leaves, treedef, flags)
-        wanted = self._known[flags]
-        found, structure = optree.tree_flatten(out, none_is_leaf=True)
-        if wanted is None or len(wanted) != len(found):
+            self._known[flags] = _requires_grad(self.func, leaves, treedef, flags)
+        required = self._known[flags]
+        results, structure = optree.tree_flatten(out, none_is_leaf=True)
+        if required is None or len(required) != len(results):
             return out
         operands = [x for x, flag in zip(leaves, flags, strict=True) if flag]
-        return structure.unflatten([_as_told(*row, operands) for row in zip(found, wanted, strict=True)])
+        return structure.unflatten([_with_gradient(*row, operands) for row in zip(results, required, strict=True)])
 
 
 @hidden
-def _told(func: Any, leaves: list[Any], treedef: Any, flags: tuple[bool, ...]) -> list[bool] | None:
-    """Of each result whether it has a gradient; None where the meta device cannot tell."""
+def _requires_grad(func: Any, leaves: list[Any], treedef: Any, flags: tuple[bool, ...]) -> list[bool] | None:
+    """Return ``requires_grad`` of each result, or None if the function fails on the meta device."""
     try:
         with outside_transforms(), DisableTorchFunction(), without_saved_tensor_hooks():
             made = [
@@ -63,31 +63,31 @@ def _told(func: Any, leaves: list[Any], treedef: Any, flags: tuple[bool, ...]) -
     return [isinstance(x, Tensor) and x.requires_grad for x in out]
 
 
-def _as_told(x: Any, wanted: bool, operands: list[Any]) -> Any:
-    if not isinstance(x, Sharded) or x.requires_grad == wanted:
+def _with_gradient(x: Any, required: bool, operands: list[Any]) -> Any:
+    if not isinstance(x, Sharded) or x.requires_grad == required:
         return x
-    if not wanted:
+    if not required:
         return alike(x.local.detach(), x)
-    nothings = [_zero_depending_on(one.local if isinstance(one, Sharded) else one) for one in operands]
-    return alike(_tied(x.local, *nothings), x)
+    zeros = [_zero_depending_on(operand.local if isinstance(operand, Sharded) else operand) for operand in operands]
+    return alike(_tied(x.local, *zeros), x)
 
 
 def _zero_depending_on(x: Tensor) -> Tensor:
-    """Depends on ``x``, with a gradient of zeros; nothing is kept for it."""
+    """Return a zero that depends on ``x``, with a gradient of zeros. Autograd saves no tensor for it."""
     return x.flatten()[:0].sum()
 
 
 class _Tied(torch.autograd.Function):
-    """The first operand, which depends on the others, too."""
+    """The first operand, made to depend on the others too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *nothings: Tensor) -> Tensor:
-        ctx.nothings = [one.detach() for one in nothings]
+    def forward(ctx: Any, x: Tensor, *zeros: Tensor) -> Tensor:
+        ctx.zeros = [zero.detach() for zero in zeros]
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
-        return g, *map(torch.zeros_like, ctx.nothings)
+        return g, *map(torch.zeros_like, ctx.zeros)
 
 
-_tied = super(torch.autograd.Function, _Tied).apply  # what Function.apply calls when no transform is active
+_tied = super(torch.autograd.Function, _Tied).apply  # Function.apply calls this if no transform is active

@@ -1,4 +1,4 @@
-"""How the results of a call would lie in memory that is more than one local call: its parts may tell otherwise."""
+"""The strides of the results of a call that runs as several calls, as torch would give them for one call."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from fspmd.copies import as_copies, share_memory
 from fspmd.global_view.operands import places_of, tensors_of
 from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import shown
-from fspmd.global_view.result_types import Outcome, begun, on_meta
+from fspmd.global_view.result_types import Outcome, memory_of, on_meta
 from fspmd.ops.signatures import at
 from fspmd.rules import ENGINE, writes
 from fspmd.sharded import Sharded, laid, lies, relay
 
 
 def with_strides(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    """The plan, whose new results say of their strides what torch says."""
+    """Return the plan, with results that have the strides of torch."""
     if plan.whole is None or (outcome := _outcome(func, args, kwargs)) is None:
         return plan
     run = plan.whole
 
     def relaid(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = run(args, kwargs)
-        found = [out] if type(out) is Sharded else out
-        if isinstance(found, (tuple, list)) and len(found) == len(outcome.results):
+        results = [out] if type(out) is Sharded else out
+        if isinstance(results, (tuple, list)) and len(results) == len(outcome.results):
             given = (*args, *kwargs.values())
-            _mark_copies(found, outcome, given, shown(func))
-            _relay(found, outcome, given)
+            _mark_copies(results, outcome, given, shown(func))
+            _relay(results, outcome, given)
         return out
 
     return opaque_plan(relaid, in_parts=plan.in_parts)
 
 
 def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcome | None:
-    """What a call gives; None where nobody knows, where it gives its operands, or runs functions of the user."""
+    """Return the outcome of a call, or None if it is unknown, is an operand, or comes from a function of the user."""
     tensors = tensors_of(args, kwargs)
     if writes(func) or func in ENGINE or kwargs.get("out") is not None or kwargs.get("inplace"):
         return None
@@ -43,24 +43,24 @@ def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcom
     operands = places_of(args, kwargs, next(x for x in tensors if type(x) is Sharded).spec.mesh)
     try:
         return on_meta(func, args, kwargs, operands) if len(operands) == len(tensors) else None
-    except Exception:  # which the call itself tells better
+    except Exception:  # the call itself will raise
         return None
 
 
-def _mark_copies(found: Sequence[Any], outcome: Outcome, given: Sequence[Any], name: str) -> None:
-    """Results that torch has as views of an operand, and that are none, are copies of it."""
-    for x, place in zip(found, outcome.bases, strict=True):
+def _mark_copies(results: Sequence[Any], outcome: Outcome, given: Sequence[Any], name: str) -> None:
+    """Mark results as copies if they would be views of an operand in torch, and are not."""
+    for x, place in zip(results, outcome.bases, strict=True):
         base = None if place is None else at(given, place)
         if type(x) is type(base) is Sharded and not share_memory(x.local, base.local):
             x.block = as_copies(x.local, base.local, name)
 
 
-def _relay(found: Sequence[Any], outcome: Outcome, given: Sequence[Any]) -> None:
-    for i, x in enumerate(found):
-        if type(x) is not Sharded or x.spec.shape != outcome.results[i][0] or any(x is one for one in given):
+def _relay(results: Sequence[Any], outcome: Outcome, given: Sequence[Any]) -> None:
+    for i, x in enumerate(results):
+        if type(x) is not Sharded or x.spec.shape != outcome.results[i][0] or any(x is arg for arg in given):
             continue
-        if outcome.lying is None:
+        if outcome.memory is None:
             if x.form is not x.spec:
                 relay(x, Sharded(x.local, x.spec))
-        elif lies(x) != (told := begun(outcome.lying[i], x.dtype, given)):
-            relay(x, laid(x.local, x.spec, told))
+        elif lies(x) != (memory := memory_of(outcome.memory[i], x.dtype, given)):
+            relay(x, laid(x.local, x.spec, memory))

@@ -1,4 +1,4 @@
-"""What a call gives for global tensors: shapes and dtypes, without data."""
+"""The outcome of a call on global tensors, found without data: shapes, dtypes, strides."""
 
 from __future__ import annotations
 
@@ -32,34 +32,35 @@ Shape = tuple[int, ...]
 Kind = Callable[[list[Any]], Any]  # tuple, list, or one of torch.return_types
 
 
-class Lying(NamedTuple):
-    """How a result would lie in memory, and the operand in whose memory it begins so far from where that begins."""
+class ResultMemory(NamedTuple):
+    """The memory of a result: strides and storage offset."""
 
     laid: Laid
-    base: Place | None = None
+    base: Place | None = None  # the operand whose storage offset is added
 
 
 class Outcome(NamedTuple):
-    """Shape and dtype of each result; in what they are, None for a single one; the operand in whose memory each lies,
-    or None; whether each has all of the first operand, as it was; how they lie, None where all do as new tensors.
-    """
+    """The results of a call, without data."""
 
     results: Sequence[tuple[Shape, torch.dtype]]
-    kind: Kind | None = None
-    bases: Sequence[Place | None] = (None,)
-    same: bool = False
-    lying: Sequence[Lying] | None = None
+    kind: Kind | None = None  # the container of the results; None for a single result
+    bases: Sequence[Place | None] = (None,)  # the operand that each result views
+    same: bool = False  # each result is the whole first operand, unchanged
+    memory: Sequence[ResultMemory] | None = None  # the memory of the results; None: as of new tensors
 
 
 def joined(kind: Kind | None, results: list[Any]) -> Any:
-    """Results as a function gives them."""
+    """Return the results in their container."""
     return results[0] if kind is None else kind(results)
 
 
 def on_one_element(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Outcome | None:
-    """What a function of elements gives for global tensors without data, or None: the meta device takes far longer."""
+    """Return the outcome of an elementwise function from a run on one element, or None if that fails.
+
+    It is far quicker than a run on the meta device.
+    """
     shape = _broadcast([spec.shape for _, spec in operands])
     if shape is None or is_any_autocast_enabled():
         return None
@@ -71,7 +72,7 @@ def on_one_element(
 
     try:
         out = _on(make, func, args, kwargs, operands)
-    except Exception:  # which the meta device tells better
+    except Exception:  # the meta device will raise with a better message
         return None
     if not isinstance(out, Tensor) or out.dim() != len(shape) or any(is_alias_of(out, x) for x in made):
         return None
@@ -85,11 +86,11 @@ def _ones(size: int, spec: TensorSpec) -> Tensor:
 def kernel_complaint(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Exception | None:
-    """What the kernel of a function of elements says of these dtypes and numbers, for which the meta device has none.
+    """Return the error of an elementwise kernel for these dtypes and numbers, or None. The meta device has no kernel.
 
-    It says so of one element, and if not for its value of none, too.
+    An error for one element may be due to its value. It counts only if no elements give an error too.
     """
-    found: list[Exception] = []
+    errors: list[Exception] = []
     for size in (1, 0):
         try:
             _on(functools.partial(_ones, size), func, args, kwargs, operands)
@@ -97,8 +98,8 @@ def kernel_complaint(
         except NotImplementedError as error:
             return error
         except Exception as error:
-            found.append(error)
-    return found[0]
+            errors.append(error)
+    return errors[0]
 
 
 def dtype_complaint(
@@ -108,50 +109,49 @@ def dtype_complaint(
     operands: Sequence[tuple[Place, TensorSpec]],
     whole: frozenset[int] = frozenset(),
 ) -> Exception | None:
-    """What a kernel says of these dtypes, and not of float32 in their place, for which the meta device has no words.
+    """Return what a kernel raises for these dtypes and not for float32 in their place; the meta device accepts more.
 
-    It is asked of at most two elements along each dim; if those are too few for float32, too, of all along the dims of
-    the first operand that must be ``whole``. Functions of lists are not asked, nor
-    those that draw.
+    The kernel runs on at most two elements along each dim. If it fails for float32 too, it runs on full dims where the
+    first operand must be ``whole``. Functions of lists, and functions that draw, are not asked.
     """
-    told = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
-    if {*told, *(spec.dtype for _, spec in operands)} <= {torch.float32}:
+    dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
+    if {*dtypes, *(spec.dtype for _, spec in operands)} <= {torch.float32}:
         return None
     if any(isinstance(place, tuple) for place, _ in operands):
         return None
     if is_tagged(name_of(func), torch.Tag.nondeterministic_seeded):
         return None
 
-    def asked(all_of: frozenset[int], single: bool) -> Exception | None:
-        def kind(x: Any) -> Any:
-            return torch.float32 if single and isinstance(x, torch.dtype) else x
+    def attempt(full_dims: frozenset[int], in_float32: bool) -> Exception | None:
+        def dtype_of(x: Any) -> Any:
+            return torch.float32 if in_float32 and isinstance(x, torch.dtype) else x
 
         def ones(spec: TensorSpec) -> Tensor:
-            shape = [n if d in all_of else min(n, 2) for d, n in enumerate(spec.shape)]
-            return torch.ones(shape, dtype=kind(spec.dtype), device="cpu")
+            shape = [n if d in full_dims else min(n, 2) for d, n in enumerate(spec.shape)]
+            return torch.ones(shape, dtype=dtype_of(spec.dtype), device="cpu")
 
-        named = {name: kind(arg) for name, arg in kwargs.items()}
+        named = {name: dtype_of(arg) for name, arg in kwargs.items()}
         try:
-            _on(ones, func, tuple(map(kind, args)), named, operands)
+            _on(ones, func, tuple(map(dtype_of, args)), named, operands)
         except Exception as error:
             return error
         return None
 
     sizes = dict(enumerate(operands[0][1].shape))
-    for all_of in (frozenset[int](), whole):
-        if prod(sizes.get(d, 1) for d in all_of) > _MOST_ASKED:
+    for full_dims in (frozenset[int](), whole):
+        if prod(sizes.get(d, 1) for d in full_dims) > _MOST_ELEMENTS:
             return None
-        found = asked(all_of, single=False)
-        if found is None or asked(all_of, single=True) is None:
-            return found
+        complaint = attempt(full_dims, in_float32=False)
+        if complaint is None or attempt(full_dims, in_float32=True) is None:
+            return complaint
     return None
 
 
-_MOST_ASKED: Final = 1 << 20  # elements of which a kernel is asked
+_MOST_ELEMENTS: Final = 1 << 20  # along dims on which a kernel runs in full
 
 
 def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:
-    """The result of a function that keeps shape and dtype, or None where its arguments may say otherwise."""
+    """Return the outcome of a function that keeps shape and dtype, or None if its arguments may change them."""
     if not _of_one_float(specs):
         return None
     for arg in (*args, *kwargs.values()):
@@ -161,9 +161,10 @@ def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Te
 
 
 def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> tuple[Outcome, Factors] | None:
-    """The result of a function of two operands, or of one and a number, which keeps their dtype; and its factors.
+    """Return the outcome and the factors of a function that keeps the dtype of its two operands.
 
-    Its shape is told by their sizes; None where these do not agree, or the arguments say otherwise.
+    The sizes of the factors give the shape. The second operand may be a number. None if sizes do not agree, or if other
+    arguments bear on the result.
     """
     others = [arg for arg in whole.args if arg is not None]
     if len(whole.args) != 2 or whole.kwargs or not _of_one_float(specs) or len(specs) + len(others) != 2:
@@ -181,20 +182,21 @@ def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> tuple[O
 
 
 def _of_one_float(specs: Sequence[TensorSpec]) -> bool:
-    """Whether all operands have one floating dtype, which autocast leaves alone."""
+    """Whether all operands have one floating dtype, and autocast is off."""
     first = specs[0].dtype
     alike = first.is_floating_point and {spec.dtype for spec in specs} == {first}
     return alike and not is_any_autocast_enabled()
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
-    found = []
+    """Return the shape that shapes broadcast to, or None."""
+    shape = []
     for sizes in itertools.zip_longest(*map(reversed, shapes), fillvalue=1):
         wide = {size for size in sizes if size != 1}
         if len(wide) > 1:
             return None
-        found.append(wide.pop() if wide else 1)
-    return tuple(reversed(found))
+        shape.append(wide.pop() if wide else 1)
+    return tuple(reversed(shape))
 
 
 def on_meta(
@@ -203,21 +205,22 @@ def on_meta(
     kwargs: dict[str, Any],
     operands: Sequence[tuple[Place, TensorSpec]],
 ) -> Outcome | None:
-    """What the call gives for global tensors without data; None where it is no tensors, or depends on values."""
-    found = _without_data(func, args, kwargs, operands)
-    if found is None or found.bases != [None] or operands[0][1].mesh.device_type != "cpu":
-        return found
+    """Return the outcome of a call on tensors without data; None if it gives no tensors, or depends on values."""
+    outcome = _without_data(func, args, kwargs, operands)
+    row = row_of(func)
+    if outcome is None or outcome.bases != [None] or row is None or row.rule is not elementwise:
+        return outcome
     given = (*args, *kwargs.values())
     before = [_laid(at(given, place)) for place, _ in operands]
-    row = row_of(func)
-    if row is None or row.rule is not elementwise or not any(before) or any(one and not one.strides for one in before):
-        return found
-    ((shape, _),) = found.results
+    are_known = all(laid is None or laid.strides for laid in before)
+    if not are_known or not any(before) or operands[0][1].mesh.device_type != "cpu":
+        return outcome
+    ((shape, _),) = outcome.results
     strides = _strides_of_kernel(func, args, kwargs, operands, before, shape)
     if strides is None:
-        return found
+        return outcome
     as_new = all(n == 1 or step == new for n, step, new in zip(shape, strides, packed(shape), strict=True))
-    return found._replace(lying=None if as_new else [Lying(Laid(strides))])
+    return outcome._replace(memory=None if as_new else [ResultMemory(Laid(strides))])
 
 
 def _strides_of_kernel(
@@ -228,9 +231,9 @@ def _strides_of_kernel(
     before: Sequence[Laid | None],
     shape: Shape,
 ) -> Strides | None:
-    """How a kernel lays out the result of a function of elements, of which some do otherwise without data.
+    """Return the strides that a kernel gives the result of a function of elements; meta kernels may give others.
 
-    It is asked of at most two elements along each dim, which lie in the order of the operands' dims.
+    The kernel runs on at most two elements along each dim, which lie in memory in the order of the operands' strides.
     """
     count = itertools.count()
 
@@ -244,14 +247,14 @@ def _strides_of_kernel(
 
     try:
         out = _on(make, func, args, kwargs, operands)
-    except Exception:  # which is told elsewhere
+    except Exception:  # the call itself raises it
         return None
     if not isinstance(out, Tensor) or tuple(out.shape) != tuple(min(n, 2) for n in shape):
         return None
-    found, step = [1] * len(shape), 1
+    strides, step = [1] * len(shape), 1
     for dim in reversed(order_in_memory(tuple(out.stride()))):
-        found[dim], step = step, step * max(shape[dim], 1)
-    return tuple(found)
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return tuple(strides)
 
 
 def _without_data(
@@ -265,7 +268,7 @@ def _without_data(
         func = _norm_without_data
     try:
         try:
-            if not is_any_autocast_enabled():  # of which the meta device knows nothing
+            if not is_any_autocast_enabled():  # the meta device ignores autocast
                 with meta_tensors_as_on(mesh.device_type):
                     return _outcome("meta", func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
@@ -283,7 +286,7 @@ def _without_data(
 def views_any(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> bool:
-    """Whether a call gives views of whatever operands, though they have gaps and their dims stand in another order."""
+    """Whether a call gives views of operands with any strides: even with gaps, and dims in another order."""
     made: list[Tensor] = []
 
     def make(spec: TensorSpec) -> Tensor:
@@ -293,14 +296,14 @@ def views_any(
 
     try:
         out = _on(make, func, args, kwargs, operands)
-    except Exception:  # of others alone
+    except Exception:  # there is no view of these strides
         return False
-    return all(any(is_alias_of(one, x) for x in made) for one in ((out,) if isinstance(out, Tensor) else out))
+    return all(any(is_alias_of(view, x) for x in made) for view in ((out,) if isinstance(out, Tensor) else out))
 
 
 @functools.lru_cache(maxsize=1)
 def _keeps_dims_of_one() -> bool:
-    """Whether norms without data keep a dim of size 1 that is counted from the end, as in torch 2.11 and 2.12."""
+    """Whether norms on the meta device keep a dim of size 1 counted from the end, as in torch 2.11 and 2.12."""
     norm: Tensor = torch.linalg.vector_norm(torch.empty(2, 1, device="meta"), dim=-1)
     return norm.dim() > 1
 
@@ -308,14 +311,14 @@ def _keeps_dims_of_one() -> bool:
 def _norm_without_data(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Of the shape and dtype of a norm."""
+    """Return a tensor with the shape and dtype of a norm."""
     return x.abs().sum(dim, keepdim, dtype=dtype and torch.empty((), dtype=dtype).abs().dtype)
 
 
 def differentiated(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> frozenset[Place]:
-    """The operands that get a gradient where all ask for one: a function may only compare some. All, if unknown."""
+    """Return the operands that get a gradient if all ask for one: a function may only compare some. All, if unknown."""
     made: list[Tensor] = []
 
     def make(spec: TensorSpec) -> Tensor:
@@ -328,10 +331,10 @@ def differentiated(
             out = _on(make, func, args, kwargs, operands)
             results = [x for x in ((out,) if isinstance(out, Tensor) else out) if x.requires_grad]
             leaves = [x for x in made if x.requires_grad]
-            found = torch.autograd.grad(results, leaves, list(map(torch.empty_like, results)), allow_unused=True)
+            gradients = torch.autograd.grad(results, leaves, list(map(torch.empty_like, results)), allow_unused=True)
     except Exception:
         return frozenset(place for place, _ in operands)
-    unused = {id(x) for x, gradient in zip(leaves, found, strict=True) if gradient is None}
+    unused = {id(x) for x, gradient in zip(leaves, gradients, strict=True) if gradient is None}
     return frozenset(place for (place, _), x in zip(operands, made, strict=True) if id(x) not in unused)
 
 
@@ -355,24 +358,24 @@ def _outcome(
         return made[-1]
 
     out = _on(make, func, args, kwargs, operands)
-    found = (out,) if isinstance(out, Tensor) else out
-    if not isinstance(found, (tuple, list)) or not found or not all(isinstance(one, Tensor) for one in found):
+    outs = (out,) if isinstance(out, Tensor) else out
+    if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(result, Tensor) for result in outs):
         return None
-    results = [(tuple(one.shape), one.dtype) for one in found]
-    viewed = [next((k for k, x in enumerate(made) if is_alias_of(one, x)), None) for one in found]
+    results = [(tuple(result.shape), result.dtype) for result in outs]
+    viewed = [next((k for k, x in enumerate(made) if is_alias_of(result, x)), None) for result in outs]
     bases = [None if k is None else operands[k][0] for k in viewed]
-    same = all(k == 0 and _is_all_of(one, made[0]) for k, one in zip(viewed, found, strict=True))
+    same = all(k == 0 and _is_all_of(result, made[0]) for k, result in zip(viewed, outs, strict=True))
     unknown = not _is_packing(func, kwargs) and any(laid is not None and laid.strides is None for laid in before)
-    lying = [_lying(one, k, before, operands, unknown) for k, one in zip(viewed, found, strict=True)]
-    as_new = [Lying(Laid(packed(shape))) for shape, _ in results]
+    memory = [_result_memory(result, k, before, operands, unknown) for k, result in zip(viewed, outs, strict=True)]
+    as_new = [ResultMemory(Laid(packed(shape))) for shape, _ in results]
     return Outcome(
-        results, None if isinstance(out, Tensor) else type(out), bases, same, None if lying == as_new else lying
+        results, None if isinstance(out, Tensor) else type(out), bases, same, None if memory == as_new else memory
     )
 
 
-def begun(lying: Lying, dtype: torch.dtype, given: Sequence[Any]) -> Laid:
-    """How a result of a call lies, of arguments of which one may begin later in its memory."""
-    laid, base = lying
+def memory_of(memory: ResultMemory, dtype: torch.dtype, given: Sequence[Any]) -> Laid:
+    """Return the memory of a result. The storage offset of an operand is added, if the result views it."""
+    laid, base = memory
     if base is None or laid.start is None:
         return laid
     x = at(given, base)
@@ -380,20 +383,20 @@ def begun(lying: Lying, dtype: torch.dtype, given: Sequence[Any]) -> Laid:
 
 
 def lies_as_new(value: Any) -> bool:
-    """Whether a tensor of a call lies in memory as a new one does."""
+    """Whether a tensor of a call has the strides and offset of a new one."""
     return _laid(value) is None
 
 
-def lies_known(value: Any) -> bool:
-    """Whether it is known how torch would keep a tensor of a call."""
+def strides_known(value: Any) -> bool:
+    """Whether the strides that torch would give a tensor of a call are known."""
     laid = _laid(value)
     return laid is None or laid.strides is not None
 
 
 def _laid(value: Any) -> Laid | None:
-    """How a tensor of a call lies in memory, ``start`` being 0, more, or None where nobody knows; None: as a new one.
+    """Return the memory of a tensor of a call, or None if it is that of a new tensor.
 
-    Of a plain tensor the key of a call tells only the strides.
+    ``start`` is 0, positive, or None if unknown: the key of a call has only the strides of a plain tensor.
     """
     if type(value) is Sharded:
         form = value.form
@@ -405,29 +408,32 @@ def _laid(value: Any) -> Laid | None:
     return Laid(value.stride(), None if value.storage_offset() else 0)
 
 
-def _lying(
-    one: Tensor,
+def _result_memory(
+    result: Tensor,
     base: int | None,
     before: Sequence[Laid | None],
     operands: Sequence[tuple[Place, TensorSpec]],
     unknown: bool,
-) -> Lying:
-    """How a result lies that is in the memory of an operand, of which it is known how it lay ``before``."""
+) -> ResultMemory:
+    """Return the memory of a result that views the operand ``base``, or of a new result if that is None.
+
+    ``before`` has the memory of the operands; ``unknown``: the strides of some operand are unknown.
+    """
     laid = None if base is None else before[base]
     start = 0 if laid is None else laid.start
     if unknown:
-        return Lying(Laid(None, 0 if base is None else None))
-    told = Laid(tuple(one.stride()), None if start is None else int(one.storage_offset()))
-    return Lying(told, operands[base][0] if base is not None and start else None)
+        return ResultMemory(Laid(None, 0 if base is None else None))
+    memory = Laid(tuple(result.stride()), None if start is None else int(result.storage_offset()))
+    return ResultMemory(memory, operands[base][0] if base is not None and start else None)
 
 
 def _is_packing(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a result is as a new tensor, however its operand lies."""
+    """Whether the result has the strides of a new tensor, whatever those of the operand."""
     return name_of(func) == "contiguous" or kwargs.get("memory_format") is torch.contiguous_format
 
 
 def _is_all_of(view: Tensor, x: Tensor) -> bool:
-    """Whether a tensor in the memory of a new one has each element in the place where it was."""
+    """Whether a view of a new tensor is all of it, with each element in the same place."""
     if view is x:
         return True
     if view.shape != x.shape or view.dtype is not x.dtype:
@@ -452,6 +458,6 @@ def _on(
             values[place] = make(spec)
     values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
     named = dict(zip(kwargs, values[len(args) :], strict=True))
-    if named.get("device") is not None:  # where there are no values to make, nor numbers to draw
+    if named.get("device") is not None:  # so that no data is made there, and nothing is drawn
         named["device"] = at(values, operands[0][0]).device
     return func(*values[: len(args)], **named)

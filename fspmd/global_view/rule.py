@@ -1,4 +1,4 @@
-"""Rules of users' own: how a function acts on dims, in one line."""
+"""`rule`: rules for functions of the user, in one line."""
 
 from __future__ import annotations
 
@@ -50,26 +50,27 @@ def rule(
     Args:
         func: A function of tensors: a Python one, an op of ``torch.library``, a torch function. On a block it must
             do what the pattern says: the same computation, on fewer elements.
-        pattern: Operands, ``->``, results, in the order of the parameters: ``"m k, k n -> m n"``. A name is one dim
-            of the computation wherever it stands. A dim that no result has is summed over: sharded, the result is a
-            pending sum. ``[d]`` must be whole. ``1`` is a dim of any size that is never sharded, and so is one that
-            some results have and others have not: a rule does not tell whether those are sums over it. ``...``
-            stands for leading dims that broadcast. Floats among the arguments change nothing of that.
-        linear: Which pending sums (unreduced operands) it may be given: ``"sum"``, where all are; ``"product"``,
-            where one is; ``"first"``, where the first is; ``""``, none: they are summed first.
-        body: Runs where a dim in brackets is sharded, as the body of a `shard_map` does: ``body(site, *args)``. The
-            `Site` tells the axes of that dim, ``site.axes["d"]``, and the layouts of operands and results.
-        price: The collectives of the body, forward; backward takes the same. A number: so many all-reduces of one
-            number for each row of the first operand along the dims in brackets. Or a function of the `BodyLayout` that
-            gives µs. The body runs where that takes less time than to gather the dim.
+        pattern: Operands, ``->``, results, in the order of the parameters: ``"m k, k n -> m n"``. A name is one factor
+            of the computation, in all places. The function sums over a factor that no result has: if it is sharded, the
+            result is a pending sum. A dim ``[d]`` must be whole. ``1`` is a dim of any size that is never sharded. A
+            factor that some results have and others lack is never sharded either. ``...`` stands for leading dims that
+            broadcast. Floats among the arguments must not change any of this.
+        linear: The operands that may be pending sums: all together (``"sum"``), any one of them (``"product"``), the
+            first (``"first"``), or none (``""``). Other pending sums are settled before the call.
+        body: Runs where a dim in brackets is sharded, typed like the body of a `shard_map`: ``body(site, *args)``. The
+            `Site` has the axes of that dim, ``site.axes["d"]``, and the layouts of operands and results.
+        price: The time of the body's collectives, forward; backward takes the same. A number counts all-reduces of one
+            number per row of the first operand, where rows run along the dims in brackets. A function takes the
+            `BodyLayout` and returns µs. The body runs if that is less than the time to gather the dim.
 
     Returns:
-        The function to call: ``func`` itself where torch dispatches its calls, else one that dispatches them.
+        The function to call: ``func`` itself if torch dispatches its calls, otherwise a function that dispatches them.
 
-    Backward communicates as the rule says of forward: an operand that has not the sharded dim gets an all-reduce.
+    Backward communicates as follows from the rule: the gradient of an operand without the sharded factor is an
+    all-reduce.
 
     Raises:
-        ArgumentError: no rule can be read from the pattern; at a call, that its tensors are not as the pattern says.
+        ArgumentError: The pattern is not a rule; or, at a call, the tensors do not fit the pattern.
 
     >>> import torch
     >>> from fspmd import P, device_put, make_mesh
@@ -85,7 +86,7 @@ def rule(
     if not isinstance(pattern, str):
         raise ArgumentError(f"rule got {described(pattern)} for pattern; write a string: rule(f, 'm k, k n -> m n')")
     if linear not in _LINEAR:
-        raise ArgumentError(f"rule got linear={linear!r}; it is one of {', '.join(map(repr, _LINEAR))}")
+        raise ArgumentError(f"rule got linear={linear!r}; write one of {', '.join(map(repr, _LINEAR))}")
     bodied = _priced(_checked(body, shown(func)), price) if body is not None else None
     free = FLOATS if body is None and _tells_sizes(pattern) else NONE
     register(func, Row(_fitting(shown(func), pattern, body is not None), linear, free=free, body=bodied))
@@ -117,24 +118,24 @@ def _priced(body: Callable[..., Any], price: Any) -> Bodied:
 
 def _in_numbers(price: Callable[[BodyLayout], Any]) -> Callable[[BodyLayout], float]:
     def time(layout: BodyLayout) -> float:
-        found = price(layout)
-        if not isinstance(found, (int, float)) or not found >= 0:
+        microseconds = price(layout)
+        if not isinstance(microseconds, (int, float)) or not microseconds >= 0:
             raise ArgumentError(
-                f"the price of a body gave {described(found)}; it gives µs, 0 or more: price=lambda layout: "
+                f"the price of a body gave {described(microseconds)}; return µs, 0 or more: price=lambda layout: "
                 "layout.price('reduce', layout.row_bytes(), layout.row_bytes())"
             )
-        return found
+        return microseconds
 
     return time
 
 
 def _tells_sizes(pattern: str) -> bool:
-    """Whether the sizes of the results are those of dims of operands, on which no number bears."""
+    """Whether all sizes of the results are sizes of operands, so that no number among the arguments decides them."""
     return all("1" not in dims for dims in parse(pattern).results)
 
 
 def _fitting(name: str, pattern: str, bodied: bool) -> Rule:
-    """The rule written down, for calls that are as it says; of a dim in brackets a body may make another size."""
+    """Return the rule of a pattern. It checks each call; a dim in brackets may change its size if there is a body."""
     parsed = parse(pattern)
 
     def fitting(whole: Whole) -> Factors:
@@ -142,8 +143,8 @@ def _fitting(name: str, pattern: str, bodied: bool) -> Rule:
         if wrong := next(_misfits(whole, factors, factors.whole if bodied else frozenset()), None):
             sides = (", ".join(str(tuple(shape)) for shape in shapes) for shapes in (whole.shapes, whole.results))
             raise ArgumentError(
-                f"{name} is not as its rule {pattern!r} says: of shapes {' it made '.join(sides)}, and {wrong}; name "
-                "each dim of operands and results, alike where it is the same dim, 1 for one that is no other"
+                f"{name} does not fit its rule {pattern!r}: of shapes {' it made '.join(sides)}, and {wrong}; name "
+                "each dim of operands and results, the same dim by the same name, and a dim that stands alone 1"
             )
         return _without_partial(factors)
 
@@ -151,7 +152,7 @@ def _fitting(name: str, pattern: str, bodied: bool) -> Rule:
 
 
 def _without_partial(factors: Factors) -> Factors:
-    """Dims that some results have and others have not are never sharded: how those others would lie is unknown."""
+    """Return the factors without those that only some results have: the layout of the other results is unknown."""
     having = [frozenset(f for f in dims if f is not None) for dims in factors.results]
     partial = frozenset().union(*having) - frozenset.intersection(*having) - factors.whole
     if not partial:
@@ -162,15 +163,18 @@ def _without_partial(factors: Factors) -> Factors:
 
 
 def _checked(body: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The body, what it gives compared with the blocks that its rule promises."""
+    """Return the body with a check of its results against the blocks of its rule."""
 
     @functools.wraps(body)
     def checked(site: Site, *args: Any, **kwargs: Any) -> Any:
         out = body(site, *args, **kwargs)
         outs = out if isinstance(out, (tuple, list)) else (out,)
         if len(outs) != len(site.results) or not all(isinstance(x, Tensor) for x in outs):
-            found = ", ".join(map(described, outs))
-            raise ArgumentError(f"the body of {name} gave {found}; its rule has {counted(len(site.results), 'result')}")
+            given = ", ".join(map(described, outs))
+            raise ArgumentError(
+                f"the body of {name} gave {given}, but its rule has {counted(len(site.results), 'result')}; return a "
+                "tensor for each"
+            )
         for x, spec in zip(outs, site.results, strict=True):
             known = [
                 n if not axes else spec.block_shape[d] if spec.even else None
@@ -178,32 +182,34 @@ def _checked(body: Callable[..., Any], name: str) -> Callable[..., Any]:
             ]
             if len(known) != x.ndim or any(n is not None and x.shape[d] != n for d, n in enumerate(known)):
                 shape = tuple("any" if n is None else n for n in known)
-                raise ArgumentError(f"the body of {name} gave {described(x)}; a block of {spec!r} is {shape}")
+                raise ArgumentError(
+                    f"the body of {name} gave {described(x)}, but a block of {spec!r} has shape {shape}; return a block"
+                )
         return out
 
     return checked
 
 
 def _misfits(whole: Whole, factors: Factors, free: frozenset[int]) -> Iterator[str]:
-    """What is wrong with a rule for a call: numbers of tensors, of their dims, sizes of a dim."""
+    """Yield the differences of a rule and a call: in the number of tensors, of dims, or in the sizes of a factor."""
     names = {number: name for name, number in factors.names.items()}
     sizes: dict[int, int] = {}
-    for what, shapes, sides in (
+    for role, shapes, sides in (
         ("operand", whole.shapes, factors.operands),
         ("result", whole.results, factors.results),
     ):
         if len(shapes) != len(sides):
-            yield f"the rule has {counted(len(sides), what)}"
+            yield f"the rule has {counted(len(sides), role)}"
         for i, (shape, dims) in enumerate(zip(shapes, sides, strict=False)):
             if len(shape) != len(dims):
-                yield f"{what} {i} has {counted(len(dims), 'dim')} in the rule"
+                yield f"{role} {i} has {counted(len(dims), 'dim')} in the rule"
             for factor, size in zip(dims, shape, strict=False):
                 if factor is not None and factor not in free and sizes.setdefault(factor, size) != size:
                     yield f"{names[factor]!r} would be both {sizes[factor]} and {size}"
 
 
 def is_dispatched(func: Any) -> bool:
-    """Whether a call with a `Sharded` reaches `dispatch` by itself."""
+    """Whether torch dispatches a call with a `Sharded` to `dispatch`."""
     if isinstance(func, (OpOverload, OpOverloadPacket)) or hasattr(func, "_opoverload"):
         return True
     return func in torch.overrides.get_testing_overrides()

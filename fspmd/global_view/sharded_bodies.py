@@ -1,4 +1,4 @@
-"""A sharded body as the local call of a plan: blocks in and blocks out, its collectives and casts its own affair."""
+"""A sharded body as the local call of a plan: it takes and returns blocks, and communicates and casts by itself."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ def as_local_call(
     *,
     linear: bool,
 ) -> Callable[..., Any]:
-    """``bodied.body(site, *args)`` run with types tracked, on arguments of which those at ``operands`` are blocks.
+    """Return a local call that runs ``bodied.body(site, *args)`` with types tracked.
 
-    ``linear``: the function is, in operands that are pending sums, and so is each step of its body.
+    Args:
+        operands: The places of the blocks among the arguments, with their layouts.
+        linear: The function is linear in its pending sums, and so is each step of its body.
     """
     mesh = site.mesh
     body = Body(mesh, frozenset(mesh.axis_names), True, name)
@@ -51,8 +53,8 @@ def as_local_call(
         with again(body, tracker):
             out = bodied.body(site, *values[: len(args)], **given)
         if tracker.kept:
-            given_back = {id(x) for x in tensors_of((out,))}  # a graph that kept its own result would never end
-            keep([one for one in tracker.kept if id(one) not in given_back], out, _KEPT)
+            results_ids = {id(x) for x in tensors_of((out,))}  # a graph that keeps its own result is never freed
+            keep([cast for cast in tracker.kept if id(cast) not in results_ids], out, _KEPT)
         if isinstance(out, Tensor):
             return leave_as(out, results[0], body, "result")
         left = [leave_as(x, spec, body, f"result[{i}]") for i, (x, spec) in enumerate(zip(out, results, strict=True))]
@@ -65,7 +67,7 @@ _KEPT: Final = "_fspmd_body_casts"
 
 
 class _Sharing(Tracker):
-    """One whose casts of operands serve other calls of the same operands, too."""
+    """A tracker that shares the casts of operands with other calls on the same operands."""
 
     def __init__(self, body: Body, operands: Sequence[Any]) -> None:
         super().__init__(body)
@@ -73,7 +75,7 @@ class _Sharing(Tracker):
         self.kept: list[Tensor] = []
 
     def convert(self, x: Tensor, variance: Variance, to: Variance) -> Tensor:
-        """The first cast of an operand is found again; it is a view that nobody writes into."""
+        """Cast a value. A cast of an operand is made once; it is a view that nothing writes into."""
         if id(x) not in self.operands:
             return super().convert(x, variance, to)
         y = convert(x, variance, to, self.body, cast_once)

@@ -1,13 +1,13 @@
-"""Which layouts a call can run on: for each mesh axis one choice, and the cheapest of all their combinations.
+"""The strategies of a call, and the cheapest of them.
 
-An axis shards one factor, or none; or its operands are pending sums that the call, being linear, may pass on; or they
-are reduced and the result is. No rule spells a case of several axes: choices are made axis by axis and then priced
-together.
+A strategy makes one choice for each mesh axis. The axis shards one factor, or none. Or it passes pending sums on, if
+the call is linear. Or operands and result are reduced over it. A rule never describes several axes together: choices
+are made axis by axis, and a combination of choices is priced as a whole.
 
-Operands that lie right stay. Else the price is that of the moves, of their transposes for operands that will have a
-gradient, and of the computation. The sums of gradients of whole operands only tell between equals, so a sharded batch
-goes through whole weights as it is. So does the largest operand of a function of elements, through those that would
-have to be cut and their gradients gathered.
+Operands that lie right stay. Otherwise the price has three parts: the moves, their transposes for operands that will
+have a gradient, and the computation. The sums of gradients of whole operands only decide between equal prices, so a
+sharded batch meets whole weights without a move. The largest operand of an elementwise function stays too: the smaller
+ones are cut, although their gradients must then be gathered.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from fspmd.rules.factors import Factors
 from fspmd.spec import P, TensorSpec
 
 _ROUNDING = 1e-6  # µs
-_EFFORT, _OF_MANY = 2000, 120  # edges and bounds that are looked at on three axes, and on more
-PASSES = 3  # of a computation whose operands have gradients: forward, and one for each of two
+_EFFORT, _OF_MANY = 2000, 120  # edges and bounds that a search visits on three axes, and on more
+PASSES = 3  # times that a computation with gradients runs: forward, and backward for each of two operands
 _NONE: Final = frozenset[int]()
 _Move = tuple[int, TensorSpec, tuple[str, ...]]  # an operand, how it must lie, the axes over which it is cast
 
 
 class Strategy(NamedTuple):
-    """Layouts of the operands and results of one call; ``casts``: axes over which an operand is cast to varying."""
+    """The layouts of the operands and results of one call, with their price."""
 
     operands: tuple[TensorSpec, ...]
-    casts: tuple[tuple[str, ...], ...]
+    casts: tuple[tuple[str, ...], ...]  # per operand the axes over which it is cast to varying
     results: tuple[P, ...]
-    #: µs of its price, at most where that is plain; of equals µs of casts in backward, and to settle pending sums
+    #: the price in µs (an upper bound if a formula gives it); then, to decide between equal prices, the µs that casts
+    #: take in backward and that settling pending sums takes
     time: tuple[float, float]
     by_body: bool  # a factor that must be whole is sharded
     axes: dict[int, tuple[str, ...]]  # of each sharded factor
-    body: float  # µs of the body's collectives
-    back: float = 0.0  # of their gradients
+    body: float  # µs of the body's collectives, forward
+    back: float = 0.0  # and backward
 
 
 def best_strategy(
@@ -64,44 +65,49 @@ def best_strategy(
     weighs: bool = False,
     known: list[Combination] | None = None,
 ) -> Strategy | None:
-    """The cheapest combination; of equal ones that whose pending sums are, then the preferred one.
+    """Return the cheapest strategy; of equal ones the one with the cheapest pending sums, then the preferred one.
 
-    That which takes the least at best is priced further first, route by route, until none can take less than the best,
-    or enough is looked at; where that is plain to see, no route is asked for. ``known``: those of the same call, made
-    before for other ``gradients``; if it is empty it is filled.
+    The search is best-first: the combination with the least lower bound is priced further, route by route. It ends when
+    no bound is below the best price, or when the effort is spent. If formulas already decide, nothing is routed.
+
+    ``known`` has the combinations of the same call for other ``gradients``. An empty list is filled.
     """
     known = [] if known is None else known
     if not known:
         known += combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
     prices = _MovePrices(operands, topology, gradients, weighs)
-    queue: list[tuple[float, int, Combination, _Pricing | None]] = [(way.least, way.place, way, None) for way in known]
+    queue: list[tuple[float, int, Combination, _Pricing | None]] = [
+        (each.least, each.place, each, None) for each in known
+    ]
     heapq.heapify(queue)
     best: tuple[tuple[float, float], int, Strategy] | None = None
     while queue and (best is None or (queue[0][0] <= best[0][0] + _ROUNDING and not prices.are_enough)):
-        least, place, way, pricing = heapq.heappop(queue)
+        least, place, combination, pricing = heapq.heappop(queue)
         if pricing is None:
-            if not (way.computed or gradients or way.most == inf):
-                way.compute(operands, results, topology)
-                least = way.least
+            if not (combination.computed or gradients or combination.most == inf):
+                combination.compute(operands, results, topology)
+                least = combination.least
                 if queue and queue[0][0] < least:
-                    heapq.heappush(queue, (least, place, way, None))
+                    heapq.heappush(queue, (least, place, combination, None))
                     continue
-            if not way.made:
-                way.layouts = layouts_of(way.factors, way.choices, operands, results, topology, empty, body)
-                way.made = True
-            if way.layouts is None or (fixed and not _stays(way.layouts, operands[0])):
+            if not combination.made:
+                combination.layouts = layouts_of(
+                    combination.factors, combination.choices, operands, results, topology, empty, body
+                )
+                combination.made = True
+            if combination.layouts is None or (fixed and not _stays(combination.layouts, operands[0])):
                 continue
-            if best is None and not gradients and (not queue or way.most < queue[0][0] - _ROUNDING):
-                return _strategy(way.layouts, way.most)
-            pricing = _Pricing(way.factors, way.layouts, prices)
-        elif pricing.least <= least:  # what others asked for has not made it more
+            if best is None and not gradients and (not queue or combination.most < queue[0][0] - _ROUNDING):
+                return _strategy(combination.layouts, combination.most)
+            pricing = _Pricing(combination.factors, combination.layouts, prices)
+        elif pricing.least <= least:  # routes found for other combinations have not raised it
             pricing.refine()
         if (pricing.is_open or pricing.least > least) and not prices.are_enough:
-            heapq.heappush(queue, (max(least, pricing.least), place, way, pricing))
+            heapq.heappush(queue, (max(least, pricing.least), place, combination, pricing))
             continue
-        one = pricing.strategy()
-        if best is None or (one.time, place) < best[:2]:
-            best = one.time, place, one
+        strategy = pricing.strategy()
+        if best is None or (strategy.time, place) < best[:2]:
+            best = strategy.time, place, strategy
     return None if best is None else best[2]
 
 
@@ -113,18 +119,20 @@ def _strategy(laid: CallLayouts, time: float) -> Strategy:
 def as_they_lie(
     factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], *, fixed: bool, empty: bool
 ) -> Strategy | None:
-    """The strategy that is plain to see where all operands lie alike: nothing moves, and nothing is pending.
+    """Return the strategy that moves nothing, or None if operands do not lie alike or sums are pending.
 
-    It is the cheapest where no operand has a gradient. Arguments are those of `strategies`.
+    It is the cheapest if no operand has a gradient. Arguments are those of `strategies`.
     """
-    lies: dict[int | None, Entry] = {}
+    entries: dict[int | None, Entry] = {}
     for dims, spec in zip(factors.operands, operands, strict=True):
-        lie = spec.partition
-        if lie.unreduced or lie.reduced or 0 in spec.shape or tuple(map(lies.setdefault, dims, lie)) != lie.entries:
+        lies = spec.partition
+        if lies.unreduced or lies.reduced or 0 in spec.shape:
             return None
-    if lies.get(None) is not None:
+        if tuple(map(entries.setdefault, dims, lies)) != lies.entries:
+            return None
+    if entries.get(None) is not None:
         return None
-    axes_of = {f: entry_axes(entry) for f, entry in lies.items() if f is not None and entry is not None}
+    axes_of = {f: entry_axes(entry) for f, entry in entries.items() if f is not None and entry is not None}
     if not (factors.whole.isdisjoint(axes_of) and factors.summed.isdisjoint(axes_of)):
         return None
     used = [axis for axes in axes_of.values() for axis in axes]
@@ -135,7 +143,7 @@ def as_they_lie(
         over = [axis for factor, axes in axes_of.items() if factor not in dims for axis in axes]
         casts.append(operands[0].mesh.ordered(over) if over else ())
     first, lead = factors.operands[0], operands[0].partition
-    outs = tuple([lead if dims == first else P(*map(lies.get, dims)) for dims in factors.results])
+    outs = tuple([lead if dims == first else P(*map(entries.get, dims)) for dims in factors.results])
     if fixed and (casts[0] or outs[0] is not lead):
         return None
     return Strategy(tuple(operands), tuple(casts), outs, (0.0, 0.0), False, axes_of, 0.0)
@@ -154,15 +162,18 @@ def strategies(
     gradients: frozenset[int] = _NONE,
     weighs: bool = False,
 ) -> list[Strategy]:
-    """All combinations that a call can run on.
+    """Return all strategies of a call.
 
-    ``fixed``: the first operand and the result must lie as the first operand does; None where they cannot. ``empty``:
-    the function takes empty blocks. ``body``: whole factors may be sharded too, and what that costs. ``gradients``: the
-    operands that will have one. ``weighs``: the sums of gradients of whole operands count.
+    Args:
+        fixed: The first operand is not moved, and the result lies as it does.
+        empty: The function takes empty blocks.
+        body: The body that runs where a whole factor is sharded, with its price. None: whole factors are not sharded.
+        gradients: The operands that will have a gradient.
+        weighs: The sums of gradients of whole operands are a part of the price.
     """
     every = (
-        (way.factors, layouts_of(way.factors, way.choices, operands, results, topology, empty, body))
-        for way in combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
+        (each.factors, layouts_of(each.factors, each.choices, operands, results, topology, empty, body))
+        for each in combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
     )
     return [
         _Pricing(reading, laid, _MovePrices(operands, topology, gradients, weighs)).strategy()
@@ -172,38 +183,38 @@ def strategies(
 
 
 def _stays(laid: CallLayouts, first: TensorSpec) -> bool:
-    """Whether the first operand, and the result, lie as it did."""
-    cast = laid.casts[0] and not laid.by_body  # which casts what it must
+    """Whether the first operand stays, and the result lies as it does."""
+    cast = laid.casts[0] and not laid.by_body  # a body casts by itself
     return laid.operands[0] is first and not cast and laid.results[0].partition is first.partition
 
 
 class _MovePrices:
-    """µs to move operands, each move bounded once and priced once for all combinations of a call.
+    """The prices (µs) of the moves of operands. Each is bounded once and computed once for all combinations.
 
-    By the quickest routes; on more than two axes, once half of the effort is spent, by those of `straight`.
+    A move takes the quickest route. On more than two axes, after half of the effort, it takes the route of `straight`.
     """
 
-    __slots__ = ("bounds", "found", "gradients", "most", "operands", "spent", "topology", "weighs")
+    __slots__ = ("bounds", "gradients", "most", "operands", "prices", "spent", "topology", "weighs")
 
     def __init__(
         self, operands: Sequence[TensorSpec], topology: Topology, gradients: frozenset[int], weighs: bool
     ) -> None:
         self.operands, self.topology, self.gradients, self.weighs = operands, topology, gradients, weighs
         self.bounds: dict[_Move, float] = {}
-        self.found: dict[_Move, tuple[float, float]] = {}
+        self.prices: dict[_Move, tuple[float, float]] = {}
         mesh, self.spent = operands[0].mesh, 0
         few = sum(n > 1 for n in mesh.shape.values()) < 3
         self.most = inf if few else _OF_MANY if are_many(mesh) else _EFFORT
 
     @property
     def are_enough(self) -> bool:
-        """Whether enough was looked at."""
+        """Whether the effort is spent."""
         return self.spent >= self.most
 
     def least(self, move: _Move) -> float:
-        """There, and back where a gradient goes: unless a cast is what brings it."""
-        if move in self.found:
-            return self.found[move][0]
+        """Return a lower bound of a move, forward and backward; the gradient of a cast operand needs no move."""
+        if move in self.prices:
+            return self.prices[move][0]
         if move not in self.bounds:
             i, need, casts = move
             spec, self.spent = self.operands[i], self.spent + 1
@@ -212,24 +223,24 @@ class _MovePrices:
         return self.bounds[move]
 
     def exactly(self, move: _Move) -> tuple[float, float]:
-        """And what a cast brings."""
-        if move not in self.found:
+        """Return the price of a move, and that of its cast in backward."""
+        if move not in self.prices:
             i, need, casts = move
             directly = self.spent >= self.most / 2
-            way = moves(self.operands[i], need, casts, self.topology, i in self.gradients, directly)
-            self.found[move] = way.forward + way.backward + self.weighs * way.casting, way.casting
-            self.spent += way.route.looked
-        return self.found[move]
+            cost = moves(self.operands[i], need, casts, self.topology, i in self.gradients, directly)
+            self.prices[move] = cost.forward + cost.backward + self.weighs * cost.casting, cost.casting
+            self.spent += cost.route.looked
+        return self.prices[move]
 
     def settling(self, results: Sequence[TensorSpec]) -> float:
-        """To end the pending sums of results."""
-        found = 0.0
+        """Return the price of settling the pending sums of results."""
+        time = 0.0
         for spec in results:
             if spec.partition.unreduced:
                 directly = self.spent >= self.most / 2
-                way = route(spec, spec.with_partition(P(*spec.partition)), self.topology, directly)
-                found, self.spent = found + way.price.time, self.spent + way.looked
-        return found
+                path = route(spec, spec.with_partition(P(*spec.partition)), self.topology, directly)
+                time, self.spent = time + path.price.time, self.spent + path.looked
+        return time
 
     def communicates(self, move: _Move) -> bool:
         """Whether a move is more than slices."""
@@ -237,7 +248,7 @@ class _MovePrices:
 
 
 class _Pricing:
-    """The price of one combination, which is made exact move by move: so far it is at least ``least``."""
+    """The price of one combination, made exact move by move."""
 
     __slots__ = ("base", "casts", "laid", "moved", "needs", "prices")
 
@@ -245,44 +256,44 @@ class _Pricing:
         self.laid, self.prices = laid, prices
         self.needs, self.casts = laid.operands, laid.casts
         operands, topology, gradients = prices.operands, prices.topology, prices.gradients
-        if laid.by_body:  # it casts what it must
+        if laid.by_body:  # the body casts by itself
             rows = enumerate(zip(operands, self.needs, self.casts, strict=True))
             self.needs = tuple([cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows])
             self.casts = ((),) * len(self.casts)
         self.base = laid.body + (laid.back if gradients else 0.0)
         if laid.by_body and prices.weighs:
-            asked = [(self.needs[i], self.needs[i], laid.casts[i], topology, True) for i in gradients]
-            self.base += sum(moves(*one).casting for one in asked)
+            stays = [(self.needs[i], self.needs[i], laid.casts[i], topology, True) for i in gradients]
+            self.base += sum(moves(*each).casting for each in stays)
         if True in [spec is not need for spec, need in zip(operands, laid.operands, strict=True)]:
             self.base += working(factors, laid.operands, laid.results, topology) * (PASSES if gradients else 1)
         self.moved = [self._move(i) for i, spec in enumerate(operands) if spec is not self.needs[i]]
 
     @property
     def least(self) -> float:
-        """µs, of which no more are known yet."""
+        """The best lower bound so far, µs."""
         return round(self.base + sum(map(self.prices.least, self.moved)), 6)
 
     @property
     def is_open(self) -> bool:
-        """Whether some move is not exact yet."""
-        return not all(move in self.prices.found for move in self.moved)
+        """Whether some move has only a bound."""
+        return not all(move in self.prices.prices for move in self.moved)
 
     def refine(self) -> None:
-        """Route the move that takes the longest of those that are not exact."""
-        still = [move for move in self.moved if move not in self.prices.found]
-        if still:
-            self.prices.exactly(max(still, key=self.prices.least))
+        """Route the move with the largest bound."""
+        bounded = [move for move in self.moved if move not in self.prices.prices]
+        if bounded:
+            self.prices.exactly(max(bounded, key=self.prices.least))
 
     def strategy(self) -> Strategy:
-        """With the exact price."""
+        """Return the strategy with its exact price."""
         laid, prices = self.laid, self.prices
         also = [self._move(i) for i, cast in enumerate(self.casts) if cast and i in prices.gradients]
         time, later = self.base, 0.0
-        for move in sorted({*self.moved, *also}, key=lambda one: one[0]):
-            exact = prices.exactly(move)
-            time, later = time + exact[0], later + exact[1]
+        for move in sorted({*self.moved, *also}, key=lambda move: move[0]):
+            price, casting = prices.exactly(move)
+            time, later = time + price, later + casting
         settling = prices.settling(laid.results)
-        if self.moved:  # at least they are scattered; and gradients gathered, of sums that others were moved for
+        if self.moved:  # the result is scattered at least; if operands moved for it, its gradient is gathered too
             time += settling / (1 if prices.gradients and any(map(prices.communicates, self.moved)) else 2)
         outs, times = tuple([spec.partition for spec in laid.results]), (round(time, 6), round(later + settling, 6))
         return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body, laid.back)
@@ -292,7 +303,7 @@ class _Pricing:
 
 
 def cast_where_gathered(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ...]) -> TensorSpec:
-    """Reduced where it is gathered, so that backward is a reduce-scatter."""
+    """Return the layout of an operand of a body: reduced over gathered axes, so that backward is a reduce-scatter."""
     gone = frozenset(casts) & {axis for entry in spec.partition for axis in axes_within(entry)}
     lies = need.partition
     return need.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gone)) if gone else need

@@ -1,4 +1,4 @@
-"""The floats of a function that is traced, as symbols: what it asks of their values they remember."""
+"""The floats of a traced function as symbols, which record whether the function reads their values."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from fspmd.torch_internals import constant_source
 
 
 class Symbols:
-    """Of one trace."""
+    """The symbols of one trace."""
 
     def __init__(self) -> None:
         self.env = ShapeEnv()
-        self._numbers: dict[object, int] = {}  # of symbols
+        self._numbers: dict[object, int] = {}  # symbol -> number of its operand
 
     def of(self, x: float, number: int) -> float | SymFloat:
-        """A symbol for the operand of this number."""
+        """Return a symbol for the operand of this number."""
         source = constant_source(f"operand_{number}")
         symbol = self.env.create_symbol(x, source, DimDynamic.DYNAMIC, None, None, do_not_specialize_zero_one=True)
         self._numbers[symbol] = number
         return self.env.create_symfloatnode(symbol, hint=x, source=source)
 
     def looked_at(self) -> frozenset[int]:
-        """The numbers of the operands whose values the function has asked for, or compared."""
-        found = {*self.env.replacements}.union(*(guard.expr.free_symbols for guard in self.env.guards))
-        return frozenset(number for symbol, number in self._numbers.items() if symbol in found)
+        """Return the numbers of the operands whose values the function has read or compared."""
+        known = {*self.env.replacements}.union(*(guard.expr.free_symbols for guard in self.env.guards))
+        return frozenset(number for symbol, number in self._numbers.items() if symbol in known)

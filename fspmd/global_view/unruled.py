@@ -1,4 +1,4 @@
-"""A call that no rule decides: what its function is made of, or where values decide a gather."""
+"""Calls without a rule: by the graph of the function, or on gathered operands if values decide the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fspmd.errors import ShapeError
 from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
 from fspmd.global_view.operands import places_of, sharded_values
-from fspmd.global_view.refusals import TOLD, NoRuleError, refuse_global, refuse_rule, shown
+from fspmd.global_view.refusals import PASSING, NoRuleError, refuse_global, refuse_rule, shown
 from fspmd.global_view.result_gradients import Followed
 from fspmd.global_view.result_types import dtype_complaint
 from fspmd.ops.traits import autocasts, name_of
@@ -26,26 +26,26 @@ from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import blocks_of
 
 Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-_GRAPHS: Final = 64  # of one plan, by the numbers in them
+_GRAPHS: Final = 64  # of one plan at most, one for each set of numbers
 
 
 def unruled(func: Any, specs: list[TensorSpec], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, bool]:
-    """What does such calls, and whether it calls other functions alone.
+    """Return a function that runs such calls, and whether it only calls other functions.
 
     Raises:
-        NoRuleError: nothing does.
-        ArgumentError: the call fails on the global tensors.
+        NoRuleError: The function, or a function that it calls, has no rule.
+        ArgumentError: The call fails on the global tensors.
     """
-    found = _GraphsByNumbers(func, specs)
-    graph = found.trace(args, kwargs)
-    run = found.run if numbers_of(args, kwargs) else found.run_alike
+    graphs = _GraphsByNumbers(func, specs)
+    graph = graphs.trace(args, kwargs)
+    run = graphs.run if numbers_of(args, kwargs) else graphs.run_alike
     return run, getattr(graph, "func", None) is _composed
 
 
 class _GraphsByNumbers:
-    """The graphs of a function; those of its floats that it does not look at are operands, others constants.
+    """The graphs of a function. Floats whose values it reads are constants of a graph; other floats are operands.
 
-    Autocast is a part of a graph: its casts are calls there.
+    The casts of autocast are calls in a graph.
     """
 
     def __init__(self, func: Any, specs: list[TensorSpec]) -> None:
@@ -54,23 +54,23 @@ class _GraphsByNumbers:
         self.graphs: dict[Any, Run] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call."""
+        """Run a call."""
         graph = self.graphs.get(self._key(args, kwargs)) or self.trace(args, kwargs)
         return graph(args, kwargs)
 
     def run_alike(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call without numbers."""
+        """Run a call without numbers."""
         graph = self.graphs.get((autocasts(),)) or self.trace(args, kwargs)
         return graph(args, kwargs)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The numbers that are constants, as text: 0.0 and -0.0 differ, and nan equals nothing."""
+        """Return the numbers that are constants, as text: 0.0 == -0.0, and nan != nan."""
         numbers = numbers_of(args, kwargs)
         fixed = [(i, type(x), repr(x)) for i, x, is_operand in numbers if not is_operand or i in self.fixed]
         return autocasts(), *fixed
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-        """The graph of calls with such numbers."""
+        """Trace and keep the graph of calls with these numbers."""
         graph, fixed = _by_graph(self.specs, self.func, args, kwargs)
         if not fixed <= self.fixed or len(self.graphs) >= _GRAPHS:
             self.graphs.clear()
@@ -82,7 +82,7 @@ class _GraphsByNumbers:
 def _by_graph(
     specs: list[TensorSpec], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Run, frozenset[int]]:
-    """What does a call, and the leaves that are constants there."""
+    """Return a function that runs a call, and the leaves of the arguments that are constants in its graph."""
     if not (writes(func) or isinstance(func, FunctionType)) and specs[0].mesh.device_type == "cpu":
         complaint = dtype_complaint(func, args, kwargs, places_of(args, kwargs, specs[0].mesh))
         if complaint is not None:
@@ -95,10 +95,10 @@ def _by_graph(
         if writes(func):
             refuse_rule(func, specs)
         return functools.partial(gathered, func), frozenset()
-    except TOLD:
+    except PASSING:
         raise
     except NotImplementedError as error:
-        if "Meta" not in str(error):  # in the function's own words
+        if "Meta" not in str(error):  # raised by the function itself
             refuse_global(func, specs, error)
         refuse_rule(func, specs)  # there is no kernel for fake tensors
     except Exception as error:
@@ -109,7 +109,7 @@ def _by_graph(
 
 
 def _composed(func: Any, graph: Graph, followed: Followed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function without a rule, by what it is made of."""
+    """Run the graph of a function without a rule."""
     try:
         return followed.results(graph.run(operands_of(args, kwargs)), args, kwargs)
     except NoRuleError as error:
@@ -119,13 +119,13 @@ def _composed(func: Any, graph: Graph, followed: Followed, args: tuple[Any, ...]
 def _write(
     func: Any, graph: Graph, followed: Followed, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sharded | Tensor:
-    """A write by a function without a rule: the new value, laid out as the operand, is copied into its blocks."""
+    """Run a write without a rule: compute the new value, and copy it into the operand in the operand's layout."""
     x: Sharded | Tensor = args[0]
     if isinstance(x, Sharded):
         refuse_copy(x.local, shown(func))
     new = _composed(func, graph, followed, args, kwargs)
     if (new.shape, new.dtype) != (x.shape, x.dtype):
-        raise ShapeError(f"{shown(func)} would make {x!r} a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
+        raise ShapeError(f"{shown(func)} would turn {x!r} into a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")
     if isinstance(x, Sharded):
         call_torch(Tensor.copy_, (x, new), {})
     else:
@@ -134,38 +134,38 @@ def _write(
 
 
 def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The call on global tensors: what it gives, or its shape, depends on values."""
+    """Run a call on gathered operands, since its result, or the shape of it, depends on values."""
     mesh = sharded_values(args, kwargs)[0].spec.mesh
 
-    lying = True
+    has_strides = True
 
-    def at_home(x: Any) -> Any:
-        nonlocal lying
+    def gather(x: Any) -> Any:
+        nonlocal has_strides
         if not isinstance(x, Sharded):
             return x
-        whole, lies_so = _as_told(redistribute(x.local, x.spec, x.spec.with_partition(P())), x)
-        lying &= lies_so
+        whole, lies_right = _in_memory_of(redistribute(x.local, x.spec, x.spec.with_partition(P())), x)
+        has_strides &= lies_right
         return whole
 
     def wrapped(x: Any) -> Any:
         if not is_plain(x):
             return x
         spec = TensorSpec(mesh, P(), x.shape, x.dtype)
-        told = (lying or x.ndim < 2) and x._base is None
-        return laid(x, spec, Laid(blocks_of(x)[0].stride()) if told else UNKNOWN)
+        is_known = (has_strides or x.ndim < 2) and x._base is None
+        return laid(x, spec, Laid(blocks_of(x)[0].stride()) if is_known else UNKNOWN)
 
-    whole: Any = optree.tree_map(at_home, (args, kwargs), none_is_leaf=True)
+    whole: Any = optree.tree_map(gather, (args, kwargs), none_is_leaf=True)
     try:
         out = func(*whole[0], **whole[1])
-    except TOLD:
+    except PASSING:
         raise
     except Exception as error:
         refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], error)
     return optree.tree_map(wrapped, out, none_is_leaf=True)
 
 
-def _as_told(whole: Tensor, x: Sharded) -> tuple[Tensor, bool]:
-    """A value that was gathered, in memory as torch would keep it, and whether it is; then so are results."""
+def _in_memory_of(whole: Tensor, x: Sharded) -> tuple[Tensor, bool]:
+    """Return a gathered value with the strides of the global tensor, and whether that was possible."""
     shape, strides = x.spec.shape, lies(x).strides
     if strides is None or not is_dense(shape, strides):
         return whole, False

@@ -1,4 +1,4 @@
-"""The plan of a call that a rule decides, or several, where what is in no key tells which: gradients and numbers."""
+"""The plan of a call that a rule decides, or its plans, where facts that no key holds choose: gradients and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.global_view.origins import noting
+from fspmd.global_view.origins import with_origin
 from fspmd.global_view.propagate import OpPlan, Question, ask, opaque_plan, plan_of
 from fspmd.global_view.refusals import refuse_write, shown
 from fspmd.global_view.strategies import Strategy
@@ -28,20 +28,20 @@ from fspmd.torch_internals import transforms_active
 def propagate(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> OpPlan | None:
-    """Plan a call; ``operands`` are the places of its tensors, and their layouts. None: there is no rule for it.
+    """Plan a call, or return None if no rule decides it. ``operands`` has the places and layouts of its tensors.
 
     Raises:
-        ArgumentError: the call fails on the global tensors.
+        ArgumentError: The call fails on the global tensors.
     """
     question = ask(func, args, kwargs, operands)
     if question is None:
         return None
-    is_elsewhere = question.fixed and question.best() is None
-    if is_elsewhere and question.operands[0][1].partition.unreduced:
+    must_move = question.fixed and question.best() is None  # the write has no strategy that leaves its operand in place
+    if must_move and question.operands[0][1].partition.unreduced:
         return opaque_plan(functools.partial(_write_sum, func))
     numbers = _scales(question, (*args, *kwargs.values())) if question.linear else []
-    if question.fixed and question.row.sets and (is_elsewhere or numbers):
-        return None  # what its graph gives is written, wherever that lies
+    if question.fixed and question.row.sets and (must_move or numbers):
+        return None  # the graph of the function computes the new value, which is then written in any layout
     if numbers:
         by_numbers = _PlansByNumbers(func, len(args), question, numbers)
         return _chosen(by_numbers.of_terms, by_numbers.plan)
@@ -49,9 +49,9 @@ def propagate(
 
 
 def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A write of what is no sum of terms into a pending sum: one rank then has its value as a term, others zeros.
+    """Write a value that is not a sum of terms into a pending sum: as the term of one rank, with zeros on the others.
 
-    So views of it see the write, and it lies as before.
+    The operand keeps its layout, and its views see the write.
     """
     x: Sharded = args[0]
     refuse_copy(x.local, shown(func))
@@ -77,7 +77,7 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     if weighed and not (plan.needs_redistribute or ends):
         weighed = bool(floating) and not _same(best, followed.best(known))
     if not (pending or (weighed and floating)):
-        return noting(func, positional, question, best, plan)
+        return with_origin(func, positional, question, best, plan)
     return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)
 
 
@@ -89,8 +89,8 @@ def _chosen(plan: OpPlan, choose: Any) -> OpPlan:
     return OpPlan(plan.results, True, plan.moves, plan.casts, plan.local, choose=choose)
 
 
-def _same(one: Strategy, other: Strategy | None) -> bool:
-    return other is not None and (one.operands, one.results, one.by_body) == (
+def _same(strategy: Strategy, other: Strategy | None) -> bool:
+    return other is not None and (strategy.operands, strategy.results, strategy.by_body) == (
         other.operands,
         other.results,
         other.by_body,
@@ -98,9 +98,11 @@ def _same(one: Strategy, other: Strategy | None) -> bool:
 
 
 class _ByBlocks:
-    """The plans of a call of which the cheapest way depends on the blocks of its operands.
+    """The plans of a call whose cheapest strategy depends on the blocks of its operands.
 
-    ``weighed``: on which of them will have a gradient. And on where ``pending`` sums were ended for other calls before.
+    Args:
+        weighed: It depends on which operands will have a gradient.
+        pending: Operands that are pending sums. It depends on the layouts in which other calls have settled them.
     """
 
     def __init__(
@@ -119,34 +121,35 @@ class _ByBlocks:
         self.plans: dict[Any, OpPlan] = {(_NONE, ()): plan}
 
     def plan(self, blocks: list[Any]) -> OpPlan:
-        """Of a call on these blocks."""
-        elsewhere: tuple[tuple[int, TensorSpec], ...] = ()
+        """Return the plan of a call on these blocks."""
+        settled: tuple[tuple[int, TensorSpec], ...] = ()
         for _, place, _ in self.pending:
             if has_moves(blocks[place] if type(place) is int else at(blocks, place)):
-                elsewhere = self._elsewhere(blocks)
+                settled = self._settled(blocks)
                 break
-        if not (elsewhere or self.weighed):
+        if not (settled or self.weighed):
             return self.first
         followed = _NONE
         if transforms_active():
             followed = frozenset([i for i, _ in self.floating])
         elif torch.is_grad_enabled():
             followed = frozenset([i for i, place in self.floating if at(blocks, place).requires_grad])
-        plan = self.plans.get((followed, elsewhere))
+        plan = self.plans.get((followed, settled))
         if plan is None:
-            plan = self.plans[followed, elsewhere] = self._plan(followed, dict(elsewhere))
+            plan = self.plans[followed, settled] = self._plan(followed, dict(settled))
         return plan
 
-    def _elsewhere(self, blocks: list[Any]) -> tuple[tuple[int, TensorSpec], ...]:
+    def _settled(self, blocks: list[Any]) -> tuple[tuple[int, TensorSpec], ...]:
+        """Return the operands whose sums were settled before, with the layouts of the sums."""
         if is_transformed():
             return ()
-        found = [(i, ended(at(blocks, place), spec)) for i, place, spec in self.pending]
-        return tuple([(i, spec) for i, spec in found if spec is not None])
+        specs = [(i, ended(at(blocks, place), spec)) for i, place, spec in self.pending]
+        return tuple([(i, spec) for i, spec in specs if spec is not None])
 
-    def _plan(self, followed: frozenset[int], elsewhere: dict[int, TensorSpec]) -> OpPlan:
+    def _plan(self, followed: frozenset[int], settled: dict[int, TensorSpec]) -> OpPlan:
         question = self.question._replace(gradients=followed)
-        lie = [elsewhere.get(i, spec) for i, (_, spec) in enumerate(question.operands)]
-        best = (question.at(lie) if elsewhere else question).best()
+        lie = [settled.get(i, spec) for i, (_, spec) in enumerate(question.operands)]
+        best = (question.at(lie) if settled else question).best()
         if best is None:
             refuse_write(self.func, [spec for _, spec in question.operands])
         return plan_of(self.func, self.positional, question, best, lie)
@@ -155,20 +158,20 @@ class _ByBlocks:
 _NONE: Final = frozenset[int]()
 
 
-# --- numbers that a pending sum is multiplied with: of infinite ones the terms are no terms of the result -------------
+# --- numbers that multiply a pending sum: infinity times a term is not a term of the result ---------------------------
 
 
 def _scales(question: Question, arguments: Sequence[Any]) -> list[int]:
-    """Where numbers stand that would multiply each term of a pending sum, or divide it."""
+    """Return the places of numbers that would multiply or divide each term of a pending sum."""
     pends = question.factors.summed or True in [bool(spec.partition.unreduced) for _, spec in question.operands]
     if not pends:
         return []
     kinds = (int, float, complex) if question.row.divides else (float, complex)
-    return [i for i, one in enumerate(arguments) if isinstance(one, kinds) and not isinstance(one, bool)]
+    return [i for i, arg in enumerate(arguments) if isinstance(arg, kinds) and not isinstance(arg, bool)]
 
 
 class _PlansByNumbers:
-    """Two plans: terms are multiplied and then added up; or, by what is not finite, their sum is multiplied."""
+    """Two plans: one multiplies the terms of a pending sum. The other, for infinity and nan, settles the sum first."""
 
     def __init__(self, func: Any, positional: int, question: Question, numbers: Sequence[int]) -> None:
         self.func, self.positional, self.question, self.numbers = func, positional, question, numbers
@@ -176,7 +179,7 @@ class _PlansByNumbers:
         self.of_sum: OpPlan | None = None
 
     def plan(self, blocks: list[Any]) -> OpPlan:
-        """Of a call on these blocks and numbers."""
+        """Return the plan of a call on these blocks and numbers."""
         plan = self.of_terms
         for i in self.numbers:
             if not isfinite(blocks[i]) or (self.question.row.divides and blocks[i] == 0):

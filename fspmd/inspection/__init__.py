@@ -1,1 +1,1 @@
-"""Who communicates, and why: causes, logs and refusals."""
+"""Watching communication: its causes, logs of it, and refusals of communication that is not written."""

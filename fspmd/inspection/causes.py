@@ -1,4 +1,4 @@
-"""Who asked for a communication: read off the stack, so that it costs nothing while nobody wants to know."""
+"""The cause of a communication. It is read off the stack, so that it costs nothing while nobody watches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fspmd.inspection.module_paths import path_of
 from fspmd.torch_internals import current_autograd_node
 
 _HERE: Final = str(Path(__file__).parents[1])
-_RECORDERS: Final = f"{_HERE}/programs/"  # which run what the user gave them
+_RECORDERS: Final = f"{_HERE}/programs/"  # runs functions of the user
 #: folders of code that is not the user's
 LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file))
-#: our functions that are called with a torch function ``func`` and its arguments, by their files
 _DISPATCH: Final = f"{_HERE}/global_view/dispatch.py"
-#: our function that arranges values as a style at some path says
+#: the function that lays out values for a style
 _STYLES: Final = f"{_HERE}/modules/plans.py", "_arranged"
-#: our function that runs what depends on values on global tensors
+#: the function that runs torch functions whose results depend on values, on global tensors
 _GATHERED: Final = f"{_HERE}/global_view/unruled.py", "gathered"
+#: file -> the function in it whose argument ``func`` is a torch function
 _OPS: Final = {_DISPATCH: "dispatch", f"{_HERE}/local_view/tracking.py": "__torch_function__"}
-#: what a user calls something by, where the outermost of our functions has another name
+#: file -> the public name, where the outermost of our functions has another name
 _NAMES: Final = {
     "entry.py": "shard_map entry",
     "exit.py": "shard_map exit",
@@ -41,11 +41,14 @@ _NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The torch function or the function of fspmd that the user called, and where.
+    """The torch function or the function of fspmd that the user called, and the user's line.
 
-    ``written``: the user asked for the communication itself, rather than for something that implies it. ``why``: what
-    stands in the way of a plan that moves less, if something does. ``module``: the path of the module that ran,
-    ``layers.0.mlp.up``; empty for the model itself, and where none did.
+    Attributes:
+        what: The name of the function.
+        written: The user asked for the communication itself, and not for a computation that implies it.
+        why: The reason why no plan moves less; empty where there is none.
+        module: The path of the module that ran, ``layers.0.mlp.up``; empty for the model itself, and where no module
+            ran.
     """
 
     what: str
@@ -57,8 +60,8 @@ class Cause:
 
     @property
     def by(self) -> str:
-        """``layers.0.mlp.up: linear()``: the module, and what was called there."""
-        named = not self.module or self.what.startswith(f"{self.module}: ")  # as a style's are
+        """``layers.0.mlp.up: linear()``: the module, and the function that it called."""
+        named = not self.module or self.what.startswith(f"{self.module}: ")  # the cause is a style of the module
         return self.what if named else f"{self.module}: {self.what}"
 
     @property
@@ -76,17 +79,17 @@ class Cause:
 class Trace:
     """The frames between a communication and the user's line that caused it."""
 
-    dispatches: tuple[FrameType, ...]  # of torch functions on Sharded values, innermost first
+    dispatches: tuple[FrameType, ...]  # frames of `dispatch`, innermost first
     user: FrameType | None
     cause: Cause
 
 
 class _File(NamedTuple):
-    """Whose code is in a file."""
+    """The owner of the code in a file."""
 
-    is_library: bool  # and not the user's
-    is_ours: bool  # what users call, and what it calls
-    op: str  # the function in it that `_OPS` names
+    is_library: bool  # torch's, optree's or ours, and not the user's
+    is_ours: bool  # a public function may be in it, or code that a public function calls
+    op: str  # the function that `_OPS` names
     name: str
 
 
@@ -97,11 +100,12 @@ def _file(path: str) -> _File:
 
 
 def trace() -> Trace:
-    """What led here: the nearest frame that is neither ours nor torch's, and what it called."""
+    """Find the cause of the call that runs: the nearest frame that is neither ours nor torch's, and the function that
+    it called."""
     dispatches: list[FrameType] = []
     op: FrameType | None = None
     outermost: FrameType | None = None
-    style = edges = why = ""  # what arranges values; whether a body's entries or exits are at work
+    style = edges = why = ""  # the style that lays out values; the file of a body's entries or exits
     frame: FrameType | None = sys._getframe(1)
     innermost = frame
     while frame is not None and (file := _file((code := frame.f_code).co_filename)).is_library:
@@ -114,7 +118,7 @@ def trace() -> Trace:
             elif (code.co_filename, code.co_name) == _STYLES:
                 style = f"{frame.f_locals['self'].path or 'the module'}: {type(frame.f_locals['style']).__name__}"
             elif (code.co_filename, code.co_name) == _GATHERED:
-                why = "what it gives, or its shape, depends on values"
+                why = "its result, or the shape of it, depends on values"
             elif file.name in ("entry.py", "exit.py"):
                 edges = file.name
         frame = frame.f_back
@@ -125,6 +129,7 @@ def trace() -> Trace:
 
 
 def _name(outermost: FrameType | None, edges: str) -> str:
+    """The public name of the outermost of our functions."""
     if outermost is None or current_autograd_node() is not None:
         return "backward()"
     file = _file(outermost.f_code.co_filename).name

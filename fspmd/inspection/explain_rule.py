@@ -1,11 +1,11 @@
-"""What a rule means, printed: for one mesh axis, each way to lay out operands and results."""
+"""`explain_rule`: a rule as text, with each strategy for one mesh axis."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import optree
 import torch
@@ -19,7 +19,7 @@ from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
 from fspmd.global_view.strategies import Strategy, strategies
-from fspmd.inspection.trials import takes_tensors_alone, trials
+from fspmd.inspection.trials import is_tensor_method, trials
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.ops.signatures import required
 from fspmd.rules import composite_of, handler_of, is_registered
@@ -28,20 +28,22 @@ from fspmd.spec import P, TensorSpec
 
 
 def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What the rule of a function means for a call: for one mesh axis, each way to lay out operands and results.
+    """Explain the rule of a function for a call: each layout of operands and results that one mesh axis allows.
 
     Args:
-        func: A torch function, or one given to `rule`.
-        args: An example of a call, with tensors of any sizes (on the meta device they hold no memory); none, for one
-            of the fewest arguments, where all tensors have as many dims if they may, each of size 4.
-        kwargs: The same.
+        func: A torch function, or a function given to `rule`.
+        args: The positional arguments of an example of a call. Tensors may have any sizes; on the meta device they
+            take no memory. Without arguments the example is a call with the fewest arguments. Its tensors have dims of
+            size 4, and the same number of dims if ``func`` allows it.
+        kwargs: The keyword arguments of the example.
 
     Returns:
-        Text: the dims of the computation, and one line for each thing that an axis ``x`` can do. Of a function without
-        a rule the same of each that it is made of, or how the results of calls lie and what they communicate.
+        Text: the factors of the call, and one line for each strategy of an axis ``x``. For a function that torch
+        composes of others, the text explains those that have a rule. For any other function it has the layouts of
+        results and the collectives of sample calls.
 
     Raises:
-        ArgumentError: it is no function that takes `Sharded` values, or it takes no such call.
+        ArgumentError: ``func`` does not take `Sharded` values, or does not take the call.
 
     >>> import torch
     >>> print(explain_rule(torch.mm, torch.empty(4, 6), torch.empty(6, 8)))
@@ -67,8 +69,9 @@ def explain_rule(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def _of_call(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The explanation of one call."""
     operands = _operands(mesh, args, kwargs)
-    question = _asked(func, args, kwargs, operands)
+    question = _question(func, args, kwargs, operands)
     if question is not None:
         return _explained(func, question)
     given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
@@ -80,32 +83,33 @@ def _of_call(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _examples(func: Any) -> Iterator[tuple[Any, ...]]:
-    """Calls that torch takes, with what has no default.
+    """Calls that torch accepts, with the parameters that have no default.
 
-    Tensors of as many dims first, of floats, or one of places or truths; of ints the last dim, or its size.
+    Calls whose tensors have the same number of dims come first. All tensors are floats, or one of them is of ints or
+    bools. An int is the last dim; a list of ints is the size of a dim.
     """
     for kinds in dict.fromkeys(map(tuple, required(func))):
         count = sum(kind not in _OTHERS for kind in kinds)
         if not 0 < count <= 5 or not {*kinds} <= {"Tensor", "List[Tensor]", *_OTHERS}:
             continue
-        every = sorted(itertools.product((2, 1, 3, 4), repeat=count), key=lambda dims: len({*dims}))
-        odd = [(None, torch.float32), *itertools.product(range(count), (torch.int64, torch.bool))]
-        for (place, dtype), dims in itertools.product(odd, every):
-            made = (torch.zeros((4,) * n, dtype=dtype if i == place else torch.float32) for i, n in enumerate(dims))
-            example = tuple(_OTHERS[kind] if kind in _OTHERS else _listed(kind, next(made)) for kind in kinds)
-            if _is_taken(func, example):
+        ranks = sorted(itertools.product((2, 1, 3, 4), repeat=count), key=lambda dims: len({*dims}))
+        dtypes = [(None, torch.float32), *itertools.product(range(count), (torch.int64, torch.bool))]
+        for (place, dtype), dims in itertools.product(dtypes, ranks):
+            tensors = (torch.zeros((4,) * n, dtype=dtype if i == place else torch.float32) for i, n in enumerate(dims))
+            example = tuple(_OTHERS[kind] if kind in _OTHERS else _listed(kind, next(tensors)) for kind in kinds)
+            if _is_accepted(func, example):
                 yield example
 
 
-_TRIED: Final = 16  # examples; the first that torch takes mostly has a rule
+_TRIED: Final = 16  # the number of examples; the first that torch accepts mostly has a rule
 _OTHERS: Final[dict[str, Any]] = {"int": -1, "List[int]": [4]}
 
 
-def _is_taken(func: Any, example: tuple[Any, ...]) -> bool:
+def _is_accepted(func: Any, example: tuple[Any, ...]) -> bool:
     try:
         with torch.random.fork_rng([]):
             func(*example)
-    except Exception:  # whatever a function says of arguments that nobody gave it
+    except Exception:  # a function may raise anything for arguments that nobody meant for it
         return False
     return True
 
@@ -114,20 +118,20 @@ def _listed(kind: str, x: Tensor) -> Any:
     return x if kind == "Tensor" else [x, x]
 
 
-def _asked(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Any) -> Question | None:
-    """What its rule is asked, if it has one of its own."""
-    known = is_registered(func) or (handler_of(func) is None and composite_of(func, args, kwargs) is None)
-    return ask(func, args, kwargs, operands) if operands and known else None
+def _question(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Any) -> Question | None:
+    """The question to the function's own rule; None where it has none."""
+    has_rule = is_registered(func) or (handler_of(func) is None and composite_of(func, args, kwargs) is None)
+    return ask(func, args, kwargs, operands) if operands and has_rule else None
 
 
 def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """What each call with a rule means that a call is made of; it runs once, on tensors without data."""
-    found: dict[str, None] = {}
+    """The explanations of the calls with a rule that a call consists of. It runs once, on tensors without data."""
+    texts: dict[str, None] = {}
 
-    def told(inner: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def explain(inner: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if (question := _asked(inner, args, named, _operands(mesh, args, named))) is not None:
-            found[_explained(inner, question)] = None
+        if (question := _question(inner, args, named, _operands(mesh, args, named))) is not None:
+            texts[_explained(inner, question)] = None
         return dispatch(Sharded, inner, types, args, kwargs)
 
     def without_data(x: Any) -> Any:
@@ -139,84 +143,95 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     tree: Any = (args, kwargs)
     given, named = optree.tree_map(without_data, tree, none_is_leaf=True)
     with (
-        suppress(FspmdError, RuntimeError, TypeError, ValueError),  # of what gives no tensors
+        suppress(FspmdError, RuntimeError, TypeError, ValueError),  # from functions that give no tensors
         torch.random.fork_rng([]),
         torch.no_grad(),
-        intercept_dispatch(lambda _: told),
+        intercept_dispatch(lambda _: explain),
     ):
-        if takes_tensors_alone(func):
-            told(func, (), given, named)
+        if is_tensor_method(func):
+            explain(func, (), given, named)
         else:
             func(*given, **named)
-        return list(found)
+        return list(texts)
     return []
 
 
 def _operands(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, TensorSpec]]:
-    found: list[tuple[Any, TensorSpec]] = []
+    """The places of the tensors of a call, and their layouts on all ranks alike."""
+    operands: list[tuple[Any, TensorSpec]] = []
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
-        for k, one in enumerate(arg if listed else (arg,)):
-            if isinstance(one, Tensor):
-                found.append(((i, k) if listed else i, TensorSpec(mesh, P(), tuple(one.shape), one.dtype)))
-    return found
+        for k, x in enumerate(arg if listed else (arg,)):
+            if isinstance(x, Tensor):
+                operands.append(((i, k) if listed else i, TensorSpec(mesh, P(), tuple(x.shape), x.dtype)))
+    return operands
 
 
 def _explained(func: Any, question: Question) -> str:
+    """The factors of a call, and a line for each strategy."""
     name = shown(func).removesuffix("()")
     factors, specs = question.factors, [spec for _, spec in question.operands]
     letters = _letters(question)
 
-    def dims(own: Sequence[int | None]) -> str:
-        return " ".join("1" if f is None else f"[{letters[f]}]" if f in factors.whole else letters[f] for f in own)
+    def notation(dims: Sequence[int | None]) -> str:
+        return " ".join("1" if f is None else f"[{letters[f]}]" if f in factors.whole else letters[f] for f in dims)
 
-    sides = [", ".join(map(dims, side)) for side in (factors.operands, factors.results)]
+    sides = [", ".join(map(notation, side)) for side in (factors.operands, factors.results)]
     lines = [f"{name}({', '.join(repr(spec).partition(' on ')[0] for spec in specs)}): {sides[0]} -> {sides[1]}"]
     for case in _cases(question, letters):
-        given = [spec.with_partition(partition) for spec, partition in zip(specs, case[1], strict=True)]
-        asked = question.at(given)
-        ways = map(asked.together, asked.solve(strategies))
-        found = next((one for one in ways if _is(case, one, given)), None)
-        if found is not None:
-            layouts = ", ".join(repr(spec.partition.shortened) for spec in found.operands)
-            results = ", ".join(repr(partition.shortened) for partition in found.results)
-            lines.append(f"  {case[0]:14} {layouts} -> {results}{' by a body' if found.by_body else ''}")
+        given = [spec.with_partition(partition) for spec, partition in zip(specs, case.operands, strict=True)]
+        example = question.at(given)
+        candidates = map(example.together, example.solve(strategies))
+        strategy = next((strategy for strategy in candidates if _matches(case, strategy, given)), None)
+        if strategy is not None:
+            layouts = ", ".join(repr(spec.partition.shortened) for spec in strategy.operands)
+            results = ", ".join(repr(partition.shortened) for partition in strategy.results)
+            lines.append(f"  {case.title:14} {layouts} -> {results}{' by a body' if strategy.by_body else ''}")
     return "\n".join(lines)
 
 
 def _letters(question: Question) -> dict[int, str]:
-    """A name for each factor: that of its rule, or a letter."""
-    found = {number: name for name, number in question.factors.names.items() if isinstance(name, str)}
-    found = {number: name.strip("[]") for number, name in found.items()}
-    free = (letter for letter in "abcdefghijklmnopqrstuvwxyz" if letter not in found.values())
+    """A name for each factor: its name in the rule, or else a letter."""
+    named = question.factors.names.items()
+    letters = {number: name.strip("[]") for name, number in named if isinstance(name, str)}
+    free = (letter for letter in "abcdefghijklmnopqrstuvwxyz" if letter not in letters.values())
     for dims in (*question.factors.operands, *question.factors.results):
         for factor in dims:
-            if factor is not None and factor not in found:
-                found[factor] = next(free)
-    return found
+            if factor is not None and factor not in letters:
+                letters[factor] = next(free)
+    return letters
 
 
-#: what an axis does, the layouts of the operands that suggest it, and the factor it shards; or the operand that waits
-Case = tuple[str, list[P], int | None, int | None]
+class _Case(NamedTuple):
+    """One role of the axis in a call, and the specs of the operands that suggest it."""
+
+    title: str
+    operands: list[P]
+    factor: int | None = None  # the factor that the axis cuts
+    pending: int | None = None  # the first operand that is unreduced
 
 
-def _cases(question: Question, letters: dict[int, str]) -> list[Case]:
+def _cases(question: Question, letters: dict[int, str]) -> list[_Case]:
     factors, count, linear = question.factors, len(question.operands), question.linear
-    found: list[Case] = []
+    cases: list[_Case] = []
     for factor, letter in letters.items():
-        rows = ([own == factor and dims.count(factor) == 1 for own in dims] for dims in factors.operands)
-        found.append((f"{letter} sharded", [P(*("x" if one else None for one in row)) for row in rows], factor, None))
-    pending, settled = P(unreduced={"x"}), P()
-    for waiting, _ in passed_on(factors, linear, count):
-        first = min(waiting)
-        what = "unreduced" if linear == "sum" or count == 1 else f"{first} unreduced"
-        found.append((what, [pending if k in waiting else settled for k in range(count)], None, first))
-    found.append(("reduced", [P(reduced={"x"})] * count, None, None))
-    return [*found, ("whole", [P()] * count, None, None)]
+        specs = [
+            P(*("x" if other == factor and dims.count(factor) == 1 else None for other in dims))
+            for dims in factors.operands
+        ]
+        cases.append(_Case(f"{letter} sharded", specs, factor))
+    for pending, _ in passed_on(factors, linear, count):
+        first = min(pending)
+        title = "unreduced" if linear == "sum" or count == 1 else f"{first} unreduced"
+        specs = [P(unreduced={"x"}) if k in pending else P() for k in range(count)]
+        cases.append(_Case(title, specs, pending=first))
+    cases.append(_Case("reduced", [P(reduced={"x"})] * count))
+    return [*cases, _Case("whole", [P()] * count)]
 
 
-def _is(case: Case, one: Strategy, given: list[TensorSpec]) -> bool:
-    _, _, factor, waiting = case
-    if factor is not None:
-        return factor in one.axes
-    return bool(one.operands[waiting].partition.unreduced) if waiting is not None else list(one.operands) == given
+def _matches(case: _Case, strategy: Strategy, given: list[TensorSpec]) -> bool:
+    if case.factor is not None:
+        return case.factor in strategy.axes
+    if case.pending is not None:
+        return bool(strategy.operands[case.pending].partition.unreduced)
+    return list(strategy.operands) == given

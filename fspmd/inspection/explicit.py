@@ -1,4 +1,4 @@
-"""`explicit`: communication that the user did not write raises, or is listed."""
+"""`explicit`: communication that the user did not write raises, or warns."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ _MODES: Final = ("raise", "warn", "off")
 
 
 class ImplicitCommunicationWarning(UserWarning):
-    """A torch function communicates, which is not written, within ``explicit("warn")``."""
+    """Within ``explicit("warn")`` a torch function communicates, which is not written."""
 
 
 class GradientSumWarning(ImplicitCommunicationWarning):
-    """The same of sums of gradients in backward alone, which are expected where a batch is cut and weights are not."""
+    """Within ``explicit("warn")`` a torch function moves nothing forward and sums gradients in backward.
+
+    This is expected where a batch is cut and weights are not.
+    """
 
 
 class _ExplicitBlock:
-    """What holds within one context: the mode, and what was found, once for each function and line."""
+    """The state of one context: its mode, and its findings, once for each function and line."""
 
-    __slots__ = ("found", "mode", "seen")
+    __slots__ = ("findings", "mode", "seen")
 
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
-        self.found: list[Implicit] = []
+        self.findings: list[Implicit] = []
         self.seen: set[Any] = set()
 
 
@@ -47,7 +50,7 @@ _default = _ExplicitBlock("off")
 
 
 class _Checker(Watcher):
-    def before(self, x: Any, call: Call, trace: Trace) -> None:
+    def on_call(self, x: Any, call: Call, trace: Trace) -> None:
         scope = _state.scope or _default
         if scope.mode == "off" or not trace.dispatches or not implied(x, call, trace):
             return
@@ -56,11 +59,11 @@ class _Checker(Watcher):
         key = (trace.cause, trace.dispatches[0].f_locals["func"])
         if key not in scope.seen:
             scope.seen.add(key)
-            found = report(x, call, trace)
-            scope.found.append(found)
-            file, line = found.cause.file or "?", found.cause.line
-            kind = GradientSumWarning if found.of_gradients else ImplicitCommunicationWarning
-            warnings.warn_explicit(str(found), kind, file, line)
+            implicit = report(x, call, trace)
+            scope.findings.append(implicit)
+            file, line = implicit.cause.file or "?", implicit.cause.line
+            kind = GradientSumWarning if implicit.of_gradients else ImplicitCommunicationWarning
+            warnings.warn_explicit(str(implicit), kind, file, line)
 
 
 _checker: Final = _Checker()
@@ -68,28 +71,31 @@ _checker: Final = _Checker()
 
 @contextmanager
 def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
-    """Within it a torch function on `Sharded` values that communicates by itself raises, before anything moves.
+    """Within the context a torch function on `Sharded` values that communicates by itself raises, before anything
+    moves.
 
-    What it would communicate in backward counts, too: an operand equal on all ranks beside a sharded one has a gradient
-    that is summed over them, if it has one, and that is told when the function is called. A cast that several uses
-    share is one. So do functions whose result depends on values and ``.item()``, which gather. The message names the
-    function, the line, how each operand lies and would have to, collectives with bytes and µs, other strategies with
-    their price, and the line to write.
+    Communication in backward counts, too. An operand that is equal on all ranks, beside a sharded one, has a gradient
+    that is summed over the ranks. If it needs a gradient, the call raises. A cast that several uses share counts once.
+    Functions whose result depends on values, and ``.item()``, gather and raise.
 
-    Written, and allowed: `reshard`, `with_spec`, `device_put`, `device_get`, the specs of `shard_map` and the styles of
-    `parallelize`, and all that happens inside a body. A value that is reduced (`P(reduced={"x"})`) has a pending sum
-    for its gradient, which is settled where it was made so.
+    The message names the function, the line, the layout of each operand, the layout that the function needs, the
+    collectives with bytes and µs, other strategies with their price, and the line to write.
 
-    ``mode``: "warn" warns instead, once for each function and line, and gives the context's value, a list of what was
-    found. A call that moves nothing forward, and sums gradients in backward, gives a `GradientSumWarning`, which can be
-    filtered by itself; its entry in the list has ``of_gradients`` True. "off" lifts an enclosing context, or the
-    default. It holds for the thread that enters it.
+    Written communication is allowed: `reshard`, `with_spec`, `device_put`, `device_get`, the specs of `shard_map`, the
+    styles of `parallelize`, and everything inside a body. The gradient of a reduced value (`P(reduced={"x"})`) is a
+    pending sum. It is settled at the call that made the value reduced.
+
+    Args:
+        mode: "raise" raises. "warn" warns, once for each function and line, and the context's value is a list of the
+            findings. A call that moves nothing forward, and sums gradients in backward, gives a `GradientSumWarning`,
+            which can be filtered by itself; its entry in the list has ``of_gradients`` True. "off" lifts an enclosing
+            context, or the default. The mode holds for the thread that enters the context.
 
     Communication: none.
 
     Raises:
-        CommunicationError: within it.
-        ArgumentError: another ``mode``.
+        CommunicationError: a torch function communicates within the context.
+        ArgumentError: ``mode`` is another value.
 
     >>> import torch
     >>> from fspmd import P, device_put, make_mesh, reshard
@@ -110,17 +116,20 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
     _state.scope = scope
     add(_checker)
     try:
-        yield scope.found
+        yield scope.findings
     finally:
         remove(_checker)
         _state.scope = before
 
 
 def set_default(*, explicit: Mode, **others: Any) -> None:
-    """What holds outside any `explicit` context, on all threads of this process: "raise", "warn", or "off" as at first.
+    """Set the mode outside any `explicit` context, on all threads of this process. Initially it is "off".
+
+    Args:
+        explicit: "raise", "warn" or "off".
 
     Raises:
-        ArgumentError: another mode, or another keyword.
+        ArgumentError: ``explicit`` is another value, or another keyword is given.
 
     >>> set_default(explicit="warn")
     >>> set_default(explicit="off")
@@ -128,15 +137,15 @@ def set_default(*, explicit: Mode, **others: Any) -> None:
     global _default
     if others:
         raise ArgumentError(f'set_default got {quoted(others)}; it sets explicit= alone: set_default(explicit="raise")')
-    was, _default = _default.mode, _ExplicitBlock(_checked(explicit, "set_default"))
-    if was == "off" and explicit != "off":
+    before, _default = _default.mode, _ExplicitBlock(_checked(explicit, "set_default"))
+    if before == "off" and explicit != "off":
         add(_checker)
-    elif was != "off" and explicit == "off":
+    elif before != "off" and explicit == "off":
         remove(_checker)
 
 
-def _checked(mode: Any, what: str) -> Mode:
+def _checked(mode: Any, caller: str) -> Mode:
     if mode not in _MODES:
-        raise ArgumentError(f"{what} got {described(mode)}; expected one of {', '.join(map(repr, _MODES))}")
-    known: Mode = mode
-    return known
+        raise ArgumentError(f"{caller} got {described(mode)}; expected one of {', '.join(map(repr, _MODES))}")
+    checked: Mode = mode
+    return checked

@@ -1,4 +1,4 @@
-"""The expression that a frame is at, and the source of its operands."""
+"""The expression that a frame evaluates, and the sources of its operands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 def expression_at(frame: FrameType) -> str:
-    """The source of the expression that a frame evaluates, on one line; "" where it is not known.
+    """The source of the expression that a frame evaluates, on one line; "" where the source is unknown.
 
     >>> import sys
     >>> def f(x):
@@ -31,7 +31,9 @@ def expression_at(frame: FrameType) -> str:
 
 
 def operands_of(expression: str, what: str, count: int) -> list[str]:
-    """The sources of the ``count`` positional arguments of the function ``what``; [] where an expression does not tell.
+    """The sources of the ``count`` positional arguments of the function ``what``.
+
+    [] where the expression is not a call of ``what`` with as many arguments.
 
     >>> operands_of("x @ f(w)", "@", 2), operands_of("relu(h[0])", "relu()", 1), operands_of("a.sum(0)", "sum()", 2)
     (['x', 'f(w)'], ['h[0]'], ['a', '0'])
@@ -42,22 +44,22 @@ def operands_of(expression: str, what: str, count: int) -> list[str]:
         tree = ast.parse(expression, mode="eval").body
     except SyntaxError:
         return []
-    found: list[ast.expr] = []
+    operands: list[ast.expr] = []
     if isinstance(tree, ast.Call):
         name = tree.func.attr if isinstance(tree.func, ast.Attribute) else getattr(tree.func, "id", "")
-        found = list(tree.args) if name and what.removesuffix("()").endswith(name) else []
-        if isinstance(tree.func, ast.Attribute) and what.endswith(f"{name}()") and len(found) == count - 1:
-            found.insert(0, tree.func.value)
+        operands = list(tree.args) if name and what.removesuffix("()").endswith(name) else []
+        if isinstance(tree.func, ast.Attribute) and what.endswith(f"{name}()") and len(operands) == count - 1:
+            operands.insert(0, tree.func.value)
     elif what.endswith("()"):
         return []
     elif isinstance(tree, ast.BinOp):
-        found = [tree.left, tree.right]
+        operands = [tree.left, tree.right]
     elif isinstance(tree, ast.Compare):
-        found = [tree.left, *tree.comparators]
+        operands = [tree.left, *tree.comparators]
     elif isinstance(tree, ast.UnaryOp):
-        found = [tree.operand]
+        operands = [tree.operand]
     elif isinstance(tree, ast.Subscript):
-        found = [tree.value, tree.slice]
-    if len(found) != count or any(isinstance(one, ast.Starred) for one in found):
+        operands = [tree.value, tree.slice]
+    if len(operands) != count or any(isinstance(operand, ast.Starred) for operand in operands):
         return []
-    return [ast.unparse(one) for one in found]
+    return [ast.unparse(operand) for operand in operands]

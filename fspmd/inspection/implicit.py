@@ -1,4 +1,4 @@
-"""What a torch function on `Sharded` values communicates by itself, told with its price and what to write instead."""
+"""The communication that a torch function on `Sharded` values implies, with its price and the line to write instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -39,17 +39,20 @@ from fspmd.transport.local_tensor import blocks_of
 from fspmd.trees import leaf_paths
 
 _grad_enabled = torch.is_grad_enabled
-_WAYS = 4  # that a report shows besides the one taken
+_ALTERNATIVES = 4  # strategies that a report shows besides the cheapest
 _REFLECTED = {f"__{name}__" for name in REFLECTED}
-_SUMS = "[in backward "  # how the cost of a row begins that moves nothing forward
+_SUMS = "[in backward "  # begins the cost of a row that moves nothing forward
 _LONGEST = 60  # characters of an expression that a report shows
 
 
 @dataclass(frozen=True, slots=True)
 class Implicit:
-    """Communication that the user did not write: ``cause`` implies it. Printing it tells all.
+    """Communication that the user did not write. Printed, it is the message of the error or warning.
 
-    ``of_gradients``: nothing moves forward, and in backward gradients are summed, as of weights beside a cut batch.
+    Attributes:
+        cause: The function that implies the communication, and the user's line.
+        text: The message.
+        of_gradients: Nothing moves forward, and gradients are summed in backward. Example: weights beside a cut batch.
     """
 
     cause: Cause
@@ -64,17 +67,17 @@ class Implicit:
 
 @dataclass(frozen=True, slots=True)
 class _NamedOperand:
-    """One tensor of a call: what the user calls it, how it lies, and whether it will have a gradient."""
+    """One tensor of a call: its name in the user's code, its layout, and whether it will have a gradient."""
 
     name: str
-    written: bool  # the name is an expression of the user's
-    assignable: bool  # the name is a variable's, or that of a leaf of one
-    on: str  # what tells `reshard` the mesh of a plain tensor
+    written: bool  # the name is an expression in the user's code
+    assignable: bool  # the name is a variable, or a leaf of one
+    mesh_argument: str  # the argument `mesh=` of `reshard` for a plain tensor
     spec: TensorSpec
-    followed: bool
+    has_gradient: bool
 
 
-def followed(x: Any) -> bool:
+def _is_followed(x: Any) -> bool:
     """Whether autograd follows a tensor, at any level of ``torch.func``."""
     while _grad_enabled() and isinstance(x, Tensor):
         if x.requires_grad:
@@ -84,32 +87,32 @@ def followed(x: Any) -> bool:
 
 
 def implied(x: Tensor, call: Call, trace: Trace) -> tuple[Call, ...]:
-    """What applying a call to ``x`` communicates: the call, and its transpose if ``x`` will have a gradient."""
+    """The communication of a call on ``x``: the call, and its transpose if ``x`` will have a gradient."""
     dispatched = trace.dispatches[0]
-    later = (call.transposed,) if followed(x) and _has_gradient(dispatched) else ()
-    found = tuple(one for one in (call, *later) if communicates(one))
-    return () if later and found == later and _is_only_read(x, dispatched) else found
+    backward = (call.transposed,) if _is_followed(x) and _is_differentiable(dispatched) else ()
+    calls = tuple(one for one in (call, *backward) if communicates(one))
+    return () if backward and calls == backward and _is_only_read(x, dispatched) else calls
 
 
 def _is_only_read(x: Tensor, dispatched: FrameType) -> bool:
-    """Whether a block is that of operands of a torch function through which no gradient comes."""
+    """Whether the block ``x`` belongs to operands of a torch function that get no gradient from it."""
     names = dispatched.f_locals
     func, args, kwargs = names["func"], names["args"], names["kwargs"] or {}
     operands = _operands(func, args, kwargs, [], {}, True)
     given = (*args, *kwargs.values())
-    own = [place for place in operands if (one := _at(given, place)) is x or (is_sharded(one) and one.local is x)]
-    return bool(own) and not any(operands[place].followed for place in own)
+    places = [place for place in operands if (arg := _at(given, place)) is x or (is_sharded(arg) and arg.local is x)]
+    return bool(places) and not any(operands[place].has_gradient for place in places)
 
 
-def _has_gradient(dispatched: FrameType) -> bool:
-    """Whether a torch function gives something that may be differentiated, as far as it is known: no booleans."""
+def _is_differentiable(dispatched: FrameType) -> bool:
+    """Whether a torch function has a result of floats, or a result that is not known yet."""
     results = dispatched.f_locals["plan"].results if "plan" in dispatched.f_locals else ()
     specs = results if isinstance(results, tuple) else (results,)
     return not specs or any(is_float(spec.dtype) for spec in specs)
 
 
 def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
-    """What the function communicates whose first call of the pair table is ``first``, on ``x``."""
+    """The report on a function whose first communication is the call ``first`` on ``x``."""
     inner, outer = trace.dispatches[0], trace.dispatches[-1]
     func, args, kwargs = inner.f_locals["func"], inner.f_locals["args"], inner.f_locals["kwargs"] or {}
     cause, expression = trace.cause, expression_at(trace.user) if trace.user is not None else ""
@@ -121,67 +124,74 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     sources = operands_of(expression, cause.what, len(args)) if inner is outer else []
     if name_of(func) in _REFLECTED:
         sources.reverse()
-    operands = _operands(func, args, kwargs, sources, _names(trace.user), _has_gradient(inner))
-    rows, needs, others, without = _solved(func, args, kwargs, operands)
-    lines += [
-        f"  {row}"
-        for row in rows or (f"first {_priced(one, _largest(x), x.dtype)}" for one in implied(x, first, trace))
-    ]
-    lines += ["other ways:", *(f"  {i}. {way}" for i, way in enumerate(others[:_WAYS], 1))] if others else []
-    fix, other = (  # what it is made of has values of its own
-        _pasted([need for need in found if inner is outer or need[0].assignable]) for found in (needs, without)
+    operands = _operands(func, args, kwargs, sources, _names(trace.user), _is_differentiable(inner))
+    findings = _findings(func, args, kwargs, operands)
+    rows = findings.rows or [f"first {_priced(one, _largest(x), x.dtype)}" for one in implied(x, first, trace)]
+    lines += [f"  {row}" for row in rows]
+    if findings.alternatives:
+        lines.append("other ways:")
+        lines += [f"  {i}. {text}" for i, text in enumerate(findings.alternatives[:_ALTERNATIVES], 1)]
+    fix, bodiless = (  # an inner function has operands that the user cannot name
+        _pasted([need for need in needs if inner is outer or need[0].assignable])
+        for needs in (findings.needs, findings.bodiless)
     )
     around = f'with explicit("off"): {_statement(trace, shown_as)}'
-    lines.append(f"write {fix or around + (f', or {other}' if other else '')}")
-    return Implicit(cause, "\n".join(lines), bool(rows) and all(_SUMS in row for row in rows))
+    lines.append(f"write {fix or around + (f', or {bodiless}' if bodiless else '')}")
+    return Implicit(cause, "\n".join(lines), bool(findings.rows) and all(_SUMS in row for row in findings.rows))
 
 
-Needs = list[tuple[_NamedOperand, TensorSpec]]
+Needs = Sequence[tuple[_NamedOperand, TensorSpec]]
 
 
-def _solved(
+class _Findings(NamedTuple):
+    """The communication of a call, and ways around it."""
+
+    rows: Sequence[str] = ()  # a line for each move
+    needs: Needs = ()  # layouts of the operands for which the call moves nothing
+    alternatives: Sequence[str] = ()  # lines of the other strategies
+    bodiless: Needs = ()  # layouts of the operands for which no body communicates
+
+
+def _findings(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: dict[Place, _NamedOperand]
-) -> tuple[list[str], Needs, list[str], Needs]:
-    """What moves, how the operands must lie so that nothing is implied, the other ways to compute it, and how they must
-    lie so that no body communicates."""
+) -> _Findings:
     if handler_of(func) is not None or composite_of(func, args, kwargs) is not None:
-        return [], [], [], []
+        return _Findings()
     question = None
-    with suppress(ArgumentError):  # of what depends on values
-        question = ask(func, args, kwargs, [(place, one.spec) for place, one in operands.items()])
+    with suppress(ArgumentError):  # the result depends on values
+        question = ask(func, args, kwargs, [(place, operand.spec) for place, operand in operands.items()])
     if question is None:
-        needs = [(one, one.spec.with_partition(P())) for one in operands.values() if one.spec.partition.mentioned]
-        gathered = [f"{one.name}: {_shown(_way(one, need))}" for one, need in needs]
-        return ["it runs on global tensors, as what depends on values does", *gathered], needs, [], []
+        mentioned = [operand for operand in operands.values() if operand.spec.partition.mentioned]
+        needs = [(operand, operand.spec.with_partition(P())) for operand in mentioned]
+        gathered = [f"{operand.name}: {_shown(_route(operand, need))}" for operand, need in needs]
+        return _Findings(["it runs on global tensors, since its result depends on values", *gathered], needs)
     ordered = [operands[place] for place, _ in question.operands]
-    question = question._replace(gradients=frozenset(i for i, one in enumerate(ordered) if one.followed))
-    ways = sorted(map(question.together, question.solve(strategies)), key=lambda way: way.time)
-    needs = [_needed(one, ways[0], i) for i, one in enumerate(ordered)]
-    rows = list(_rows(ordered, ways[0]))
-    without: Needs = []
-    if not rows and ways[0].by_body:
-        rows = [f"a sharded body, {micros(ways[0].body)} of collectives"]
-        whole = next((way for way in ways if not way.by_body), None)
-        without = [_needed(one, whole, i) for i, one in enumerate(ordered)] if whole else []
-    return rows, needs, _other_strategies(question, ordered, ways[1:]), without
+    question = question._replace(gradients=frozenset(i for i, operand in enumerate(ordered) if operand.has_gradient))
+    cheapest, *others = sorted(map(question.together, question.solve(strategies)), key=lambda strategy: strategy.time)
+    rows = list(_rows(ordered, cheapest))
+    bodiless: Needs = ()
+    if not rows and cheapest.by_body:
+        rows = [f"a sharded body, {micros(cheapest.body)} of collectives"]
+        bodiless = next((_needs(ordered, strategy) for strategy in others if not strategy.by_body), ())
+    return _Findings(rows, _needs(ordered, cheapest), _alternatives(question, ordered, others), bodiless)
 
 
 # --- the operands ---------------------------------------------------------------------------------------------------
 
 
 def _names(user: FrameType | None) -> dict[object, str]:
-    """What the user calls values, by identity, and meshes; arguments and local variables before globals."""
+    """The names of tensors, by identity, and of meshes in the user's frame. Local variables go before globals."""
     if user is None:
         return {}
     known = {**user.f_globals, **user.f_locals}
-    found: dict[object, str] = {value: name for name, value in known.items() if isinstance(value, Mesh)}
+    names: dict[object, str] = {value: name for name, value in known.items() if isinstance(value, Mesh)}
     for name, value in known.items():
-        if type(value) in (dict, list, tuple) and not name.startswith("_"):  # a tree of parameters
-            with suppress(RecursionError, TypeError, ValueError):  # or something else, which holds itself perhaps
+        if type(value) in (dict, list, tuple) and not name.startswith("_"):  # perhaps a tree of parameters
+            with suppress(RecursionError, TypeError, ValueError):  # or any other container, even one that holds itself
                 leaves = optree.tree_leaves(value, none_is_leaf=True)
                 paths = leaf_paths(value, name)
-                found.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
-    return found | {id(value): name for name, value in known.items() if isinstance(value, Tensor)}
+                names.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
+    return names | {id(value): name for name, value in known.items() if isinstance(value, Tensor)}
 
 
 def _at(given: Sequence[Any], place: Place) -> Any:
@@ -194,71 +204,81 @@ def _operands(
     kwargs: dict[str, Any],
     sources: list[str],
     names: dict[object, str],
-    has_gradient: bool,
+    is_differentiable: bool,
 ) -> dict[Place, _NamedOperand]:
-    """The tensors of a call; ``sources`` are its positional arguments as they are written, or []."""
+    """The tensors of a call by their places.
+
+    ``sources`` are the positional arguments as the user wrote them, or [] where they are unknown.
+    """
     tree: Any = (args, kwargs)
     first = next(x for x in optree.tree_leaves(tree) if isinstance(x, Sharded))
     mesh = first.spec.mesh
-    held = f"{names[id(first)]}.spec.mesh" if id(first) in names else "mesh"
-    on = "" if current_mesh() == mesh else f", mesh={names.get(mesh, held)}"
-    found: dict[Place, _NamedOperand] = {}
+    attribute = f"{names[id(first)]}.spec.mesh" if id(first) in names else "mesh"
+    mesh_argument = "" if current_mesh() == mesh else f", mesh={names.get(mesh, attribute)}"
+    operands: dict[Place, _NamedOperand] = {}
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
         for k, x in enumerate(arg if listed else (arg,)):
             if isinstance(x, Tensor):
                 source = sources[i] if i < len(sources) and not listed else None
-                spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), tuple(x.shape), x.dtype)
-                known = names.get(id(x))
-                name = known or source
-                later = has_gradient and followed(x.local if isinstance(x, Sharded) else x)
-                written = name is not None
-                found[(i, k) if listed else i] = _NamedOperand(
-                    name or f"operand {len(found) + 1}",
-                    written,
-                    known is not None,
-                    "" if isinstance(x, Sharded) else on,
-                    spec,
-                    later,
+                variable = names.get(id(x))
+                name = variable or source
+                sharded = isinstance(x, Sharded)
+                operands[(i, k) if listed else i] = _NamedOperand(
+                    name=name or f"operand {len(operands) + 1}",
+                    written=name is not None,
+                    assignable=variable is not None,
+                    mesh_argument="" if sharded else mesh_argument,
+                    spec=x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), tuple(x.shape), x.dtype),
+                    has_gradient=is_differentiable and _is_followed(x.local if isinstance(x, Sharded) else x),
                 )
-    if not any(one.followed for one in found.values()):
-        return found
-    taken = differentiated(func, args, kwargs, [(place, one.spec) for place, one in found.items()])
-    return {place: replace(one, followed=one.followed and place in taken) for place, one in found.items()}
+    if not any(operand.has_gradient for operand in operands.values()):
+        return operands
+    places = differentiated(func, args, kwargs, [(place, operand.spec) for place, operand in operands.items()])
+    return {
+        place: replace(operand, has_gradient=operand.has_gradient and place in places)
+        for place, operand in operands.items()
+    }
 
 
-# --- what moves -----------------------------------------------------------------------------------------------------
+# --- moves ----------------------------------------------------------------------------------------------------------
 
 
 def _cast_calls(need: TensorSpec, axes: tuple[str, ...]) -> list[Call]:
-    """What the casts of an operand that will have a gradient do in backward."""
+    """The collectives in backward of the casts of an operand that has a gradient."""
     others = tuple(axis for axis in axes if axis not in need.partition.reduced)
     return [call("psum", need.mesh, others)] if others else []
 
 
-def _needed(one: _NamedOperand, way: Strategy, i: int) -> tuple[_NamedOperand, TensorSpec]:
-    """How an operand must lie so that nothing is implied: reduced where its cast would be summed in backward."""
-    need = way.operands[i]
-    if not (one.followed and way.casts[i]):
-        return one, need
-    partition = need.partition
-    reduced = partition.reduced | frozenset(way.casts[i])
-    return one, need.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
+def _needs(operands: Sequence[_NamedOperand], strategy: Strategy) -> Needs:
+    """The layouts of the operands for which a strategy implies no communication.
+
+    An operand is reduced over the axes of a cast whose gradient would be summed in backward.
+    """
+    needs = []
+    for operand, need, axes in zip(operands, strategy.operands, strategy.casts, strict=True):
+        if operand.has_gradient and axes:
+            partition = need.partition
+            reduced = partition.reduced | frozenset(axes)
+            need = need.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))  # noqa: PLW2901
+        needs.append((operand, need))
+    return needs
 
 
-def _rows(operands: Sequence[_NamedOperand], way: Strategy) -> Iterator[str]:
-    for i, (one, need, axes) in enumerate(zip(operands, way.operands, way.casts, strict=True)):
-        if one.spec is not need:
-            yield f"{one.name}: {_shown(_way(one, need, axes), backward=one.followed)}"
-        for cast in _cast_calls(need, axes) if one.followed else ():
-            target = _needed(one, way, i)[1]
-            shape, dtype = need.block_shape, need.dtype
-            yield f"{one.name}: {_short(need)} → {_short(target)} {_SUMS}{_priced(cast, shape, dtype)}]"
+def _rows(operands: Sequence[_NamedOperand], strategy: Strategy) -> Iterator[str]:
+    """A line for each move that a strategy implies."""
+    targets = [target for _, target in _needs(operands, strategy)]
+    for operand, need, axes, target in zip(operands, strategy.operands, strategy.casts, targets, strict=True):
+        if operand.spec is not need:
+            yield f"{operand.name}: {_shown(_route(operand, need, axes), backward=operand.has_gradient)}"
+        for cast in _cast_calls(need, axes) if operand.has_gradient else ():
+            cost = _priced(cast, need.block_shape, need.dtype)
+            yield f"{operand.name}: {_short(need)} → {_short(target)} {_SUMS}{cost}]"
 
 
-def _way(one: _NamedOperand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
-    """The route that is taken; ``axes``: of the cast after it."""
-    return moves(one.spec, need, axes, topology(), one.followed).route
+def _route(operand: _NamedOperand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
+    """The route of an operand to the layout ``need``; a cast over ``axes`` follows it."""
+    return moves(operand.spec, need, axes, topology(), operand.has_gradient).route
 
 
 def _short(spec: TensorSpec) -> str:
@@ -270,7 +290,7 @@ def _over(call: Call) -> str:
 
 
 def _largest(x: Tensor) -> tuple[int, ...]:
-    """The shape of a block; of simulated ranks the longest that each dim is."""
+    """The shape of a block; in a simulation each dim has its largest size of all ranks."""
     return tuple(map(max, zip(*[one.shape for one in blocks_of(x)], strict=True)))
 
 
@@ -282,70 +302,74 @@ def _cost(price: Price) -> str:
     return f"{price.moved:,.0f} B, {micros(price.time)}"
 
 
-def _later(way: Route) -> list[Step]:
-    """Of a route that moves nothing the steps whose transposes move something, in backward."""
-    steps = [] if any(communicates(step.call) for step in way.steps) else way.steps
-    return [step for step in steps if communicates(step.call.transposed)]
+def _backward_steps(route: Route) -> list[Step]:
+    """The steps of a route whose transposes communicate in backward; [] if the route communicates forward."""
+    if any(communicates(step.call) for step in route.steps):
+        return []
+    return [step for step in route.steps if communicates(step.call.transposed)]
 
 
-def _shown(way: Route, *, backward: bool = False) -> str:
+def _shown(route: Route, *, backward: bool = False) -> str:
     """``actual → needed [collectives, bytes, µs]``."""
-    moving = [step for step in way.steps if communicates(step.call)]
+    moving = [step for step in route.steps if communicates(step.call)]
     if moving:
-        what = f"{', '.join(_over(step.call) for step in moving)}, {_cost(way.price)}"
+        cost = f"{', '.join(_over(step.call) for step in moving)}, {_cost(route.price)}"
     else:
-        later = _later(way) if backward else []
-        parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in later]
-        what = f"{_SUMS[1:]}{', '.join(parts)}" if parts else "moves nothing"
-    return f"{_short(way.source)} → {_short(way.target)} [{what}]"
+        steps = _backward_steps(route) if backward else []
+        parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in steps]
+        cost = f"{_SUMS[1:]}{', '.join(parts)}" if parts else "moves nothing"
+    return f"{_short(route.source)} → {_short(route.target)} [{cost}]"
 
 
-# --- what else there is ---------------------------------------------------------------------------------------------
+# --- alternatives ---------------------------------------------------------------------------------------------------
 
 
-def _price(operands: Sequence[_NamedOperand], way: Strategy) -> Price:
+def _price(operands: Sequence[_NamedOperand], strategy: Strategy) -> Price:
+    """The price of the moves of a strategy, forward and backward."""
     total = FREE
-    for one, need, axes in zip(operands, way.operands, way.casts, strict=True):
-        found = _way(one, need, axes)
-        total += found.price
-        for step in _later(found) if one.followed else ():
-            total += price_of(step.call.transposed, step.spec.block_shape, step.spec.dtype)
-        for cast in _cast_calls(need, axes) if one.followed else ():
-            total += price_of(cast, need.block_shape, need.dtype)
+    for operand, need, axes in zip(operands, strategy.operands, strategy.casts, strict=True):
+        route = _route(operand, need, axes)
+        total += route.price
+        if operand.has_gradient:
+            for step in _backward_steps(route):
+                total += price_of(step.call.transposed, step.spec.block_shape, step.spec.dtype)
+            for cast in _cast_calls(need, axes):
+                total += price_of(cast, need.block_shape, need.dtype)
     return total
 
 
-def _other_strategies(question: Question, operands: Sequence[_NamedOperand], ways: list[Strategy]) -> list[str]:
-    """Strategies, the cheapest first; what a body would communicate is in their time."""
-    found = []
-    for way in ways:
-        price = _price(operands, way)
-        time = price.time + way.body
-        laid = ", ".join(map(_short, way.operands))
-        out = ", ".join(_short(r.with_partition(p)) for r, p in zip(question.results, way.results, strict=True))
-        where = " in a sharded body" if way.by_body else ""
-        found.append((time, f"{laid} → {out} [{price.moved:,.0f} B, {micros(time)}{where}]"))
-    return [text for _, text in sorted(found, key=lambda one: one[0])]
+def _alternatives(question: Question, operands: Sequence[_NamedOperand], others: list[Strategy]) -> list[str]:
+    """A line for each strategy, the cheapest first. Its time includes the collectives of a body."""
+    alternatives = []
+    for strategy in others:
+        price = _price(operands, strategy)
+        time = price.time + strategy.body
+        before = ", ".join(map(_short, strategy.operands))
+        results = zip(question.results, strategy.results, strict=True)
+        after = ", ".join(_short(spec.with_partition(partition)) for spec, partition in results)
+        where = " in a sharded body" if strategy.by_body else ""
+        alternatives.append((time, f"{before} → {after} [{price.moved:,.0f} B, {micros(time)}{where}]"))
+    return [text for _, text in sorted(alternatives, key=lambda alternative: alternative[0])]
 
 
 def _pasted(needs: Needs) -> str:
-    """The lines to paste; "" where they would need names for what the user has not written."""
+    """The lines to paste; "" where an operand that must move has no name in the user's code."""
     lines = []
-    for one, need in needs:
-        if one.spec is not need:
-            if not one.written:
+    for operand, need in needs:
+        if operand.spec is not need:
+            if not operand.written:
                 return ""
-            moved = f"reshard({one.name}, {need.partition.shortened!r}{one.on})"
-            lines.append(f"{one.name} = {moved}" if one.assignable else f"{moved} for {one.name}")
+            moved = f"reshard({operand.name}, {need.partition.shortened!r}{operand.mesh_argument})"
+            lines.append(f"{operand.name} = {moved}" if operand.assignable else f"{moved} for {operand.name}")
     return "; ".join(dict.fromkeys(lines))
 
 
 def _statement(trace: Trace, expression: str) -> str:
-    """The user's line, if it is one simple statement, which runs what stands in it."""
+    """The user's line if it is one simple statement that evaluates the expression at once; else the expression."""
     text = trace.cause.text
     try:
-        (found,) = ast.parse(text).body
+        (statement,) = ast.parse(text).body
     except (SyntaxError, ValueError):
         return expression
-    later = trace.user is not None and trace.user.f_code.co_name in ("<lambda>", "<genexpr>")
-    return expression if later or hasattr(found, "body") or len(text) > 2 * _LONGEST else text
+    deferred = trace.user is not None and trace.user.f_code.co_name in ("<lambda>", "<genexpr>")
+    return expression if deferred or hasattr(statement, "body") or len(text) > 2 * _LONGEST else text

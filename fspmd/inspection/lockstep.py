@@ -1,4 +1,5 @@
-"""`lockstep`: before each collective its ranks compare where they are; to come alone, or to another, is an error."""
+"""`lockstep`: before each collective its ranks compare their positions. A rank that comes alone, or to another
+collective, is an error."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from fspmd.errors import ArgumentError, LockstepError
-from fspmd.inspection.causes import Cause, trace
+from fspmd.inspection.causes import trace
 from fspmd.inspection.watch import Communication, Watcher, add, remove
 from fspmd.meshes import world
 from fspmd.messages import counted, described
@@ -21,12 +22,12 @@ from fspmd.spec import short_dtype
 from fspmd.torch_internals import store_of_ranks
 
 _SHOWN: Final = 5  # writes of each rank
-_POLL: Final = 0.05  # seconds between looks for who is late, at most
+_POLL: Final = 0.05  # the longest pause in seconds between two looks for late ranks
 _numbers: Final = itertools.count()
 
 
 class _Lockstep(Watcher):
-    """Where this rank is: its collectives in each group, and its writes."""
+    """The position of this rank: its collectives in each group, and its writes."""
 
     of_records = True
 
@@ -40,48 +41,54 @@ class _Lockstep(Watcher):
 
     @property
     def store(self) -> Any:
-        """What ranks tell each other by, apart from the collectives that they compare."""
+        """The store through which the ranks compare. No collective that they compare holds it up."""
         if self.shared is None:
             self.shared = store_of_ranks(f"fspmd.lockstep/{self.number}")
         return self.shared
 
     def wrote(self) -> None:
         self.writes += 1
-        self.last.append(_shown(trace().cause))
+        cause = trace().cause
+        self.last.append(_position(cause.by, cause.where))
 
-    def told(self, moved: Communication) -> None:
-        mesh, cause = moved.mesh, moved.cause
-        if mesh.transport != "process_group" or moved.kind not in PAIRS or mesh.coordinate() is None:
+    def on_communication(self, communication: Communication) -> None:
+        mesh, cause = communication.mesh, communication.cause
+        if mesh.transport != "process_group" or communication.kind not in PAIRS or mesh.coordinate() is None:
             return
-        axes = moved.axes or mesh.axis_names
-        what = f"{moved.kind} over {', '.join(map(repr, axes))} of {mesh!r}, {short_dtype(moved.dtype)}"
-        what += f", {'backward, ' * moved.backward}for {cause.by}"
+        axes = communication.axes or mesh.axis_names
+        what = f"{communication.kind} over {', '.join(map(repr, axes))} of {mesh!r}, {short_dtype(communication.dtype)}"
+        what += f", {'backward, ' * communication.backward}for {cause.by}"
         self.meet(tuple(sorted(mesh.group_ranks(axes))), what, cause.where, not cause.written)
 
     def meet(self, ranks: tuple[int, ...], what: str, where: str = "", compares_lines: bool = False) -> None:
-        """Wait for all ranks of a group, and compare what each is about to do.
+        """Wait for all ranks of a group, and compare the collective that each is about to begin.
 
         Raises:
-            LockstepError: on all of them, or, where some do not come, on those that do.
+            LockstepError: their positions differ; it is raised on all ranks. Or a rank does not come; it is raised on
+                the ranks that came.
         """
         if len(ranks) == 1:
             return
         count = self.met[ranks] = self.met.get(ranks, 0) + 1
-        me, name, here = world.process_rank(), "-".join(map(str, ranks)), _place(what, where)
+        me, name, here = world.process_rank(), "-".join(map(str, ranks)), _position(what, where)
         keys = {rank: f"{name}/{count}/{rank}" for rank in ranks}
         self.store.set(f"at/{me}", f"was last at {here}")
         self.store.set(keys[me], json.dumps([what, where, compares_lines, self.writes, list(self.last)]))
         if failure := self._wait(keys, here):
-            self.store.delete_key(keys[me])  # who comes yet is alone
+            self.store.delete_key(keys[me])  # a rank that comes later must not meet this one
             raise LockstepError(failure)
-        found = {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
-        if count > 1:  # which all have read that are here
+        positions = {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
+        if count > 1:  # all ranks are here, so they have read the last position
             self.store.delete_key(f"{name}/{count - 1}/{me}")
-        if len({(one[0], one[1] if one[2] else "", one[3]) for one in found.values()}) > 1:
-            raise LockstepError(_rank_by_rank_text(found))
+        compared = {
+            (what, where if compares_lines else "", writes)
+            for what, where, compares_lines, writes, _ in positions.values()
+        }
+        if len(compared) > 1:
+            raise LockstepError(_rank_by_rank_text(positions))
 
     def leave(self, error: BaseException | None = None) -> None:
-        """All groups meet once more, unless there is an error; who waits for this rank yet is told that it left."""
+        """All groups meet once more, unless there is an error. Ranks that still wait for this one read that it left."""
         try:
             for ranks in () if error else sorted(self.met):
                 self.meet(ranks, "the end of lockstep()")
@@ -94,72 +101,75 @@ class _Lockstep(Watcher):
                 self.store.set(f"left/{world.process_rank()}", f"has left lockstep(){after}")
 
     def _wait(self, keys: dict[int, str], here: str) -> str:
-        """Until all are there; what is wrong if one has left, or does not come."""
+        """Wait until all ranks have come. Return the error if a rank has left, or does not come; else ""."""
         end, pause = time.monotonic() + self.seconds, 0.0005
         while not self.store.check(list(keys.values())):
-            left = [said for rank in keys if (said := self._said("left", rank))]
+            left = [text for rank in keys if (text := self._report("left", rank))]
             if left and not self.store.check(list(keys.values())):  # they may have met, and then left
                 return f"{left[0]}\n  * others are at {here}"
             if time.monotonic() > end:
                 late = [rank for rank, key in keys.items() if not self.store.check([key])]
-                found = [self._said("at", rank) or f"rank {rank} has come to no collective" for rank in late]
+                reports = [self._report("at", rank) or f"rank {rank} has come to no collective" for rank in late]
                 head = f"{counted(len(late), 'rank')} did not come to {here} within {self.seconds} s:"
-                return "\n".join([head, *(f"  * {one}" for one in found), _ADVICE])
+                return "\n".join([head, *(f"  * {report}" for report in reports), _ADVICE])
             time.sleep(pause := min(2 * pause, _POLL))
         return ""
 
-    def _said(self, what: str, rank: int) -> str:
-        key = f"{what}/{rank}"
+    def _report(self, topic: str, rank: int) -> str:
+        """The last words of a rank on a topic, "at" or "left"; "" if there are none."""
+        key = f"{topic}/{rank}"
         return f"rank {rank} {self.store.get(key).decode()}" if self.store.check([key]) else ""
 
 
 _ADVICE: Final = (
-    "all ranks make the same calls, writes into Sharded values included: take what one rank does alone out of its "
-    "`if`, or let the others do it, too; where a rank only takes longer, write lockstep(seconds=...)"
+    "all ranks must make the same calls and the same writes into Sharded values: take the calls of one rank alone out "
+    "of their `if`, or make them on all ranks; if a rank only takes longer, write lockstep(seconds=...)"
 )
 
 
-def _rank_by_rank_text(found: dict[int, Any]) -> str:
+def _rank_by_rank_text(positions: dict[int, Any]) -> str:
     lines = ["ranks came to different collectives, or after different writes:"]
-    for rank, (what, where, _, writes, last) in found.items():
-        after = f", after {counted(writes, 'write')}" if any(one[3] for one in found.values()) else ""
-        lines.append(f"  * rank {rank}: {_place(what, where)}{after}{', the last: ' * bool(last)}{'; '.join(last)}")
+    shows_writes = any(writes for _, _, _, writes, _ in positions.values())
+    for rank, (what, where, _, writes, last) in positions.items():
+        after = f", after {counted(writes, 'write')}" if shows_writes else ""
+        lines.append(f"  * rank {rank}: {_position(what, where)}{after}{', the last: ' * bool(last)}{'; '.join(last)}")
     return "\n".join([*lines, _ADVICE])
 
 
-def _place(what: str, where: str) -> str:
+def _position(what: str, where: str) -> str:
     return f"{what} ({where})" if where else what
-
-
-def _shown(cause: Cause) -> str:
-    return f"{cause.by} ({cause.where})"
 
 
 @contextmanager
 def lockstep(seconds: float = 60) -> Iterator[None]:
-    """Within it the ranks of each collective compare where they are, before they begin it.
+    """Within the context the ranks of each collective compare their positions before they begin it.
 
-    It is for finding the place where ranks part. A rank that makes a call alone, ``if rank == 0: x.mul_(2)``, has no
-    way to know of it: later it communicates where the others do not. It then waits for them, or what it sends is taken
-    for the next collective of theirs. Within `lockstep` either is an error on all ranks of the collective, before
-    anything of it is sent. The message has what each rank came to, its line and its last writes. A rank that does not
-    come within ``seconds`` is an error, too, with where it is, as is one that has left with an error of its own.
+    Use it for debugging, to find the line where ranks diverge. A rank that makes a call alone,
+    ``if rank == 0: x.mul_(2)``, gets no error from that call. Later it communicates where the others do not. It then
+    waits for them, or its data is taken for that of their next collective. Within `lockstep` both are an error on all
+    ranks of the collective, before it sends anything. The message has the collective of each rank, its line and its
+    last writes. A rank that does not come within ``seconds``, or has left with an error, is an error, too. The message
+    then has its last position, or its error.
 
-    Compared are: the row of the pair table, axes, mesh and dtype; whether it runs in backward, and for which torch
-    function or function of fspmd; how many writes into Sharded values came before; of communication that is not
-    written, the user's line. At the end of the context all ranks of a group meet once more.
+    The ranks compare the row of the pair table, the axes, the mesh and the dtype; the direction (forward or backward);
+    the torch function or function of fspmd that communicates; and the number of writes into Sharded values so far. For
+    communication that is not written, they also compare the user's line. At the end of the context all ranks of a
+    group meet once more.
 
-    All ranks enter it alike, around the same calls. In a simulation it does nothing. Of a recorded program (`jit`) the
-    collectives are compared when its forward, or its backward, begins. What ranks tell each other beside collectives
-    of values (`barrier`, `process_allgather`, shapes) is not compared.
+    All ranks enter the context around the same calls. In a simulation it does nothing. The collectives of a recorded
+    program (`jit`) are compared when its forward, or its backward, begins. Messages beside the collectives of values
+    (`barrier`, `process_allgather`, shapes) are not compared.
 
-    Outside it a rank that waits alone gets an error when the time of the process group is over, 30 minutes with Gloo;
-    ``torch.distributed.init_process_group("gloo", timeout=...)`` before `make_mesh` sets another.
+    Outside the context a rank that waits alone gets an error after the timeout of the process group, which is 30
+    minutes with Gloo. ``torch.distributed.init_process_group("gloo", timeout=...)`` before `make_mesh` sets another.
 
-    Communication: by the store of torch.distributed, a few messages per collective; it is for debugging.
+    Args:
+        seconds: The time that ranks wait for each other.
+
+    Communication: a few messages per collective, by the store of torch.distributed.
 
     Raises:
-        LockstepError: within it, or at its end.
+        LockstepError: ranks diverge within the context, or at its end.
         ArgumentError: ``seconds`` is no number above 0.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Which module runs: its path in the model that `functional_call` and its kin were given, read off the stack."""
+"""The path of the module that runs, in the model that a function such as `functional_call` got. The stack tells it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import nn
 from fspmd.torch_internals import module_call
 
 _CALL: Final = module_call.__code__
-#: by model, the path of each of its modules; None for a module of another model
+#: model -> module -> its path in the model; None for a module of another model
 _paths: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str | None]]] = WeakKeyDictionary()
 
 
 def name_modules_of(model: nn.Module) -> None:
-    """Have `path_of` name the modules of a model from here on."""
+    """Make the modules of a model known to `path_of`, from now on."""
     if model not in _paths:
         _paths[model] = WeakKeyDictionary()
 
 
 def path_of(frame: FrameType | None) -> str:
-    """``layers.0.mlp.up`` of the innermost module whose call this frame is a part of; empty for a model itself, and
-    where no module runs.
+    """The path of the innermost module that runs at a frame, such as ``layers.0.mlp.up``.
 
-    A module of no known model is named from the outermost module that runs.
+    It is empty for a model itself, and where no module runs. The path of a module of no known model begins at the
+    outermost module that runs.
     """
     running = []
     for module in _running(frame):
@@ -40,7 +40,7 @@ def path_of(frame: FrameType | None) -> str:
 
 
 def _running(frame: FrameType | None) -> Iterator[nn.Module]:
-    """The modules that are called, innermost first."""
+    """The modules whose calls are on the stack, innermost first."""
     while frame is not None:
         if frame.f_code is _CALL:
             yield frame.f_locals["self"]
@@ -48,21 +48,22 @@ def _running(frame: FrameType | None) -> Iterator[nn.Module]:
 
 
 def _known(module: nn.Module) -> str | None:
-    """The longest path: a part of a model may have been called as a model of its own."""
+    """The longest path of a module in any known model. A part of a model may have been called as a model, too."""
     models = [model for ref in _paths.keyrefs() if (model := ref()) is not None]
     return max((path for model in models if (path := _path(model, module)) is not None), key=len, default=None)
 
 
 def _path(model: nn.Module, module: nn.Module) -> str | None:
-    known = _paths[model]
-    if module not in known or ((path := known[module]) is not None and not _leads(model, path, module)):
-        known.update({one: path for path, one in model.named_modules()})
-        if module not in known or not _leads(model, known[module] or "", module):
-            known[module] = None
-    return known[module]
+    """The path of a module in a model, which may have got other modules since the last call."""
+    paths = _paths[model]
+    if module not in paths or ((path := paths[module]) is not None and not _is_path_of(model, path, module)):
+        paths.update({part: path for path, part in model.named_modules()})
+        if module not in paths or not _is_path_of(model, paths[module] or "", module):
+            paths[module] = None
+    return paths[module]
 
 
-def _leads(model: nn.Module, path: str, module: nn.Module) -> bool:
+def _is_path_of(model: nn.Module, path: str, module: nn.Module) -> bool:
     try:
         return model.get_submodule(path) is module
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Watching what is communicated: while somebody does, each call of the pair table carries its cause into backward."""
+"""Watchers of communication. While there are any, each call of the pair table carries its cause into backward."""
 
 from __future__ import annotations
 
@@ -30,11 +30,17 @@ _watchers: tuple[Watcher, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One collective, of this process's rank; in a simulation, of the first rank.
+    """One collective of this process's rank; in a simulation, of the first rank.
 
-    ``kind`` is the name of its row of the pair table, ``shape`` and ``dtype`` are those of the block it takes,
-    ``price.moved`` is the bytes that a rank sends. ``backward``: it ran in a backward pass, for what ``cause`` did in
-    the forward pass.
+    Attributes:
+        kind: The name of its row of the pair table.
+        mesh: The mesh.
+        axes: The mesh axes; () for all of them.
+        shape: The shape of the block that it takes.
+        dtype: The dtype of that block.
+        price: ``price.moved`` is the number of bytes that a rank sends, ``price.time`` is in µs.
+        backward: It ran in a backward pass. ``cause`` is then the cause of its forward call.
+        cause: The function that the user called, and the user's line.
     """
 
     kind: str
@@ -48,20 +54,20 @@ class Communication:
 
 
 class Watcher:
-    """Who wants to know of communication; does nothing."""
+    """The base of objects that hear of communication. Its methods do nothing."""
 
-    #: whether it is enough to be told of what a recorded program communicates, when that runs
+    #: whether `on_communication` alone is enough when a recorded program runs
     of_records = False
 
-    def before(self, x: Any, call: Call, trace: Trace) -> None:
-        """A call is about to be applied to ``x``; its transpose follows in backward without being told here."""
+    def on_call(self, x: Any, call: Call, trace: Trace) -> None:
+        """A call is about to be applied to ``x`` in forward. Its transpose in backward is not announced here."""
 
-    def told(self, moved: Communication) -> None:
+    def on_communication(self, communication: Communication) -> None:
         """A collective begins, in forward or backward, on any thread."""
 
 
 def add(watcher: Watcher) -> None:
-    """Tell it of what happens from here on, in this process."""
+    """Tell a watcher of all communication of this process from now on."""
     global _watchers
     with _lock:
         _watchers = (*_watchers, watcher)
@@ -69,28 +75,28 @@ def add(watcher: Watcher) -> None:
 
 
 def remove(watcher: Watcher) -> None:
-    """Tell it no more."""
+    """Stop telling a watcher. One that was added several times is removed once."""
     global _watchers
     with _lock:
-        gone = max(i for i, one in enumerate(_watchers) if one is watcher)
-        _watchers = _watchers[:gone] + _watchers[gone + 1 :]
+        last = max(i for i, other in enumerate(_watchers) if other is watcher)
+        _watchers = _watchers[:last] + _watchers[last + 1 :]
         watch_with(_watched if _watchers else None)
 
 
 def hears_of_records() -> bool:
-    """Whether somebody watches, and all who do only want to be told."""
-    return bool(_watchers) and watches_with(_watched) and all(one.of_records for one in _watchers)
+    """Whether there are watchers, and `on_communication` is enough for all of them when a recorded program runs."""
+    return bool(_watchers) and watches_with(_watched) and all(watcher.of_records for watcher in _watchers)
 
 
 def tell(communications: Iterable[Communication]) -> None:
-    """Tell of collectives that a recorded program runs."""
+    """Tell the watchers of the collectives that a recorded program runs."""
     for watcher in _watchers:
-        for one in communications:
-            watcher.told(one)
+        for communication in communications:
+            watcher.on_communication(communication)
 
 
 class _Watched(StandIn):
-    """A call that knows its cause, and tells when it begins."""
+    """A call that knows its cause, and tells the watchers when it begins."""
 
     __slots__ = ()
     by: Cause
@@ -111,7 +117,7 @@ class _Watched(StandIn):
             return self.plain.into(x, out)
 
     def _range(self) -> Any:
-        """What a trace shows of it."""
+        """The context that shows the call in a trace of torch's profiler."""
         if not (profiler._is_profiler_enabled and communicates(self)):
             return nullcontext()
         return record_function(label(self.plain, self.by))
@@ -124,13 +130,16 @@ class _Watched(StandIn):
 
 
 def label(call: Call, cause: Cause) -> str:
-    """A collective in a trace of torch's profiler: its name and axes, who asked for it, and the user's line."""
+    """The label of a collective in a trace of torch's profiler: its name and axes, its cause, and the user's line."""
     axes = ", ".join(call.axes or call.mesh.axis_names)
     return f"fspmd::{call.pair.name}[{axes}] {cause.by} ({cause.where})"
 
 
 def announce(kind: str, mesh: Mesh, x: Tensor, messages: int, moved: int) -> None:
-    """Tell of what is no row of the pair table: messages between this rank and others, and their bytes."""
+    """Tell the watchers of messages between this rank and others that no row of the pair table stands for.
+
+    ``moved`` is the number of their bytes.
+    """
     if _watchers and messages:
         cost = price(kind, mesh, mesh.axis_names, x.nbytes, x.nbytes, traffic=(messages, moved))
         _tell(kind, mesh, mesh.axis_names, tuple(x.shape), x.dtype, cost, trace().cause)
@@ -146,26 +155,25 @@ def _tell(
     cause: Cause,
 ) -> None:
     backward = current_autograd_node() is not None
-    moved = Communication(kind, mesh, axes, shape, dtype, cost, backward, cause)
-    for watcher in _watchers:
-        watcher.told(moved)
+    tell([Communication(kind, mesh, axes, shape, dtype, cost, backward, cause)])
 
 
 def _watched(x: Any, call: Call) -> Call:
+    """The call with its cause."""
     if type(call) is _Watched:
         return call
-    found = trace()
+    origin = trace()
     if current_autograd_node() is None:
         for watcher in _watchers:
-            watcher.before(x, call, found)
-    return _Watched(call, found.cause)
+            watcher.on_call(x, call, origin)
+    return _Watched(call, origin.cause)
 
 
 profile_with(_watched)
 
 
 def communicates(call: Call) -> bool:
-    """Whether anything moves between ranks."""
+    """Whether a call moves anything between ranks."""
     if call.options.move is not None:
         return not is_idle(call.options.move)
     return moves(call.pair.kernel) and _ranks(call) > 1
@@ -177,11 +185,11 @@ def _ranks(call: Call) -> int:
 
 
 def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype, links: Topology | None = None) -> Price:
-    """What a call costs on a block of a shape, on the machine of `set_topology` or on another."""
+    """The price of a call on a block of a shape, on the machine of `set_topology` or on ``links``."""
     o, n = call.options, _ranks(call)
-    left = _shape_after(call, shape, n)
-    before, after = prod(shape) * dtype.itemsize, prod(left) * dtype.itemsize
-    received = message = None
+    shape_after = _shape_after(call, shape, n)
+    before, after = prod(shape) * dtype.itemsize, prod(shape_after) * dtype.itemsize
+    received = message = None  # messages and bytes that this rank receives; bytes of one message
     if o.move is not None:
         after = prod(o.move.target.block_shape) * dtype.itemsize
         received = (traffic(o.move).messages, traffic(o.move).elements * dtype.itemsize)
@@ -192,13 +200,13 @@ def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype, links: Topo
         rows = o.routes.busiest
         received = (n - 1, (sum(route.sends) - route.sends[_place(call)] if rows is None else rows) * row)
     elif o.sizes is not None or o.concat_sizes is not None:
-        message = prod(map(min, shape, left)) * dtype.itemsize
+        message = prod(map(min, shape, shape_after)) * dtype.itemsize
     given = call.pair.kernel, call.mesh, call.axes, before, after, links
     return price(*given, traffic=received, ranks=n, message=message)
 
 
 def _shape_after(call: Call, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
-    """Of the block of the first rank, which is the longest, after a collective that cuts or joins."""
+    """The shape of the first rank's block after a collective that cuts or joins. No rank has a larger block."""
     o, kernel, after = call.options, call.pair.kernel, list(shape or (1,))
     if kernel in ("reduce_scatter", "exchange"):
         after[o.dim] = after[o.dim] // n if o.sizes is None else max(o.sizes)

@@ -1,1 +1,1 @@
-"""Layouts that are found, not written: the op graph of a function, what each way to lay it out costs, the cheapest."""
+"""The search for layouts: the op graph of a function, the cost of the strategies of its ops, and the cheapest plan."""

@@ -1,4 +1,4 @@
-"""Mesh axes that may stand for each other: by no size and no link they differ."""
+"""Mesh axes that may replace each other: their sizes and links are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fspmd.spec import P, TensorSpec
 
 @functools.lru_cache(maxsize=64)
 def alike(mesh: Mesh, topology: Topology) -> tuple[dict[str, str], ...]:
-    """The axes under other names, by which no size and no link differs; first under their own."""
+    """The renamings of axes under which all sizes and links stay the same. The first is the identity."""
     axes = mesh.axis_names
     groups = [group for n in range(1, len(axes) + 1) for group in itertools.combinations(axes, n)]
 
@@ -23,8 +23,8 @@ def alike(mesh: Mesh, topology: Topology) -> tuple[dict[str, str], ...]:
         named = [mesh.ordered({names[axis] for axis in group}) for group in groups]
         return [(mesh.axis_size(group), topology.link(mesh, group)) for group in named]
 
-    every = [dict(zip(axes, names, strict=True)) for names in itertools.permutations(axes)]
-    return tuple(names for names in every if links(names) == links(every[0]))
+    renamings = [dict(zip(axes, names, strict=True)) for names in itertools.permutations(axes)]
+    return tuple(names for names in renamings if links(names) == links(renamings[0]))
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -36,5 +36,5 @@ def _renaming(spec: TensorSpec, names: tuple[tuple[str, str], ...]) -> TensorSpe
 
 
 def renamed(spec: TensorSpec, names: Mapping[str, str]) -> TensorSpec:
-    """A layout over other axes."""
+    """A layout with other names of axes. ``names``: new names by old names."""
     return spec if spec.flat else _renaming(spec, tuple(names.items()))

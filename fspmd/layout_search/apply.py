@@ -1,6 +1,6 @@
-"""A function run with its intermediate values laid out as was found: operands are moved before each call.
+"""Runs a function with the layouts that were found for its intermediate values: operands are moved before each call.
 
-What is moved where is so in any run; a call that was not recorded moves what it must by itself.
+Every run makes the same moves. A call that was not recorded moves its operands as it does without `auto_spec`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,30 @@ from fspmd.spec import P, TensorSpec
 from fspmd.tracing import RecomputeContext, recomputed_in
 from fspmd.wrapping import wraps
 
-_AHEAD = 4  # steps that may be left out: what is recorded of whole values may be less of such that are no sums yet
+_AHEAD = 4  # the most steps to search: a run may leave out steps that were recorded on replicated values
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedOp:
-    """One op: how its operands lie, how they must, and the axes over which backward sums their gradients."""
+    """An op with its layouts.
+
+    Attributes:
+        name: the name of its function.
+        before: the layouts of its operands.
+        needs: the layouts that it needs.
+        casts: for each operand, the axes over which backward sums its gradient.
+        results: the layouts of its results.
+        computing: µs of its computation, forward and backward.
+        within: µs of the collectives of a sharded body, forward and backward.
+    """
 
     name: str
     before: tuple[TensorSpec, ...]
     needs: tuple[TensorSpec, ...]
     casts: tuple[tuple[str, ...], ...]
     results: tuple[TensorSpec, ...]
-    computing: float  # µs, backward as well
-    within: float  # µs of the collectives of a sharded body
+    computing: float
+    within: float
 
     def __str__(self) -> str:
         parts = [
@@ -61,7 +71,7 @@ def short(spec: TensorSpec) -> str:
 def applied(
     f: Callable[..., Any], mesh: Mesh, steps: Sequence[PlannedOp], results: Sequence[P | None]
 ) -> Callable[..., Any]:
-    """``f``, whose calls follow the steps in their order; where its results must lie, if they must."""
+    """``f`` with calls that follow the steps in order. ``results``: layouts to which results are moved, or None."""
     calls = Calls(mesh)
 
     @wraps(f)
@@ -70,19 +80,20 @@ def applied(
             out = f(*args, **kwargs)
         leaves, treedef = optree.tree_flatten(out, none_is_leaf=True)
         ends = iter(results)
-        return treedef.unflatten([_ended(x, next(ends, None)) if isinstance(x, Sharded) else x for x in leaves])
+        return treedef.unflatten([_settled(x, next(ends, None)) if isinstance(x, Sharded) else x for x in leaves])
 
     return run
 
 
-def _ended(x: Sharded, partition: P | None) -> Sharded:
+def _settled(x: Sharded, partition: P | None) -> Sharded:
+    """A result, moved to a partition; by default with its pending sums settled."""
     target = x.spec.with_partition(P(*x.spec.partition) if partition is None else partition)
     return alike(redistribute(x.local, x.spec, target), x, target)
 
 
 @contextmanager
 def _guided(calls: Calls, steps: Sequence[PlannedOp], at: int = 0, under: Dispatch | None = None) -> Iterator[None]:
-    """Calls follow the steps from one on; what `checkpoint` computes again those that it followed at first."""
+    """Within, calls follow the steps from place ``at`` on. Calls that `checkpoint` repeats follow the same steps."""
     guides: list[_Guide] = []
 
     def over(below: Dispatch) -> Dispatch:
@@ -94,18 +105,18 @@ def _guided(calls: Calls, steps: Sequence[PlannedOp], at: int = 0, under: Dispat
 
 
 class _Guide:
-    """The next step of one run."""
+    """The guide of one run, which knows the next step."""
 
     def __init__(self, calls: Calls, steps: Sequence[PlannedOp], below: Dispatch, at: int) -> None:
         self.calls, self.steps, self.below, self.at = calls, steps, below, at
-        self.within = False  # a call, which may make others
+        self.within = False  # whether a call runs, which may make other calls
 
     def recompute_context(self) -> RecomputeContext:
-        """Of what follows."""
+        """A context in which repeated calls follow the steps from the current one on."""
         return functools.partial(_guided, self.calls, self.steps, self.at, self.below)
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """In place of the one that moves what it must."""
+        """Move operands as the next step says, and run the call."""
         kwargs = kwargs or {}
         if self.within:
             return self.below(func, types, args, kwargs)
@@ -120,7 +131,7 @@ class _Guide:
         if step is not None:
             places = [place for place, _ in asked.question.operands]
             rows = zip(places, operands, step.needs, step.casts, strict=True)
-            moved = {at: _moved(x, need, axes) for at, x, need, axes in rows if isinstance(x, Sharded)}
+            moved = {place: _moved(x, need, axes) for place, x, need, axes in rows if isinstance(x, Sharded)}
             args, kwargs = replaced(args, kwargs, moved)
         return self._run(func, types, args, kwargs)
 
@@ -132,7 +143,7 @@ class _Guide:
             self.within = False
 
     def _next(self, name: str, shapes: list[tuple[int, ...]] | None) -> PlannedOp | None:
-        """The step of a call, if one of the next is of that name and of operands of those shapes."""
+        """The step of a call, if one of the next steps has its name and the shapes of its operands."""
         for at in range(self.at, min(self.at + _AHEAD, len(self.steps))):
             step = self.steps[at]
             if step.name == name and (shapes is None or [spec.shape for spec in step.needs] == shapes):
@@ -142,15 +153,15 @@ class _Guide:
 
 
 def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
-    """Where it must lie; of a gather that is then cast the gradient is scattered."""
+    """The operand in the layout ``need``. If it is gathered and then cast over ``axes``, its gradient is scattered."""
     target = x.spec.with_partition(need.partition)
     if target is x.spec:
         return x
     followed = x.requires_grad and torch.is_grad_enabled()
-    way, local = moves(x.spec, target, axes if followed else (), topology(), followed), x.local
-    for one in way.calls:
-        local = apply(local, one)
+    move, local = moves(x.spec, target, axes if followed else (), topology(), followed), x.local
+    for call in move.calls:
+        local = apply(local, call)
     partition = target.partition
-    reduced = partition.reduced.union(*(one.axes for one in way.calls if one.pair.name == "all_gather_reduced"))
+    reduced = partition.reduced.union(*(call.axes for call in move.calls if call.pair.name == "all_gather_reduced"))
     target = target.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
     return alike(local, x, target)

@@ -1,6 +1,6 @@
-"""All ways to lay out one call: how its operands must lie, how its results then do, and what it takes.
+"""The strategies of one call: the layouts that its operands need, the layouts of its results, and its cost.
 
-Here no operand lies anywhere yet, so each mesh axis may shard any dim of the computation.
+No operand has a layout yet, so each mesh axis may shard any dim of the computation.
 """
 
 from __future__ import annotations
@@ -26,19 +26,35 @@ from fspmd.spec import P, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """How an operand must lie, over which axes it is then cast to varying, and whether it will have a gradient."""
+    """The layout that a strategy needs for an operand.
+
+    Attributes:
+        spec: the layout.
+        casts: the axes over which the operand is then cast to varying.
+        followed: whether it will have a gradient.
+        saved: whether backward needs it.
+        stays: whether it must not be moved, since the call writes into it.
+        trips: how often it is moved, and its gradient back.
+    """
 
     spec: TensorSpec
     casts: tuple[str, ...] = ()
     followed: bool = False
-    saved: bool = False  # backward needs it
-    stays: bool = False  # it may not be moved: it is written into
+    saved: bool = False
+    stays: bool = False
     trips: Trips = ONCE
 
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """One of them; µs of its computation, and of the collectives within, of backward as well."""
+    """A strategy of a call.
+
+    Attributes:
+        needs: the needs of the operands.
+        results: the layouts of the results.
+        computing: µs of its computation, forward and backward.
+        within: µs of the collectives within the call, forward and backward.
+    """
 
     needs: tuple[Need, ...]
     results: tuple[TensorSpec, ...]
@@ -47,12 +63,12 @@ class CallChoice:
 
     @property
     def time(self) -> float:
-        """µs of both."""
+        """µs of computation and collectives."""
         return self.computing + self.within
 
 
 def call_choices(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[CallChoice, ...]:
-    """Of one op of a program."""
+    """The strategies of one op of a graph. ``values``: the values of the graph."""
     if op.question is not None:
         return _quickest_choices(op.question, op.followed, op.trips, topology)
     if op.carried and op.pinned is None:
@@ -63,7 +79,7 @@ def call_choices(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tu
         results = tuple(spec.with_partition(op.pinned) for spec in results)
     trips = _trips(op.trips, len(specs))
     rows = enumerate(zip(specs, trips, strict=True))
-    needs = tuple(Need(spec, (), i in op.followed, trips=own) for i, (spec, own) in rows)
+    needs = tuple(Need(spec, (), i in op.followed, trips=t) for i, (spec, t) in rows)
     return (CallChoice(needs, results, 0.0, 0.0),)
 
 
@@ -73,37 +89,40 @@ def _trips(given: tuple[Trips, ...], count: int) -> tuple[Trips, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
-    """Every layout in which no rank need have nothing: each axis shards a dim, or none; ``pending``: or has a sum."""
-    mesh, found = spec.mesh, []
+    """The layouts in which no rank need be without elements: each axis shards a dim, or none.
+
+    ``pending``: whether a value may also have a pending sum over an axis.
+    """
+    mesh, specs = spec.mesh, []
     options = [None, *range(spec.ndim), *(["U"] if pending else [])]
     for choice in itertools.product(options, repeat=len(mesh.axis_names)):
         named = list(zip(mesh.axis_names, choice, strict=True))
         if any(mesh.shape[axis] == 1 and to is not None for axis, to in named):
             continue
-        axes = [tuple(axis for axis, to in named if to == d and to is not None) for d in range(spec.ndim)]
-        if all(prod(mesh.shape[a] for a in own) <= max(n, 1) for own, n in zip(axes, spec.shape, strict=True)):
+        entries = [tuple(axis for axis, to in named if to == d and to is not None) for d in range(spec.ndim)]
+        if all(prod(mesh.shape[a] for a in axes) <= max(n, 1) for axes, n in zip(entries, spec.shape, strict=True)):
             unreduced = frozenset(axis for axis, to in named if to == "U")
-            found.append(spec.with_partition(P(*map(entry_of, axes), unreduced=unreduced)))
-    return tuple(found)
+            specs.append(spec.with_partition(P(*map(entry_of, entries), unreduced=unreduced)))
+    return tuple(specs)
 
 
 def _quickest_choices(
     question: Question, followed: frozenset[int], given: tuple[Trips, ...], topology: Topology
 ) -> tuple[CallChoice, ...]:
-    """Of each choice of what every axis does the quickest."""
-    found: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], CallChoice] = {}
+    """The strategies of a question. Of several with equal needs and results, the quickest."""
+    quickest: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], CallChoice] = {}
     trips = _trips(given, len(question.operands))
-    for way in itertools.chain(_regrouped(question, followed, trips), _chosen(question, followed, trips, topology)):
-        if question.fixed and (way.needs[0].casts or way.needs[0].spec.partition is not way.results[0].partition):
+    for choice in itertools.chain(_regrouped(question, followed, trips), _by_axes(question, followed, trips, topology)):
+        needs, results = choice.needs, choice.results
+        if question.fixed and (needs[0].casts or needs[0].spec.partition is not results[0].partition):
             continue
-        key = way.needs, way.results
-        if key not in found or way.time < found[key].time:
-            found[key] = way
-    return tuple(found.values())
+        if (needs, results) not in quickest or choice.time < quickest[needs, results].time:
+            quickest[needs, results] = choice
+    return tuple(quickest.values())
 
 
 def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips, ...]) -> Iterator[CallChoice]:
-    """Of reshapes: where the blocks of the result are those of the operand."""
+    """The strategies of a reshape in which the blocks of the result are those of the operand."""
     if question.row.rule is not reshaped:
         return
     for spec in layouts(question.operands[0][1], True):
@@ -113,13 +132,14 @@ def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips,
             yield CallChoice((Need(spec, (), 0 in followed, trips=trips[0]),), (result,), 0.0, 0.0)
 
 
-def _chosen(
+def _by_axes(
     question: Question, followed: frozenset[int], trips: tuple[Trips, ...], topology: Topology
 ) -> Iterator[CallChoice]:
+    """The strategies for each combination of choices of the axes."""
     operands, results, row = [spec for _, spec in question.operands], question.results, question.row
     saves = question.linear in ("", "product") and question.viewed is None
     linear = question._replace(gradients=followed).passes_on
-    body, most = row.body, max([trips[i] for i in followed], default=Trips(1, 0))
+    body, most_trips = row.body, max([trips[i] for i in followed], default=Trips(1, 0))
     for factors in (question.factors, *question.factors.others):
         sizes = _sizes(factors, operands, results)
         mesh = operands[0].mesh
@@ -131,12 +151,12 @@ def _chosen(
             choices: dict[str, Choice] = dict(zip(mesh.axis_names, combination, strict=True))
             if any(prod(mesh.shape[a] for a, c in choices.items() if c == f) > max(n, 1) for f, n in sizes.items()):
                 continue
-            laid = layouts_of(factors, choices, operands, results, topology, row.empty, body)
-            if laid is None:
+            specs = layouts_of(factors, choices, operands, results, topology, row.empty, body)
+            if specs is None:
                 continue
-            time = 0.0 if question.viewed is not None else working(factors, laid.operands, laid.results, topology)
-            within = laid.body * most.there + laid.back * most.back
-            rows = enumerate(zip(laid.operands, laid.casts, strict=True))
+            time = 0.0 if question.viewed is not None else working(factors, specs.operands, specs.results, topology)
+            within = specs.body * most_trips.there + specs.back * most_trips.back
+            rows = enumerate(zip(specs.operands, specs.casts, strict=True))
             needs = tuple(
                 Need(
                     spec,
@@ -148,25 +168,25 @@ def _chosen(
                 )
                 for i, (spec, cast) in rows
             )
-            yield CallChoice(needs, laid.results, time * most.passes, within)
+            yield CallChoice(needs, specs.results, time * most_trips.passes, within)
 
 
 def _sizes(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> dict[int, int]:
-    """The least size of each factor."""
-    found: dict[int, int] = {}
+    """The smallest size of each factor."""
+    smallest: dict[int, int] = {}
     for dims, spec in zip((*factors.operands, *factors.results), (*operands, *results), strict=True):
         for factor, size in zip(dims, spec.shape, strict=True):
             if factor is not None:
-                found[factor] = min(size, found.get(factor, size))
-    return found
+                smallest[factor] = min(size, smallest.get(factor, size))
+    return smallest
 
 
-def _choices(factors: Factors, linear: str, operands: int, bodied: bool) -> Iterator[Choice]:
-    """What one axis can do: nothing, shard a factor, or leave sums pending that the function passes on."""
+def _choices(factors: Factors, linear: str, operands: int, has_body: bool) -> Iterator[Choice]:
+    """The choices of one axis: do nothing, shard a factor, or leave sums pending that the function passes on."""
     yield "I" * operands
-    known = {factor: None for dims in factors.operands for factor in dims if factor is not None}
-    for factor in known:
-        if factor not in factors.whole or bodied:
+    sharded = {factor: None for dims in factors.operands for factor in dims if factor is not None}
+    for factor in sharded:
+        if factor not in factors.whole or has_body:
             yield factor
-    for _, way in passed_on(factors, linear, operands):
-        yield way
+    for _, choice in passed_on(factors, linear, operands):
+        yield choice

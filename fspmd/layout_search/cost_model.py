@@ -1,7 +1,8 @@
-"""What a choice of layouts takes, as sums over variables and pairs of them: time in µs, and bytes on each rank.
+"""The cost of layouts as a sum over variables and pairs of variables: time in µs, and bytes on each rank.
 
-A value is a variable whose choices are its layouts; an op is one whose choices are its ways. A value and an op that
-reads it share the price of the move between them; with one that makes it, which choices go together.
+A value is a variable whose choices are its layouts. An op is a variable whose choices are its strategies. A value and
+an op that reads it share the price of the move between them. A value and the op that makes it share a price of zero or
+infinity, which says whether their choices fit together.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _ROUNDING = 1e-9  # µs
 
 
 class CostModel:
-    """Of an op graph, where ops and values that are tied are one variable.
+    """The cost model of an op graph, in which tied ops and tied values share a variable.
 
-    Variables have numbers: their ``choices``, what these cost by themselves (``own``), and in ``pairs``, by the numbers
-    of a value and an op. Moves cost what they take at least, until they are priced.
+    Variables are numbers. ``choices`` has the choices of each variable, and ``own`` their costs. ``pairs`` has the
+    costs of pairs of choices, by the numbers of a value and an op. The cost of a move is a lower bound until it is
+    priced.
     """
 
     def __init__(
@@ -45,18 +47,18 @@ class CostModel:
         self.own: list[ChoiceCost] = []
         self.pairs: dict[tuple[int, int], ChoiceCost] = {}
         self._fixed, self._tied = fixed, tied
-        self._tables = {} if tables is None else tables  # what was reckoned, for another model of the graph
-        self._of_op: dict[int, int] = {}
-        self._of_value: dict[int, int] = {}
+        self._tables = {} if tables is None else tables  # intermediate results, shared by models of the graph
+        self._of_op: dict[int, int] = {}  # variables of ops
+        self._of_value: dict[int, int] = {}  # variables of values
         self._homes = dict(graph.gradients) | dict(graph.written)
-        self._parts: dict[tuple[int, int], list[Prices]] = {}  # of a value and an op, whose prices add up
-        self._priced_from: dict[TensorSpec, list[Prices]] = {}
-        self._joined: dict[Any, ChoiceCost] = {}  # what a value and an op share, by what it is the sum of
-        self._ways = [self._call_choices(op) for op in graph.ops]
-        self._read: dict[int, list[int]] = {}
+        self._parts: dict[tuple[int, int], list[Prices]] = {}  # by value and op, prices that add up
+        self._priced_from: dict[TensorSpec, list[Prices]] = {}  # prices of moves from a layout
+        self._joined: dict[Any, ChoiceCost] = {}  # sums of prices, by the prices
+        self._strategies = [self._call_choices(op) for op in graph.ops]
+        self._readers: dict[int, list[int]] = {}  # ops that read a value
         for i, op in enumerate(graph.ops):
             for n in op.operands:
-                self._read.setdefault(self._root(n), []).append(i)
+                self._readers.setdefault(self._root(n), []).append(i)
         self._summed_once = self._cast_by_several()
         self._cast = set(map(self._root, self._summed_once))
         self._build()
@@ -67,19 +69,19 @@ class CostModel:
         return list(dict.fromkeys(self._of_value[number] for number in self.graph.leaves))
 
     def layout(self, number: int, chosen: Sequence[int]) -> TensorSpec:
-        """How a value lies."""
+        """The layout of a value."""
         variable = self._of_value[number]
-        laid: ValueLayout = self.choices[variable][chosen[variable]]
-        return laid.spec
+        choice: ValueLayout = self.choices[variable][chosen[variable]]
+        return choice.spec
 
-    def way(self, op: int, chosen: Sequence[int]) -> CallChoice:
-        """How an op is done."""
+    def strategy(self, op: int, chosen: Sequence[int]) -> CallChoice:
+        """The strategy of an op."""
         variable = self._of_op[op]
-        way: CallChoice = self.choices[variable][chosen[variable]]
-        return way
+        choice: CallChoice = self.choices[variable][chosen[variable]]
+        return choice
 
     def cost(self, chosen: Sequence[int]) -> tuple[float, float]:
-        """Time and memory of one choice for each variable."""
+        """The time and memory of one choice for each variable."""
         time = sum(float(own.time[i]) for own, i in zip(self.own, chosen, strict=True))
         memory = sum(float(own.memory[i]) for own, i in zip(self.own, chosen, strict=True))
         for (a, b), cost in self.pairs.items():
@@ -90,34 +92,34 @@ class CostModel:
     # --- prices -------------------------------------------------------------------------------------------------------
 
     def price(self, chosen: Sequence[int]) -> bool:
-        """Price the moves of these choices; whether some cost more than they took at least."""
-        least = self.cost(chosen)[0]
+        """Price the moves of these choices. Returns whether they cost more than before."""
+        before = self.cost(chosen)[0]
         for (value, op), parts in self._parts.items():
             for part in parts:
                 i, k = chosen[value], int(part.places[chosen[op]])
                 if not part.exact[i, k]:
-                    self._learn(part.laid[i].spec, part.needs[k].spec)
+                    self._price_move(part.layouts[i].spec, part.needs[k].spec)
         self._join()
-        return self.cost(chosen)[0] > least + _ROUNDING
+        return self.cost(chosen)[0] > before + _ROUNDING
 
-    def _learn(self, source: TensorSpec, target: TensorSpec) -> None:
-        """Price a move wherever it is found, and those that differ by the names of alike axes."""
+    def _price_move(self, source: TensorSpec, target: TensorSpec) -> None:
+        """Price a move in all tables, and moves that differ from it by the names of alike axes."""
         for names in alike(source.mesh, self.topology):
-            own = {name: axis for axis, name in names.items()}
+            original = {name: axis for axis, name in names.items()}
             before, after = renamed(source, names), renamed(target, names)
             for part in self._priced_from.get(before, ()):
                 for k in part.columns.get(after, ()):
                     need = part.needs[k]
-                    casts = source.mesh.ordered({own[axis] for axis in need.casts})
-                    way = moves(source, target, casts, self.topology, need.followed)
-                    time = need.trips.there * way.forward + need.trips.back * (way.time - way.forward)
-                    part.learn(before, k, time)
+                    casts = source.mesh.ordered({original[axis] for axis in need.casts})
+                    move = moves(source, target, casts, self.topology, need.followed)
+                    time = need.trips.there * move.forward + need.trips.back * (move.time - move.forward)
+                    part.set_price(before, k, time)
 
     def _join(self) -> None:
-        """Add up what each value and op share, by the prices that are known."""
+        """Add up the prices that each value and op share."""
         before, self._joined = self._joined, {}
         for pair, parts in self._parts.items():
-            key = tuple([(id(part), part.learned) for part in parts])
+            key = tuple([(id(part), part.changes) for part in parts])
             if key not in self._joined:
                 tables = [part.table() for part in parts] if key not in before else [before[key]]
                 self._joined[key] = sum(tables[1:], tables[0])
@@ -126,23 +128,24 @@ class CostModel:
     # --- variables ----------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
+        """Make the variables, their costs, and the costs of pairs."""
         graph = self.graph
-        made = {n: i for i, op in enumerate(graph.ops) for n in op.results}
+        makers = {n: i for i, op in enumerate(graph.ops) for n in op.results}
         for number in range(len(graph.values)):
             if (home := self._home(number)) not in self._of_value:
-                self._of_value[home] = self._add(self._layouts_of(home, made.get(home)))
+                self._of_value[home] = self._add(self._layouts_of(home, makers.get(home)))
             self._of_value[number] = self._of_value[home]
-        self._remember()
+        self._add_value_costs()
         for i, op in enumerate(graph.ops):
             home = self._tied.ops.get(i, i)
             if home not in self._of_op:
-                self._of_op[home] = self._add(self._ways[i])
+                self._of_op[home] = self._add(self._strategies[i])
             self._of_op[i] = variable = self._of_op[home]
-            time = torch.tensor([way.time for way in self._ways[i]], dtype=torch.float64)
+            time = torch.tensor([strategy.time for strategy in self._strategies[i]], dtype=torch.float64)
             self.own[variable] += ChoiceCost(time, torch.zeros_like(time))
-            read = [self._reading(number, i, k) for k, number in enumerate(op.operands)]
-            make = [self._making(number, i, k) for k, number in enumerate(op.results)]
-            for number, part in zip((*op.operands, *op.results), read + make, strict=True):
+            reading = [self._reading(number, i, k) for k, number in enumerate(op.operands)]
+            making = [self._making(number, i, k) for k, number in enumerate(op.results)]
+            for number, part in zip((*op.operands, *op.results), reading + making, strict=True):
                 self._parts.setdefault((self._of_value[number], variable), []).append(part)
         for part in {id(part): part for parts in self._parts.values() for part in parts}.values():
             for spec in part.rows:
@@ -151,15 +154,15 @@ class CostModel:
 
     def _add(self, choices: tuple[Any, ...]) -> int:
         """A new variable, whose choices cost nothing yet."""
-        nothing = torch.zeros(len(choices), dtype=torch.float64)
+        zeros = torch.zeros(len(choices), dtype=torch.float64)
         self.choices.append(choices)
-        self.own.append(ChoiceCost(nothing, nothing))
+        self.own.append(ChoiceCost(zeros, zeros))
         return len(self.choices) - 1
 
     def _root(self, number: int) -> int:
-        """The value that a gradient is of, or that was written into."""
-        while (of := self._homes.get(number)) is not None:
-            number = of
+        """The value of which a value is the gradient, or into which it is written; else the value itself."""
+        while (source := self._homes.get(number)) is not None:
+            number = source
         return number
 
     def _home(self, number: int) -> int:
@@ -168,15 +171,17 @@ class CostModel:
         return self._tied.values.get(root, root)
 
     def _call_choices(self, op: Op) -> tuple[CallChoice, ...]:
+        """The strategies of an op."""
         values = self.graph.values
         given = () if op.question is not None else tuple(values[n] for n in (*op.operands, *op.results))
         key = id(op.question), op.followed, op.trips, op.pinned, op.carried, given
         if key not in self._tables:
             self._tables[key] = call_choices(op, values, self.topology)
-        found: tuple[CallChoice, ...] = self._tables[key]
-        return found
+        strategies: tuple[CallChoice, ...] = self._tables[key]
+        return strategies
 
     def _layouts_of(self, home: int, maker: int | None) -> tuple[ValueLayout, ...]:
+        """The layouts of a value. ``maker``: the op that makes it."""
         spec, graph = self.graph.values[home], self.graph
         if home in self._fixed:
             specs: tuple[TensorSpec, ...] = (spec.with_partition(self._fixed[home]),)
@@ -184,92 +189,99 @@ class CostModel:
             specs = (spec,)
         elif maker is not None:
             k = graph.ops[maker].results.index(home)
-            specs = tuple(dict.fromkeys(way.results[k] for way in self._ways[maker]))
+            specs = tuple(dict.fromkeys(strategy.results[k] for strategy in self._strategies[maker]))
         else:
             specs = layouts(spec)
         return self._summed(specs) if home in self._cast else tuple(map(ValueLayout, specs))
 
     def _cast_by_several(self) -> dict[int, list[int]]:
-        """Values of which several ops cast a copy, and which one; its gradients are summed once for all of them."""
-        found: dict[tuple[int, int], int] = {}
-        for op, own in zip(self.graph.ops, self._ways, strict=True):
+        """For each value that several ops cast, the numbers of its copies that they cast (`Trips.start`).
+
+        Backward sums the gradients of such a copy once for all of these ops.
+        """
+        counts: dict[tuple[int, int], int] = {}
+        for op, strategies in zip(self.graph.ops, self._strategies, strict=True):
             for k, n in enumerate(op.operands):
-                key = n, own[0].needs[k].trips.start
-                found[key] = found.get(key, 0) + any(way.needs[k].casts for way in own)
+                key = n, strategies[0].needs[k].trips.start
+                counts[key] = counts.get(key, 0) + any(strategy.needs[k].casts for strategy in strategies)
         several: dict[int, list[int]] = {}
-        for (number, start), count in found.items():
+        for (number, start), count in counts.items():
             if count > 1:
                 several.setdefault(number, []).append(start)
         return several
 
     def _summed(self, specs: tuple[TensorSpec, ...]) -> tuple[ValueLayout, ...]:
         """Each layout with each set of axes over which it may be cast."""
-        found: list[ValueLayout] = []
+        choices: list[ValueLayout] = []
         for spec in specs:
             partition, sizes = spec.partition, spec.mesh.shape
             free = [axis for axis, n in sizes.items() if n > 1 and axis not in partition.mentioned]
             for count in range(len(free) + 1):
-                found += [ValueLayout(spec, frozenset(axes)) for axes in itertools.combinations(free, count)]
-        return tuple(found)
+                choices += [ValueLayout(spec, frozenset(axes)) for axes in itertools.combinations(free, count)]
+        return tuple(choices)
 
-    def _remember(self) -> None:
-        """What each value takes: its place in memory, the sums of its gradients, and pending sums that must end."""
+    def _add_value_costs(self) -> None:
+        """Add the cost of each value: its bytes, the sums of its gradients, and pending sums that must end."""
         written = {number for number, _ in self.graph.written}
         ending = {*self.graph.outputs} - {n for op in self.graph.ops if op.carried for n in op.operands}
         for number in range(len(self.graph.values)):
             variable = self._of_value[number]
-            laid: tuple[ValueLayout, ...] = self.choices[variable]
-            times = 0 if number in written or number in self.graph.constants else self._held(number)
-            memory = [float(times * size(one.spec)) for one in laid]
-            time = [self._settled(one.spec) if number in ending else 0.0 for one in laid]
+            choices: tuple[ValueLayout, ...] = self.choices[variable]
+            copies = 0 if number in written or number in self.graph.constants else self._copies(number)
+            memory = [float(copies * size(choice.spec)) for choice in choices]
+            time = [self._settling_time(choice.spec) if number in ending else 0.0 for choice in choices]
             for start in self._summed_once.get(number, ()):
                 sums = self.graph.sums.get((number, start), 1)
-                time = [t + sums * self._sum(one) for t, one in zip(time, laid, strict=True)]
+                time = [t + sums * self._summing_time(choice) for t, choice in zip(time, choices, strict=True)]
             self.own[variable] += ChoiceCost(
                 torch.tensor(time, dtype=torch.float64), torch.tensor(memory, dtype=torch.float64)
             )
 
-    def _held(self, number: int) -> int:
-        """How often memory holds it: an argument, its gradient, a result, what backward needs."""
+    def _copies(self, number: int) -> int:
+        """The number of copies in memory: of an argument and its gradient, a result, a value that backward needs."""
         graph = self.graph
         if number in graph.leaves:
             return 1 + (number in graph.followed)
         return int(number in dict(graph.gradients) or number in graph.outputs or self._is_saved(number))
 
     def _is_saved(self, number: int) -> bool:
+        """Whether backward needs a value."""
         return any(
-            way.needs[k].saved
-            for i in self._read.get(self._root(number), ())
+            strategy.needs[k].saved
+            for i in self._readers.get(self._root(number), ())
             for k, n in enumerate(self.graph.ops[i].operands)
             if n == number
-            for way in self._ways[i][:1]
+            for strategy in self._strategies[i][:1]
         )
 
-    def _sum(self, laid: ValueLayout) -> float:
-        if not laid.summed:
+    def _summing_time(self, choice: ValueLayout) -> float:
+        """µs of the sum of the gradients of a value over the axes ``choice.summed``."""
+        if not choice.summed:
             return 0.0
-        return moves(laid.spec, laid.spec, laid.spec.mesh.ordered(laid.summed), self.topology, True).casting
+        spec = choice.spec
+        return moves(spec, spec, spec.mesh.ordered(choice.summed), self.topology, True).casting
 
-    def _settled(self, spec: TensorSpec) -> float:
-        """What ends its pending sums."""
+    def _settling_time(self, spec: TensorSpec) -> float:
+        """µs to settle the pending sums of a value."""
         if not spec.partition.unreduced:
             return 0.0
         return route(spec, spec.with_partition(P(*spec.partition)), self.topology).price.time
 
     def _reading(self, number: int, op: int, operand: int) -> Prices:
-        """The moves of an operand."""
-        needs = tuple(way.needs[operand] for way in self._ways[op])
+        """The prices of the moves of an operand."""
+        needs = tuple(strategy.needs[operand] for strategy in self._strategies[op])
         alone = needs[0].trips.start not in self._summed_once.get(number, ())
         key = self.choices[self._of_value[number]], needs, alone
         if key not in self._tables:
             self._tables[key] = least_prices(*key, self.topology)
-        found: Prices = self._tables[key]
-        return found
+        prices: Prices = self._tables[key]
+        return prices
 
     def _making(self, number: int, op: int, result: int) -> Prices:
-        """A result lies as the way leaves it."""
-        key = self.choices[self._of_value[number]], tuple(way.results[result] for way in self._ways[op])
+        """The prices of a result, which allow only the layout that the strategy gives."""
+        specs = tuple(strategy.results[result] for strategy in self._strategies[op])
+        key = self.choices[self._of_value[number]], specs
         if key not in self._tables:
             self._tables[key] = making(*key)
-        found: Prices = self._tables[key]
-        return found
+        prices: Prices = self._tables[key]
+        return prices

@@ -1,7 +1,7 @@
-"""The cheapest choice of a model as an integer program, solved by HiGHS through SciPy.
+"""The cheapest choice of a model as an integer program, which HiGHS solves through SciPy.
 
-A binary for each choice of a variable, one of which is taken; for each pair of choices of two variables that share a
-price a number between 0 and 1, of which those of a choice add up to its binary.
+Each choice of a variable has a binary, and one binary of each variable is 1. For two variables that share a price, each
+pair of their choices has a number between 0 and 1. The numbers of the pairs with one choice add up to its binary.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from fspmd.layout_search.move_prices import ChoiceCost
 
 
 class _SparseRows:
-    """Of a sparse matrix, with the bounds of each."""
+    """The rows of a sparse matrix, with lower and upper bounds."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, int, float]] = []
         self.bounds: list[tuple[float, float]] = []
 
     def add(self, parts: list[tuple[list[int], float]], low: float, high: float) -> None:
-        """A sum of columns, each list with its factor."""
+        """Add a row: a sum of lists of columns, each list with its factor."""
         row = len(self.bounds)
         self.bounds.append((low, high))
         self.entries += [(row, column, factor) for columns, factor in parts for column in columns]
 
 
 class _Columns:
-    """What each costs, in µs and bytes, and its upper bound."""
+    """The columns of the matrix, with their costs in µs and bytes and their upper bounds."""
 
     def __init__(self) -> None:
         self.time: list[float] = []
@@ -41,7 +41,7 @@ class _Columns:
         self.most: list[float] = []
 
     def add(self, time: Any, memory: Any) -> list[int]:
-        """One for each; what costs infinitely much is never taken."""
+        """Add columns, and return their numbers. A column of infinite cost has the upper bound 0."""
         start = len(self.time)
         self.most += [0.0 if t == inf else 1.0 for t in time]
         self.time += [0.0 if t == inf else t for t in time]
@@ -54,72 +54,81 @@ def solve(
     price: float,
     kept: Sequence[Tensor],
     limit: float | None = None,
-    told: Collection[Sequence[int]] = (),
+    known: Collection[Sequence[int]] = (),
     nodes: int | None = None,
 ) -> tuple[list[int], float] | None:
-    """The cheapest choice among those that are kept, at a ``price`` in µs for each byte, and what none costs less than.
+    """The cheapest choice of each variable, and a lower bound of its cost; None if there is none.
 
-    It takes at most so many bytes, and in it some argument lies otherwise than in each choice that was ``told``. After
-    so many ``nodes`` of the search it is the cheapest that was found. None: there is none.
+    Args:
+        model: the model.
+        price: µs for each byte.
+        kept: for each variable the choices to consider.
+        limit: the most bytes.
+        known: solutions. The result has another layout of some argument than each of them.
+        nodes: the most nodes of the search. If they do not suffice, the choice is the cheapest that was found.
 
     Raises:
-        ArgumentError: SciPy is not there.
+        ArgumentError: SciPy is missing.
     """
     try:
         from scipy import optimize, sparse
     except ImportError:
         raise ArgumentError(
-            "auto_spec needs SciPy here, for a memory_limit or a graph that is too wide for the built-in solver; pip "
-            "install fspmd[auto]"
+            "auto_spec needs SciPy for a memory_limit, or for a graph that is too wide for the built-in solver, but "
+            "found none; write pip install fspmd[auto]"
         ) from None
     if not model.choices:
-        return None if told else ([], 0.0)
+        return None if known else ([], 0.0)
     columns, rows = _Columns(), _SparseRows()
-    costs = [cost.of(own) for cost, own in zip(model.own, kept, strict=True)]
-    own = [columns.add(cost.time.tolist(), cost.memory.tolist()) for cost in costs]
-    for taken in own:
-        rows.add([(taken, 1.0)], 1, 1)
-    binaries = len(columns.time)
+    costs = [cost.of(choices) for cost, choices in zip(model.own, kept, strict=True)]
+    binaries = [columns.add(cost.time.tolist(), cost.memory.tolist()) for cost in costs]
+    for numbers in binaries:
+        rows.add([(numbers, 1.0)], 1, 1)
+    count = len(columns.time)
     for (a, b), cost in model.pairs.items():
-        _pair(columns, rows, own[a], own[b], cost.of(kept[a], kept[b]))
+        _add_pair(columns, rows, binaries[a], binaries[b], cost.of(kept[a], kept[b]))
     if limit is not None:
         rows.add([([i], m) for i, m in enumerate(columns.memory) if m], -inf, limit)
-    for chosen in told:
+    for chosen in known:
         same = [
             column
             for v in model.arguments
-            for column, i in zip(own[v], kept[v].tolist(), strict=True)
+            for column, i in zip(binaries[v], kept[v].tolist(), strict=True)
             if model.choices[v][i].spec is model.choices[v][chosen[v]].spec
         ]
         rows.add([(same, 1.0)], -inf, len(model.arguments) - 1)
-    at, of, factors = zip(*rows.entries, strict=True)
-    matrix = sparse.csr_array((factors, (at, of)), shape=(len(rows.bounds), len(columns.time)))
+    row_of, column_of, factors = zip(*rows.entries, strict=True)
+    matrix = sparse.csr_array((factors, (row_of, column_of)), shape=(len(rows.bounds), len(columns.time)))
     low, high = zip(*rows.bounds, strict=True)
-    found = optimize.milp(
+    solution = optimize.milp(
         [t + price * m for t, m in zip(columns.time, columns.memory, strict=True)],
-        integrality=[1] * binaries + [0] * (len(columns.time) - binaries),
+        integrality=[1] * count + [0] * (len(columns.time) - count),
         bounds=optimize.Bounds(0, columns.most),
         constraints=optimize.LinearConstraint(matrix, low, high),
         options={"mip_rel_gap": 0.0, **({} if nodes is None else {"node_limit": nodes})},
     )
-    if found.x is None:
+    if solution.x is None:
         return None
-    taken_of = [int(torch.tensor(found.x[taken]).argmax()) for taken in own]
-    return [int(some[i]) for some, i in zip(kept, taken_of, strict=True)], float(found.mip_dual_bound)
+    places = [int(torch.tensor(solution.x[numbers]).argmax()) for numbers in binaries]
+    return [int(choices[i]) for choices, i in zip(kept, places, strict=True)], float(solution.mip_dual_bound)
 
 
-def _pair(columns: _Columns, rows: _SparseRows, one: list[int], other: list[int], cost: ChoiceCost) -> None:
-    """What two variables share: which choices go together, or also what they then cost."""
+def _add_pair(columns: _Columns, rows: _SparseRows, first: list[int], second: list[int], cost: ChoiceCost) -> None:
+    """Add the price that two variables share. ``first``, ``second``: their binaries.
+
+    If pairs of choices cost nothing or infinitely much, rows alone say which choices fit together. Choices of
+    ``second`` with equal costs share the numbers of their pairs.
+    """
     possible = cost.time < inf
     if not cost.memory.any() and not cost.time[possible].any():
-        for mine, theirs, fits in ((one, other, possible), (other, one, possible.mT)):
-            for i, row in zip(mine, fits.tolist(), strict=True):
-                rows.add([([j for j, fit in zip(theirs, row, strict=True) if fit], 1.0), ([i], -1.0)], 0, inf)
+        for from_, to, fits in ((first, second, possible), (second, first, possible.mT)):
+            for i, row in zip(from_, fits.tolist(), strict=True):
+                rows.add([([j for j, fit in zip(to, row, strict=True) if fit], 1.0), ([i], -1.0)], 0, inf)
         return
-    kinds, of = torch.unique(torch.cat([cost.time, cost.memory]), dim=1, return_inverse=True)
-    height = len(one)
+    kinds, kind_of = torch.unique(torch.cat([cost.time, cost.memory]), dim=1, return_inverse=True)
+    height = len(first)
     cells = [columns.add(kinds[:height, k].tolist(), kinds[height:, k].tolist()) for k in range(kinds.shape[1])]
-    for i, column in enumerate(one):
+    for i, column in enumerate(first):
         rows.add([([cell[i] for cell in cells], 1.0), ([column], -1.0)], 0, 0)
     for k, cell in enumerate(cells):
-        rows.add([(cell, 1.0), ([other[j] for j in (of == k).nonzero().flatten().tolist()], -1.0)], 0, 0)
+        rows.add([(cell, 1.0), ([second[j] for j in (kind_of == k).nonzero().flatten().tolist()], -1.0)], 0, 0)

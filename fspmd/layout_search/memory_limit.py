@@ -1,7 +1,7 @@
-"""Plans under a limit of memory, of which the recorded program tells what it holds.
+"""Plans under a memory limit. The bytes of a plan are those that its recorded program holds.
 
-The model that is solved leaves out what lives only while an op runs, and counts what `checkpoint` does not keep. So the
-bytes that a plan may have by the model are made fewer, or more, until the program holds what it may.
+The model of the search leaves out values that live only while an op runs, and counts values that `checkpoint` does not
+keep. So the limit of the model is lowered or raised until the program fits the memory limit.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from fspmd.programs.jit import jit
 from fspmd.programs.lower import Lowered
 from fspmd.spec import P, TensorSpec
 
-_ROUNDS = 5  # limits of the model that are tried
-_MORE = 1.2  # of the least by the model, which often is not the least when it runs
-_FEW, _MANY, _OPS = 12, 60, 6000  # plans that are recorded besides, and ops of them all
-_SHARE = 0.6  # of what the model counts: a program that held less would be rare
-_ENOUGH = 0.98  # of the limit: a plan that holds so much could hardly hold more
+_ROUNDS = 5  # the number of limits of the model to try
+_MORE = 1.2  # times the least bytes by the model: the program with the least bytes often has more by the model
+_FEW, _MANY, _OPS = 12, 60, 6000  # the least and most further plans to record, and the ops of all of them
+_SHARE = 0.6  # of the bytes by the model: few programs hold less
+_ENOUGH = 0.98  # of the limit: a plan that holds so much can hardly be improved
 _ROUNDING, _TIE = 1e-6, 1e-12
 
 
 class _Recorded:
-    """Plans that were recorded, each once: what they hold, and which of them fit."""
+    """The plans that were recorded, each once: the bytes that they hold, and the plans that fit."""
 
     def __init__(self, limit: float, peak: Callable[[LayoutPlan], int | None]) -> None:
         self._limit, self._peak = limit, peak
         self._known: dict[tuple[int, ...], float] = {}
-        self._fit: dict[frozenset[Any], tuple[LayoutPlan, float]] = {}  # by how arguments lie
-        self.can_tell = True  # else what the model counts is what they hold
-        self.over_counts = False  # the model has counted more than a program held
+        self._fit: dict[frozenset[Any], tuple[LayoutPlan, float]] = {}  # by the layouts of arguments
+        self.has_peaks = True  # whether programs can be recorded; else the bytes by the model count
+        self.over_counts = False  # whether a program held less than by the model
         self.least = inf
 
     def __contains__(self, plan: LayoutPlan) -> bool:
         return plan.chosen in self._known
 
     def held(self, plan: LayoutPlan) -> float:
-        """Bytes that a rank holds at most."""
+        """The most bytes that a rank holds."""
         if plan not in self:
-            self._known[plan.chosen] = held = self._told(plan)
+            self._known[plan.chosen] = held = self._measured(plan)
             self.least = min(self.least, held)
             self.over_counts |= held < plan.memory
             if held <= self._limit:
@@ -59,25 +59,28 @@ class _Recorded:
                     self._fit[plan.names] = plan, held
         return self._known[plan.chosen]
 
-    def _told(self, plan: LayoutPlan) -> float:
-        peak = self._peak(plan) if self.can_tell else None
-        self.can_tell &= bool(self._known) or peak is not None
-        return plan.memory if not self.can_tell else inf if peak is None else peak
+    def _measured(self, plan: LayoutPlan) -> float:
+        """The peak of a plan. Without a record it is the bytes by the model; infinity if only other plans have one."""
+        peak = self._peak(plan) if self.has_peaks else None
+        self.has_peaks &= bool(self._known) or peak is not None
+        if not self.has_peaks:
+            return plan.memory
+        return inf if peak is None else peak
 
     @property
     def fit(self) -> list[tuple[LayoutPlan, float]]:
-        """Those that fit, the quickest first."""
-        return sorted(self._fit.values(), key=lambda one: one[0].time)
+        """The plans that fit and their bytes, the quickest first."""
+        return sorted(self._fit.values(), key=lambda entry: entry[0].time)
 
     def quicker(self, time: float) -> int:
-        """How many fit that are as quick."""
+        """The number of plans that fit and take at most this time."""
         return sum(plan.time <= time * (1 + _ROUNDING) for plan, _ in self._fit.values())
 
 
 def peak_of(f: Callable[..., Any], args: tuple[Any, ...], layouts: Layouts) -> int | None:
-    """Bytes that a rank holds at most while the program runs; None where ``f`` cannot be recorded.
+    """The most bytes that a rank holds while the program runs; None if ``f`` cannot be recorded.
 
-    It is that of the first rank, whose blocks are the largest, so all processes find the same.
+    They are those of the first rank, whose blocks are the largest, so all processes have the same number.
     """
     mesh = layouts.mesh
     ranks = make_mesh(tuple(mesh.shape.values()), mesh.axis_names, transport="abstract")
@@ -86,9 +89,9 @@ def peak_of(f: Callable[..., Any], args: tuple[Any, ...], layouts: Layouts) -> i
         return x if partition is None else TensorSpec(ranks, partition, tuple(x.shape), x.dtype)
 
     with suppress(FspmdError):
-        laid = optree.tree_map(given, args, layouts.specs, is_leaf=is_value, none_is_leaf=True)
+        specs = optree.tree_map(given, args, layouts.specs, is_leaf=is_value, none_is_leaf=True)
         jitted: Any = jit(applied(f, ranks, layouts.steps, layouts.results))
-        program: Lowered = jitted.lower(*laid)
+        program: Lowered = jitted.lower(*specs)
         return program.memory().peak
     return None
 
@@ -96,18 +99,19 @@ def peak_of(f: Callable[..., Any], args: tuple[Any, ...], layouts: Layouts) -> i
 def fitting(
     limit: float, search: LayeredSearch, peak: Callable[[LayoutPlan], int | None], count: int
 ) -> list[tuple[LayoutPlan, int | None]]:
-    """The quickest plan that holds at most so many bytes, and after it up to ``count`` runners-up that do.
+    """The quickest plan that holds at most ``limit`` bytes, and up to ``count`` runners-up that do, with their peaks.
 
-    A few are the best by the model under limits that are set anew. What lives only while an op runs may be far less of
-    others, so the runners-up without a limit are recorded in their order, until enough fit that are as quick; then
-    those of the last price of a byte or, where none has fitted, those that hold least. With each its peak; None, and
-    the bytes of the model are what counts, where the function cannot be recorded.
+    First, the best plans by the model are recorded, under limits of the model that are set anew a few times. Second,
+    the runners-up without a limit are recorded in order, until enough plans fit that are as quick: values that live
+    only while an op runs may take far less memory in them. Third, the runners-up at the last price of a byte are
+    recorded; if no plan has fitted, those with the least bytes. A peak is None if the function cannot be recorded; then
+    the bytes by the model count.
 
-    Where the model has counted too much of one, others may fit though they hold too much by it; then no plan beats the
-    best one without a limit, and that is all that is known.
+    If the model counts more bytes for some plan than its program holds, a plan may fit that the model excludes. Then
+    the only known bound of the time is the best plan without a limit.
 
     Raises:
-        DoesNotFit: there is none among them.
+        DoesNotFit: no recorded plan fits.
     """
     quickest = search.best()
     recorded = _Recorded(limit, peak)
@@ -115,21 +119,21 @@ def fitting(
     best, bound = quickest, inf
     if held > limit:
         best, bound = _limited(limit, search, quickest, held, recorded)
-    besides = min(max(_OPS // max(len(quickest.model.graph.ops), 1), _FEW), _MANY)
-    for plan in itertools.islice(search.runners_up(quickest), besides):
+    more = min(max(_OPS // max(len(quickest.model.graph.ops), 1), _FEW), _MANY)
+    for plan in itertools.islice(search.runners_up(quickest), more):
         if recorded.quicker(plan.time) > count:
             break
         if _SHARE * plan.memory <= limit:
             recorded.held(plan)
     priced = best if recorded.fit else replace(best, price=BYTES)
-    for plan in itertools.islice(search.runners_up(priced), besides) if priced is not quickest else ():
+    for plan in itertools.islice(search.runners_up(priced), more) if priced is not quickest else ():
         if len(recorded.fit) > count:
             break
         recorded.held(plan)
     if not recorded.fit:
         raise DoesNotFit(recorded.least)
     bound = quickest.bound if recorded.over_counts or bound == inf else bound
-    fit = [(plan, round(held) if recorded.can_tell else None) for plan, held in recorded.fit[: count + 1]]
+    fit = [(plan, round(held) if recorded.has_peaks else None) for plan, held in recorded.fit[: count + 1]]
     best = fit[0][0]
     return [(replace(best, bound=min(bound, best.time)), fit[0][1]), *fit[1:]]
 
@@ -137,11 +141,11 @@ def fitting(
 def _limited(
     limit: float, search: LayeredSearch, quickest: LayoutPlan, held: float, recorded: _Recorded
 ) -> tuple[LayoutPlan, float]:
-    """Plans under limits of the model that are set anew: the last one, and the time that none beats by it.
+    """The last plan of those under limits of the model that are set anew, and a bound of the time by the model.
 
-    ``held``: what the quickest holds, which is too much.
+    ``held``: the bytes that the quickest plan holds, which are too many.
     """
-    over, bound = quickest.memory, inf  # too many bytes by the model
+    over, bound = quickest.memory, inf  # bytes by the model that are too many
     allowed = over * limit / held * (1 + _TIE)
     for _ in range(_ROUNDS):
         smallest = False
@@ -159,7 +163,7 @@ def _limited(
             if held > _ENOUGH * limit:
                 break
             allowed = guess if guess < over else (plan.memory + over) / 2
-        elif smallest:  # by the model; another may hold less
+        elif smallest:  # the smallest plan by the model; another plan may hold less
             allowed = plan.memory * _MORE
         else:
             over = min(over, plan.memory)

@@ -1,7 +1,7 @@
-"""Gradients of gradients: how often an operand is moved to where an op reads it, and its gradient back.
+"""Gradients of gradients: the numbers of moves of an operand to an op, and of its gradient back.
 
-Each derivative of a move is a move, there or back. So stand-ins run with the graph that autograd makes of them, and
-what stands in it for a move is counted each time that it runs.
+Each derivative of a move is a move, in the same or the other direction. So stand-ins run with the graph that autograd
+makes of them. In this graph a function stands for each move, and counts how often it runs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from fspmd.spec import P, TensorSpec
 
 
 class Trips(NamedTuple):
-    """How often an operand is moved, and its gradient back."""
+    """The numbers of moves of an operand (``there``) and of its gradient (``back``).
+
+    ``start``: the number of the copy of the value. Each derivative has another copy of its argument.
+    """
 
     there: int = 1
     back: int = 1
-    start: int = 0  # of a value: each derivative has a copy of what it is of
+    start: int = 0
 
     @property
     def passes(self) -> int:
-        """How often an op of two such operands computes: the derivative of a product is two of them."""
+        """The number of runs of an op with two such operands. The derivative of a product is two products."""
         return 1 + 2 * self.back + 4 * (self.there - 1)
 
 
@@ -42,7 +45,7 @@ ONCE: Final = Trips()
 
 @dataclass(slots=True)
 class _Count:
-    """Of one place where moves are made; ``arrived`` is given each gradient that comes back."""
+    """The numbers of moves at one place. ``arrived`` is called with each gradient that comes back."""
 
     arrived: Callable[[Tensor], None] | None = None
     there: int = 0
@@ -50,7 +53,7 @@ class _Count:
 
 
 class _Move(torch.autograd.Function):
-    """What stands for a move."""
+    """A function that stands for a move, and counts it. ``returns``: whether it moves a gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: _Count, returns: bool) -> Tensor:
@@ -70,51 +73,51 @@ class _Move(torch.autograd.Function):
 
 
 def _moved(x: Tensor, count: _Count, returns: bool = False) -> Tensor:
-    found: Tensor = _Move.apply(x, count, returns)
-    return found
+    moved: Tensor = _Move.apply(x, count, returns)
+    return moved
 
 
 class Counting:
-    """The trips of one function; ``arrived`` is given each gradient of a value that comes back, and of which."""
+    """The trips of one function. ``arrived`` is called with each gradient that comes back, and the value's number."""
 
     def __init__(self, mesh: Mesh, arrived: Callable[[Tensor, int], None]) -> None:
-        self.again = False  # `checkpoint` computes what was counted
+        self.repeats = False  # whether `checkpoint` repeats calls that were counted
         self._mesh, self._arrived = mesh, arrived
-        self._read: dict[int, tuple[Tensor, int, Tensor]] = {}  # by tensor: itself, which copy, what its readers read
-        self._of_values: dict[int, list[_Count]] = {}
-        self._of_operands: dict[tuple[int, int], tuple[_Count, int]] = {}
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: a tensor, its number, the copy for readers
+        self._of_values: dict[int, list[_Count]] = {}  # for each value, the counts of its copies
+        self._of_operands: dict[tuple[int, int], tuple[_Count, int]] = {}  # count and copy, by op and operand
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Nothing is counted."""
-        before, self.again = self.again, True
+        """Within, nothing is counted."""
+        before, self.repeats = self.repeats, True
         try:
             yield
         finally:
-            self.again = before
+            self.repeats = before
 
     def repeated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that was counted."""
+        """The result of a call that was counted before."""
         given = optree.tree_map(_local, (args, kwargs), none_is_leaf=True)
         out = func(*given[0], **given[1])
         return optree.tree_map(lambda y: Sharded(y, TensorSpec(self._mesh, P(), tuple(y.shape), y.dtype)), out)
 
     def read(self, x: Any, number: int, op: int, operand: int) -> Tensor:
-        """A value where an op reads it."""
+        """The tensor that an op reads for a value. ``number``: of the value."""
         local: Tensor = _local(x)
         if not local.is_meta:
             return torch.empty_like(local, device="meta")
         if not (local.requires_grad and torch.is_grad_enabled()):
             return local
-        if id(local) not in self._read:
+        if id(local) not in self._copies:
             of_value = _Count(lambda gradient: self._arrived(gradient, number))
             counts = self._of_values.setdefault(number, [])
-            self._read[id(local)] = local, len(counts), _moved(local, of_value)
+            self._copies[id(local)] = local, len(counts), _moved(local, of_value)
             counts.append(of_value)
-        _, start, read = self._read[id(local)]
+        _, start, copy = self._copies[id(local)]
         of_operand = _Count()
         self._of_operands[op, operand] = of_operand, start
-        return _moved(read, of_operand)
+        return _moved(copy, of_operand)
 
     def results(
         self,
@@ -125,11 +128,11 @@ class Counting:
         numbers: tuple[int, ...],
         op: int,
     ) -> list[Tensor]:
-        """What a call gives, in memory of its own."""
+        """The results of a call, in new memory."""
         if question.fixed:
             raise RecordError(
                 f"auto_spec cannot record gradients of gradients through {shown(func)}, which writes into its operand; "
-                "write the function that gives a new tensor"
+                "write the function that returns a new tensor"
             )
         rows = enumerate(zip(question.operands, operands_of(question, args, kwargs), numbers, strict=True))
         moved = {place: self.read(x, number, op, k) for k, ((place, _), x, number) in rows}
@@ -138,21 +141,21 @@ class Counting:
             out = func(*args, **kwargs)
         except NotImplementedError as error:
             raise RecordError(
-                f"auto_spec cannot record gradients of gradients through {shown(func)}, of which torch knows nothing "
-                "without data; leave it out of the function"
+                f"auto_spec cannot record gradients of gradients through {shown(func)}, which torch cannot run without "
+                "data; leave it out of the function"
             ) from error
-        return [one.clone() for one in ((out,) if is_plain(out) else out)]
+        return [x.clone() for x in ((out,) if is_plain(out) else out)]
 
     def of_operand(self, op: int, operand: int) -> Trips:
-        """Those of one operand of an op."""
+        """The trips of an operand of an op."""
         if (op, operand) not in self._of_operands:
             return ONCE
-        found, start = self._of_operands[op, operand]
-        return Trips(found.there, found.back, start)
+        count, start = self._of_operands[op, operand]
+        return Trips(count.there, count.back, start)
 
     def of_values(self) -> dict[tuple[int, int], int]:
-        """How often the gradients of a value come back, of all that read one copy of it."""
-        return {(n, start): one.back for n, counts in self._of_values.items() for start, one in enumerate(counts)}
+        """For each copy of a value, how often the gradients of its readers come back. Keys are value and copy."""
+        return {(n, start): count.back for n, counts in self._of_values.items() for start, count in enumerate(counts)}
 
 
 def _local(x: Any) -> Any:

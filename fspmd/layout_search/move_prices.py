@@ -1,4 +1,4 @@
-"""What the moves of one operand take: from each layout of a value to each need of an op."""
+"""The prices of the moves of one operand, from each layout of a value to each need of an op."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ from fspmd.spec import P, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ValueLayout:
-    """A layout of a value, and the axes over which backward sums its gradients once for all that read it as it is."""
+    """A choice for a value.
+
+    Attributes:
+        spec: the layout.
+        summed: the axes over which backward sums the gradients of the value once, for all ops that read it as it lies.
+    """
 
     spec: TensorSpec
     summed: frozenset[str] = frozenset()
 
 
 def part_of(table: Tensor, kept: Sequence[Tensor | None]) -> Tensor:
-    """The places of a table that are kept along each dim; None keeps all."""
-    for dim, own in enumerate(kept):
-        if own is not None and len(own) < table.shape[dim]:
-            table = table.index_select(dim, own)
+    """The part of a table at the places ``kept`` along each dim. None keeps all places."""
+    for dim, places in enumerate(kept):
+        if places is not None and len(places) < table.shape[dim]:
+            table = table.index_select(dim, places)
     return table
 
 
 @dataclass(slots=True)
 class ChoiceCost:
-    """Time and memory of each choice, or pair of choices."""
+    """The time and memory of each choice, or of each pair of choices."""
 
     time: Tensor
     memory: Tensor
@@ -43,54 +48,55 @@ class ChoiceCost:
         return ChoiceCost(self.time + other.time, self.memory + other.memory)
 
     def of(self, *kept: Tensor) -> ChoiceCost:
-        """Of some choices of each variable."""
+        """The costs of the choices ``kept`` of each variable."""
         return ChoiceCost(part_of(self.time, kept), part_of(self.memory, kept))
 
     def weighed(self, price: float) -> Tensor:
-        """Time, with µs for each byte."""
+        """The time, plus the memory at a price in µs for each byte."""
         return self.time + price * self.memory
 
 
 @dataclass(slots=True, eq=False)
 class Prices:
-    """Of the moves from each layout of a value to each need of an op: at first what they take at least."""
+    """The prices of the moves from each layout of a value to each need of an op. At first they are lower bounds."""
 
-    laid: tuple[ValueLayout, ...]
+    layouts: tuple[ValueLayout, ...]
     needs: tuple[Need, ...]
-    places: Tensor  # of the need of each way
+    places: Tensor  # for each strategy, the place of its need
     cost: ChoiceCost  # [layouts, needs]
-    exact: Tensor
-    rows: dict[TensorSpec, list[int]] = field(default_factory=dict)
-    columns: dict[TensorSpec, list[int]] = field(default_factory=dict)
-    learned: int = 0  # times that some have become exact
+    exact: Tensor  # [layouts, needs]: whether the price is exact
+    rows: dict[TensorSpec, list[int]] = field(default_factory=dict)  # places of layouts
+    columns: dict[TensorSpec, list[int]] = field(default_factory=dict)  # places of needs, by their specs
+    changes: int = 0  # the number of prices that have become exact
 
     def table(self) -> ChoiceCost:
-        """For each layout and way."""
+        """The prices for each layout and strategy."""
         return ChoiceCost(self.cost.time[:, self.places], self.cost.memory[:, self.places])
 
-    def learn(self, spec: TensorSpec, need: int, time: float) -> None:
-        """What the move of a layout takes."""
+    def set_price(self, spec: TensorSpec, need: int, time: float) -> None:
+        """Set the exact price of the move from a layout to a need."""
         for i in self.rows[spec]:
             if not self.exact[i, need]:
                 self.cost.time[i, need], self.exact[i, need] = time, True
-                self.learned += 1
+                self.changes += 1
 
 
 def size(spec: TensorSpec) -> int:
-    """Bytes of a block."""
+    """The bytes of a block."""
     return prod(spec.block_shape) * spec.dtype.itemsize
 
 
 def least_prices(
-    laid: tuple[ValueLayout, ...], needs_of_ways: tuple[Need, ...], alone: bool, topology: Topology
+    layouts: tuple[ValueLayout, ...], needs_of_strategies: tuple[Need, ...], alone: bool, topology: Topology
 ) -> Prices:
-    """What moves take at least, the bytes of what backward keeps of them; exactly, where nothing moves.
+    """Lower bounds of the prices of moves, and the bytes of moved operands that backward keeps.
 
-    ``alone``: an op sums the gradients of what it reads by itself.
+    Where nothing moves the price is exact. ``alone``: whether the op sums the gradients of its operand separately from
+    other ops.
     """
-    needs = tuple(dict.fromkeys(needs_of_ways))
-    places = torch.tensor([needs.index(need) for need in needs_of_ways])
-    specs = [one.spec for one in laid]
+    needs = tuple(dict.fromkeys(needs_of_strategies))
+    places = torch.tensor([needs.index(need) for need in needs_of_strategies])
+    specs = [layout.spec for layout in layouts]
     trips = needs[0].trips
     time = trips.there * least_times(specs, [need.spec for need in needs], topology)
     if needs[0].followed:
@@ -102,36 +108,38 @@ def least_prices(
     if needs[0].stays:
         time[:], exact[:] = inf, True
     rows, columns = _places(specs), _places([need.spec for need in needs])
-    for i, one in enumerate(laid):
-        for k in columns.get(one.spec, ()):
-            time[i, k], memory[i, k], exact[i, k] = _as_it_lies(one, needs[k], alone, topology), 0.0, True
-    return Prices(laid, needs, places, ChoiceCost(time, memory), exact, rows, columns)
+    for i, layout in enumerate(layouts):
+        for k in columns.get(layout.spec, ()):
+            time[i, k], memory[i, k], exact[i, k] = _casting_time(layout, needs[k], alone, topology), 0.0, True
+    return Prices(layouts, needs, places, ChoiceCost(time, memory), exact, rows, columns)
 
 
-def making(laid: tuple[ValueLayout, ...], specs_of_ways: tuple[TensorSpec, ...]) -> Prices:
-    """A result may only lie as the way leaves it."""
-    rows = [[0.0 if one.spec is spec else inf for spec in specs_of_ways] for one in laid]
+def making(layouts: tuple[ValueLayout, ...], specs_of_strategies: tuple[TensorSpec, ...]) -> Prices:
+    """The prices of a result: nothing for the layout that the strategy gives, infinity for all others."""
+    rows = [[0.0 if layout.spec is spec else inf for spec in specs_of_strategies] for layout in layouts]
     time = torch.tensor(rows, dtype=torch.float64)
-    every = torch.arange(len(specs_of_ways))
-    return Prices(laid, (), every, ChoiceCost(time, torch.zeros_like(time)), torch.ones_like(time, dtype=torch.bool))
+    places = torch.arange(len(specs_of_strategies))
+    exact = torch.ones_like(time, dtype=torch.bool)
+    return Prices(layouts, (), places, ChoiceCost(time, torch.zeros_like(time)), exact)
 
 
 def _places(specs: Sequence[TensorSpec]) -> dict[TensorSpec, list[int]]:
-    """Where each stands."""
-    found: dict[TensorSpec, list[int]] = {}
+    """The places of each spec."""
+    places: dict[TensorSpec, list[int]] = {}
     for i, spec in enumerate(specs):
-        found.setdefault(spec, []).append(i)
-    return found
+        places.setdefault(spec, []).append(i)
+    return places
 
 
-def _as_it_lies(laid: ValueLayout, need: Need, alone: bool, topology: Topology) -> float:
-    if laid.summed and not alone:  # once for all that read it
-        return 0.0 if laid.summed.issuperset(need.casts) else inf
-    return need.trips.back * moves(laid.spec, need.spec, need.casts, topology, True).casting
+def _casting_time(layout: ValueLayout, need: Need, alone: bool, topology: Topology) -> float:
+    """µs of the sum of the gradients where an operand is cast without a move."""
+    if layout.summed and not alone:  # summed once for all ops that read the value
+        return 0.0 if layout.summed.issuperset(need.casts) else inf
+    return need.trips.back * moves(layout.spec, need.spec, need.casts, topology, True).casting
 
 
 def _gradient(need: Need) -> TensorSpec:
-    """How the gradient of what an op reads lies, before its sums over ranks end."""
+    """The layout of the gradient of an operand, before its sums over ranks end."""
     partition = need.spec.dual.partition
     pending = partition.unreduced.union(need.casts) - partition.reduced
     return need.spec.with_partition(P(*partition, unreduced=pending, reduced=partition.reduced))

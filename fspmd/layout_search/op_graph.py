@@ -1,8 +1,9 @@
-"""The op graph of a function of global tensors: it runs once, on values of global shape without data.
+"""The op graph of a function of global tensors: the function runs once, on values of global shape without data.
 
-A value is known by the memory of its stand-in, a meta tensor; so what autodiff detaches is the value itself, and
-zeros like it are a gradient, which lies as it does. Where gradients have gradients the function runs once more, with
-the graph that autograd makes of it (`move_counts.py`); gradients are then what comes back to a value.
+A value is identified by the memory of its stand-in, a meta tensor. So a tensor that autodiff detaches is the same
+value, and zeros like a value are its gradient, which has its layout. Where gradients have gradients, the function runs
+a second time with the graph that autograd makes (`move_counts.py`). Gradients are then the tensors that come back to a
+value.
 """
 
 from __future__ import annotations
@@ -42,10 +43,20 @@ from fspmd.transport.local_tensor import is_simulated
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One call: what its rule asks, the numbers of the values it reads and makes, and which operands have gradients.
+    """A call in an op graph.
 
-    Without a question its operands are whole; or the one operand is ``pinned``, moved to a layout; or it is ``carried``
-    to the layout of what the op seems to make, an argument: that of the next call.
+    An op without a question has replicated operands, unless it is ``pinned`` or ``carried``.
+
+    Attributes:
+        name: the name of the function.
+        question: the question that the call asks of its rule.
+        operands: the numbers of the values that it reads.
+        results: the numbers of the values that it makes.
+        followed: the places of operands that have gradients.
+        pinned: the partition to which the op moves its operand.
+        carried: whether the op moves its operand, a result, to the layout of an argument of the next call. Its
+            ``results`` have this argument.
+        trips: the trips of each operand, where gradients have gradients.
     """
 
     name: str
@@ -55,39 +66,39 @@ class Op:
     followed: frozenset[int]
     pinned: P | None = None
     carried: bool = False
-    trips: tuple[Trips, ...] = ()  # of each operand, where gradients have gradients
+    trips: tuple[Trips, ...] = ()
 
 
 @dataclass(slots=True)
 class OpGraph:
-    """Values by number, as specs of whole tensors; the ops in order; which values are what."""
+    """The ops of a function in order, and its values by number."""
 
     mesh: Mesh
-    values: list[TensorSpec] = field(default_factory=list)
+    values: list[TensorSpec] = field(default_factory=list)  # the specs of global tensors
     ops: list[Op] = field(default_factory=list)
     leaves: list[int] = field(default_factory=list)  # the tensors among the arguments
-    outputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)  # the tensors among the results
     results: list[str] = field(default_factory=list)  # the key path of each output
-    constants: set[int] = field(default_factory=set)  # that are whole on every rank
-    gradients: list[tuple[int, int]] = field(default_factory=list)  # and of what; they lie as that does
-    written: list[tuple[int, int]] = field(default_factory=list)  # results that are an operand, and which
+    constants: set[int] = field(default_factory=set)  # values that are replicated on every rank
+    gradients: list[tuple[int, int]] = field(default_factory=list)  # gradients, and the values with their layouts
+    written: list[tuple[int, int]] = field(default_factory=list)  # results of writes, and the operands written into
     followed: set[int] = field(default_factory=set)  # leaves that will have a gradient
-    sums: dict[tuple[int, int], int] = field(default_factory=dict)  # by value and copy how often gradients come
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)  # by value and copy, how often gradients come back
 
 
 class Recorder(DispatchMode):
-    """Puts calls on stand-ins down in an `OpGraph`; the dispatch mode sees what autodiff does below them."""
+    """Records calls on stand-ins in an `OpGraph`. As a dispatch mode it sees the calls of autodiff below them."""
 
     def __init__(self, mesh: Mesh, name: str, counts: bool = False) -> None:
         super().__init__()
-        self.nested = False  # some gradients have gradients
+        self.nested = False  # whether some gradients have gradients
         self._counting = Counting(mesh, self._arrived) if counts else None
-        self._gradients: dict[int, int] = {}  # that nobody has read, by memory, and of what
+        self._gradients: dict[int, int] = {}  # gradients that no op has read: their values, by memory
         self.graph = OpGraph(mesh)
         self.name = name
-        self._numbers: dict[int, int] = {}  # by memory
-        self._moved: dict[tuple[int, P], int] = {}
-        self._kept: list[Tensor] = []  # so that memory is not used again
+        self._numbers: dict[int, int] = {}  # numbers of values, by memory
+        self._moved: dict[tuple[int, P], int] = {}  # pinned values, by value and partition
+        self._kept: list[Tensor] = []  # tensors that must live, so that memory identifies values
         self._calls = Calls(mesh)
 
     # --- values -------------------------------------------------------------------------------------------------------
@@ -95,7 +106,7 @@ class Recorder(DispatchMode):
     def value(
         self, shape: Sequence[int], dtype: torch.dtype, followed: bool = False, local: Tensor | None = None
     ) -> Sharded:
-        """A new value, whole as far as the function can see."""
+        """A new value. The function sees it as replicated."""
         spec = TensorSpec(self.graph.mesh, P(), shape, dtype)
         if local is None:
             local = torch.empty(spec.shape, dtype=dtype, device="meta").requires_grad_(followed)
@@ -105,24 +116,24 @@ class Recorder(DispatchMode):
         return Sharded(local, spec)
 
     def number(self, x: Sharded | Tensor) -> int:
-        """Of a value; what nobody recorded is whole on every rank."""
+        """The number of a value. A tensor that no op made is a constant, replicated on every rank."""
         local = x.local if isinstance(x, Sharded) else x
-        laid = isinstance(x, Sharded) and bool(x.spec.partition.mentioned)
-        if self._gradients and (of := self._gradients.pop(_memory(local), None)) is not None:
-            self._lies_as(local, of)
-        found = self._numbers.get(_memory(local)) if type(local) is Tensor else None
-        if found is not None and self.graph.values[found].shape != tuple(x.shape):
+        has_layout = isinstance(x, Sharded) and bool(x.spec.partition.mentioned)
+        if self._gradients and (source := self._gradients.pop(_memory(local), None)) is not None:
+            self._add_gradient(local, source)
+        number = self._numbers.get(_memory(local)) if type(local) is Tensor else None
+        if number is not None and self.graph.values[number].shape != tuple(x.shape):
             raise self._in_body("a function")
-        if found is None:
-            found = self.number(self.value(x.shape, x.dtype))
-            self.graph.constants.add(found)
-            if not laid:
-                self._numbers[_memory(local)] = found
+        if number is None:
+            number = self.number(self.value(x.shape, x.dtype))
+            self.graph.constants.add(number)
+            if not has_layout:
+                self._numbers[_memory(local)] = number
                 self._kept.append(local)
-        return self._pin(found, x, x.spec.partition) if isinstance(x, Sharded) and laid else found
+        return self._pin(number, x, x.spec.partition) if isinstance(x, Sharded) and has_layout else number
 
     def _pin(self, number: int, x: Sharded, partition: P) -> int:
-        """The value where the function itself says how it lies."""
+        """The number of a value in the layout that the function itself gives it."""
         if (number, partition) not in self._moved:
             followed = frozenset((0,) if x.requires_grad and torch.is_grad_enabled() else ())
             moved = self.number(self.value(x.shape, x.dtype))
@@ -136,11 +147,14 @@ class Recorder(DispatchMode):
             "function"
         )
 
-    def told(self, x: Sharded, target: TensorSpec) -> Sharded:
-        """The function itself says how a value lies."""
+    def reshard(self, x: Sharded, target: TensorSpec) -> Sharded:
+        """Record a `reshard` of the function, which pins a value to a layout."""
         if target.mesh != self.graph.mesh:
-            raise RecordError(f"auto_spec cannot record a move of {x!r} to {target.mesh!r}; it solves for one mesh")
-        if self._counting is not None and self._counting.again:
+            raise RecordError(
+                f"auto_spec cannot record a move of {x!r} to {target.mesh!r}; leave moves to another mesh out of the "
+                "function"
+            )
+        if self._counting is not None and self._counting.repeats:
             return x
         number, follows = self.number(x), x.requires_grad and torch.is_grad_enabled()
         local = None if self._counting is None else self._counting.read(x, number, len(self.graph.ops), 0).clone()
@@ -153,47 +167,50 @@ class Recorder(DispatchMode):
         if state.body is not None and any(_memory(x) in self._numbers for x in tensors_of(args, kwargs or {})):
             raise self._in_body(state.body.name)
         if func is aten_number and _memory(args[0]) in self._numbers:
-            raise RecordError(f"auto_spec cannot record {self.name}: on values without data it asks what one is")
+            raise RecordError(
+                f"auto_spec cannot record {self.name}: it reads a value, and auto_spec runs it on values without data; "
+                "write torch.where instead of a branch on a value"
+            )
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
             self.nested |= DEPTH.value > 1
-            self._lies_as(out, self._numbers[_memory(args[0])])
+            self._add_gradient(out, self._numbers[_memory(args[0])])
         elif self._gradients and func is torch.ops.aten.add.Tensor:
-            of = {self._gradients.get(_memory(x), -1) for x in args if is_plain(x)}
-            if len(of) == 1 and -1 not in of:
-                self._arrived(out, *of)
+            sources = {self._gradients.get(_memory(x), -1) for x in args if is_plain(x)}
+            if len(sources) == 1 and -1 not in sources:
+                self._arrived(out, *sources)
         return out
 
-    def _lies_as(self, gradient: Tensor, of: int) -> None:
-        """A gradient is a value that lies as another."""
-        own = self._numbers[_memory(gradient)] = len(self.graph.values)
+    def _add_gradient(self, gradient: Tensor, source: int) -> None:
+        """Add a value: the gradient of ``source``, which has the layout of ``source``."""
+        number = self._numbers[_memory(gradient)] = len(self.graph.values)
         self._kept.append(gradient)
-        self.graph.values.append(self.graph.values[of])
-        self.graph.gradients.append((own, of))
+        self.graph.values.append(self.graph.values[source])
+        self.graph.gradients.append((number, source))
 
-    def _arrived(self, gradient: Tensor, of: int) -> None:
-        """It is a value once somebody reads it."""
-        self._gradients[_memory(gradient)] = of
+    def _arrived(self, gradient: Tensor, source: int) -> None:
+        """Note a gradient of ``source``. It becomes a value when an op reads it."""
+        self._gradients[_memory(gradient)] = source
         self._kept.append(gradient)
 
     def watched(self, x: Any, call: Call) -> Call:
-        """A move of a stand-in moves nothing."""
+        """The call to run. A collective of a stand-in moves nothing."""
         if type(x) is not Tensor or _memory(x) not in self._numbers:
             return call
         if state.body is not None:
             raise self._in_body(state.body.name)
-        return _Still(call, self)
+        return _NoMove(call, self)
 
     def recompute_context(self) -> RecomputeContext:
-        """What `checkpoint` computes again is no other op."""
+        """The context of calls that `checkpoint` repeats. They are no further ops."""
         return nullcontext if self._counting is None else self._counting.repeating
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """In place of the one that runs calls."""
+        """Record a call, in place of the dispatch that runs it."""
         if transforms_active():
-            raise RecordError(f"auto_spec cannot record {shown(func)} under vmap or jvp; give it the function within")
+            raise RecordError(f"auto_spec cannot record {shown(func)} under vmap or jvp; pass the function within")
         kwargs = kwargs or {}
         if any(map(is_simulated, tensors_of(args, kwargs))):
             raise RecordError(f"{shown(func)} got the blocks of all simulated ranks; pass the Sharded itself")
@@ -205,10 +222,10 @@ class Recorder(DispatchMode):
                 if func not in ENGINE:
                     raise
                 raise RecordError(
-                    f"auto_spec cannot record {shown(func)}: no graph leads through values that stand for others; "
+                    f"auto_spec cannot record {shown(func)}: no graph of autograd leads through values without data; "
                     "write fspmd.grad, value_and_grad or vjp of a function"
                 ) from error
-        if self._counting is not None and self._counting.again:
+        if self._counting is not None and self._counting.repeats:
             return self._counting.repeated(func, args, kwargs)
         if asked.gathers:
             return self._gathered(func, args, kwargs)
@@ -217,39 +234,41 @@ class Recorder(DispatchMode):
         return self._row(func, asked.question, args, kwargs)
 
     def _row(self, func: Any, question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One op; a write gives its operand."""
+        """Record an op with a rule. A write returns its operand."""
         operands = operands_of(question, args, kwargs)
         numbers = tuple(map(self.number, operands))
         following = torch.is_grad_enabled()
         followed = frozenset(i for i, x in enumerate(operands) if following and x.requires_grad)
         if self._counting is None or not followed:
-            made = [
-                self.value(one.shape, one.dtype, bool(followed) and is_float(one.dtype)) for one in question.results
+            values = [
+                self.value(spec.shape, spec.dtype, bool(followed) and is_float(spec.dtype)) for spec in question.results
             ]
         else:
             locals_ = self._counting.results(func, question, args, kwargs, numbers, len(self.graph.ops))
             rows = zip(question.results, locals_, strict=True)
-            made = [self.value(one.shape, one.dtype, local=local) for one, local in rows]
-        results = tuple(map(self.number, made))
+            values = [self.value(spec.shape, spec.dtype, local=local) for spec, local in rows]
+        results = tuple(map(self.number, values))
         self.graph.ops.append(Op(shown(func), question, numbers, results, followed))
         if question.fixed:
             self.graph.written.append((results[0], numbers[0]))
             return args[0]
-        return joined(question.kind, made)
+        return joined(question.kind, values)
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A draw, or new values: elements of the place of an operand's."""
+        """Record a draw, or new values. If results have the shape of an operand, they are elementwise in it."""
         if writes(func):
             return args[0]
         operands = places_of(args, kwargs, self.graph.mesh)
         outcome = on_meta(func, args, kwargs, operands)
         if outcome is None:
-            raise RecordError(f"auto_spec cannot record {shown(func)}: what it gives depends on values")
+            raise RecordError(
+                f"auto_spec cannot record {shown(func)}: its result depends on values; leave it out of the function"
+            )
         place, first = operands[0]
-        if any(shape != first.shape for shape, _ in outcome.results):  # of another shape it is whole
-            made = [self.value(shape, dtype) for shape, dtype in outcome.results]
-            self.graph.constants.update(map(self.number, made))
-            return joined(outcome.kind, made)
+        if any(shape != first.shape for shape, _ in outcome.results):  # replicated
+            values = [self.value(shape, dtype) for shape, dtype in outcome.results]
+            self.graph.constants.update(map(self.number, values))
+            return joined(outcome.kind, values)
         dims = tuple(range(first.ndim))
         results = [TensorSpec(first.mesh, P(), shape, dtype) for shape, dtype in outcome.results]
         factors = Factors((dims,), (dims,) * len(results))
@@ -259,7 +278,7 @@ class Recorder(DispatchMode):
         return self._row(func, question, args, kwargs)
 
     def count(self) -> None:
-        """The trips that were made."""
+        """Note the trips of all operands."""
         if self._counting is not None:
             for i, op in enumerate(self.graph.ops):
                 trips = tuple([self._counting.of_operand(i, k) for k in range(len(op.operands))])
@@ -267,14 +286,14 @@ class Recorder(DispatchMode):
             self.graph.sums = self._counting.of_values()
 
     def _gathered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call on whole operands."""
+        """Record a call whose operands are gathered."""
         numbers = tuple(self.number(x) for x in tensors_of(args, kwargs))
         try:
             out: Any = gathered(func, args, kwargs)
         except ArgumentError as error:
             raise RecordError(
-                f"auto_spec cannot record {shown(func)}: what it gives, or its shape, depends on values; leave it out "
-                "of the function"
+                f"auto_spec cannot record {shown(func)}: its result, or the shape of it, depends on values; leave it "
+                "out of the function"
             ) from error
         values = [x for x in optree.tree_leaves(out) if isinstance(x, Sharded)]
         for x in values:
@@ -287,31 +306,38 @@ class Recorder(DispatchMode):
 
 
 def record(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: Any) -> OpGraph:
-    """Run ``f`` once; ``leaves`` are its arguments, of which tensors, `Sharded` and `TensorSpec` become stand-ins.
+    """The op graph of ``f``, which runs once, or twice where gradients have gradients.
+
+    Args:
+        f: the function.
+        mesh: the mesh.
+        leaves: the leaves of its arguments. Tensors, `Sharded` and `TensorSpec` become stand-ins.
+        treedef: the tree of its arguments.
 
     Raises:
-        RecordError: ``f`` does what cannot be done on values without data.
+        RecordError: ``f`` does something that is impossible on values without data.
     """
-    by = _recorded(f, mesh, leaves, treedef, False)
-    return (_recorded(f, mesh, leaves, treedef, True) if by.nested else by).graph
+    recorder = _recorded(f, mesh, leaves, treedef, False)
+    return (_recorded(f, mesh, leaves, treedef, True) if recorder.nested else recorder).graph
 
 
 def _recorded(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef: Any, counts: bool) -> Recorder:
+    """The recorder after a run of ``f``. ``counts``: whether it counts moves."""
     name = getattr(f, "__name__", type(f).__name__)
-    by = Recorder(mesh, name, counts)
-    given = [by.value(x.shape, x.dtype, _is_followed(x)) if is_value(x) else x for x in leaves]
-    by.graph.leaves = [by.number(x) for x in given if isinstance(x, Sharded)]
-    pairs = zip(by.graph.leaves, filter(is_value, leaves), strict=True)
-    by.graph.followed = {number for number, x in pairs if _is_followed(x)}
+    recorder = Recorder(mesh, name, counts)
+    given = [recorder.value(x.shape, x.dtype, _is_followed(x)) if is_value(x) else x for x in leaves]
+    recorder.graph.leaves = [recorder.number(x) for x in given if isinstance(x, Sharded)]
+    pairs = zip(recorder.graph.leaves, filter(is_value, leaves), strict=True)
+    recorder.graph.followed = {number for number, x in pairs if _is_followed(x)}
     if is_watched():
-        raise RecordError("auto_spec cannot record while explicit() or communication_log() watches; call it outside")
-    watch_with(by.watched)
+        raise RecordError("auto_spec cannot run within explicit() or communication_log(); call it outside of them")
+    watch_with(recorder.watched)
     try:
         with (
-            by,
-            intercept_dispatch(lambda _: by.dispatch),
-            with_reshard_as(by.told),
-            recomputed_in(by.recompute_context),
+            recorder,
+            intercept_dispatch(lambda _: recorder.dispatch),
+            with_reshard_as(recorder.reshard),
+            recomputed_in(recorder.recompute_context),
         ):
             out = f(*treedef.unflatten(given))
     except FspmdError:
@@ -322,16 +348,16 @@ def _recorded(f: Callable[..., Any], mesh: Mesh, leaves: Sequence[Any], treedef:
         ) from error
     finally:
         watch_with(None)
-    paths, found, _ = optree.tree_flatten_with_path(out)
-    by.graph.outputs = [by.number(x) for x in found if isinstance(x, Sharded)]
-    named = zip(paths, found, strict=True)
-    by.graph.results = [".".join(map(str, path)) for path, x in named if isinstance(x, Sharded)]
-    by.count()
-    return by
+    paths, outputs, _ = optree.tree_flatten_with_path(out)
+    recorder.graph.outputs = [recorder.number(x) for x in outputs if isinstance(x, Sharded)]
+    named = zip(paths, outputs, strict=True)
+    recorder.graph.results = [".".join(map(str, path)) for path, x in named if isinstance(x, Sharded)]
+    recorder.count()
+    return recorder
 
 
 def is_value(x: Any) -> bool:
-    """Whether an argument is a tensor, or stands for one."""
+    """Whether an argument is a tensor or a `TensorSpec`."""
     return isinstance(x, (Tensor, TensorSpec))
 
 
@@ -340,7 +366,7 @@ def _is_followed(x: Any) -> bool:
 
 
 def _without_data(args: Any, kwargs: Any) -> Any:
-    """Arguments whose plain tensors are on the device that stand-ins are on."""
+    """Arguments with plain tensors on the meta device, where stand-ins are."""
     if all(isinstance(x, Sharded) or x.is_meta for x in tensors_of(args, kwargs)):
         return args, kwargs
 
@@ -355,8 +381,8 @@ def _memory(x: Tensor) -> int:
         return id(x) if is_simulated(x) else int(x.untyped_storage()._cdata)
 
 
-class _Still(StandIn):
-    """A collective of a stand-in, which is whole whatever the function calls its layout."""
+class _NoMove(StandIn):
+    """A collective of a stand-in, which always has the global shape."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Layers that repeat: ops that do the same with values that stand to each other alike, period after period."""
+"""Layers that repeat: equal ops on values with equal relations, period after period."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from fspmd.spec import P
 
 @dataclass(frozen=True, slots=True)
 class Ties:
-    """Ops and values that are as an earlier one is, each with that one."""
+    """Repeated ops and values, each with the first op or value that it repeats."""
 
     ops: dict[int, int] = field(default_factory=dict)
     values: dict[int, int] = field(default_factory=dict)
 
 
 def ties(graph: OpGraph, fixed: Mapping[int, P]) -> Ties:
-    """Of the longest run of periods; none where nothing repeats."""
-    signs = _signs(graph, fixed)
-    start, period, length = _longest(signs)
-    found = Ties()
+    """The ties of the longest run of periods; empty if nothing repeats. ``fixed``: given layouts by value."""
+    start, period, length = _longest(_signatures(graph, fixed))
+    tied = Ties()
     for i in range(start + period, start + length):
         first = start + (i - start) % period
-        found.ops[i] = first
-        now, then = graph.ops[i], graph.ops[first]
-        found.values.update(zip(now.results, then.results, strict=True))
-        pairs = zip(now.operands, then.operands, strict=True)
-        found.values.update((n, m) for n, m in pairs if n != m and n in graph.leaves and m in graph.leaves)
-    return found
+        tied.ops[i] = first
+        op, earlier = graph.ops[i], graph.ops[first]
+        tied.values.update(zip(op.results, earlier.results, strict=True))
+        pairs = zip(op.operands, earlier.operands, strict=True)
+        tied.values.update((n, m) for n, m in pairs if n != m and n in graph.leaves and m in graph.leaves)
+    return tied
 
 
-def _signs(graph: OpGraph, fixed: Mapping[int, P]) -> list[Any]:
-    """What each op is, and where its operands were last seen, told from it."""
+def _signatures(graph: OpGraph, fixed: Mapping[int, P]) -> list[Any]:
+    """For each op a signature: its function, and the last uses of its operands, counted back from the op."""
     seen: dict[int, tuple[int, int]] = {}
     leaves = set(graph.leaves)
-    found = []
+    signatures = []
     for i, op in enumerate(graph.ops):
         rows: list[Any] = []
         for k, n in enumerate(op.operands):
@@ -48,14 +47,17 @@ def _signs(graph: OpGraph, fixed: Mapping[int, P]) -> list[Any]:
                 rows.append((graph.values[n], n in leaves, n in graph.followed, fixed.get(n)))
             seen[n] = i, k
         seen |= {n: (i, -1 - k) for k, n in enumerate(op.results)}
-        found.append((op.name, id(op.question), op.followed, op.trips, op.pinned, tuple(rows)))
-    return found
+        signatures.append((op.name, id(op.question), op.followed, op.trips, op.pinned, tuple(rows)))
+    return signatures
 
 
-def _longest(signs: list[Any]) -> tuple[int, int, int]:
-    """Where the longest run of whole periods begins, the period, and the length; of equals the shortest period."""
+def _longest(signatures: list[Any]) -> tuple[int, int, int]:
+    """The start, the period and the length of the longest run of complete periods.
+
+    Of runs of equal length, the run with the shortest period.
+    """
     numbers: dict[Any, int] = {}
-    row = [numbers.setdefault(sign, len(numbers)) for sign in signs]
+    row = [numbers.setdefault(signature, len(numbers)) for signature in signatures]
     best = (0, 1, 1)
     for period in range(1, len(row) // 2 + 1):
         run = 0

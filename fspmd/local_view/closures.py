@@ -1,7 +1,7 @@
 """Tensors that a function closes over, found in the autograd graph of its results.
 
-A checked body casts them as any operand. An unchecked one has no eyes: the graph is searched for ways out of the body
-that do not lead through an argument, and the cotangents that leave there are summed over ranks.
+A checked body casts them as any operand. An unchecked body does not see them. There the graph is searched for edges
+that leave the body without passing an argument, and the cotangents on these edges are summed over ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from fspmd.torch_internals import (
     wrapped_by,
 )
 
-INNER: Final = "_fspmd_inner"  # set on the autograd leaves that grad and vjp make for themselves: in which body
+INNER: Final = "_fspmd_inner"  # set on the autograd leaves that grad and vjp make for themselves: the body
 
 
 def now() -> int:
-    """A number that graph nodes made later exceed."""
+    """Return a number that is at most the number of any graph node made later."""
     number: int = next_sequence()
     return number
 
 
 def _nodes(x: Any) -> Iterator[Node]:
-    """Where the graphs of a value begin: one per level of ``torch.func`` that follows it, and those of tangents."""
+    """Yield the last node of each graph of a value: one per level of ``torch.func``, and those of its tangents."""
     while isinstance(x, Tensor):
         if x.requires_grad:
             yield x.grad_fn or _node(x)
@@ -51,7 +51,7 @@ def _nodes(x: Any) -> Iterator[Node]:
 
 
 def _node(x: Tensor) -> Node:
-    """Where one graph begins. Torch finds that of a leaf by an op, which must be done at the leaf's own level."""
+    """Return the node of a leaf. Torch finds it by an op, which must run at the level of the leaf."""
     with ExitStack() as inner_levels:
         while x.grad_fn is None and (current_level() or 0) > max(level_of(x), 0):
             inner_levels.enter_context(pop_transform())
@@ -59,7 +59,7 @@ def _node(x: Tensor) -> Node:
 
 
 def _graph(outputs: Iterable[Any], follows: Callable[[Any], bool]) -> Iterator[Any]:
-    """The nodes that the outputs were computed by, as far as ``follows`` lets."""
+    """Yield the nodes by which outputs were computed, as far as ``follows(node)`` is true."""
     seen: set[Node] = set()
     stack: list[Any] = [node for x in outputs for node in _nodes(x)]
     while stack:
@@ -71,7 +71,7 @@ def _graph(outputs: Iterable[Any], follows: Callable[[Any], bool]) -> Iterator[A
 
 
 def uses_closed_over(outputs: list[Any]) -> bool:
-    """Whether the outputs were computed from autograd leaves other than those that derivatives make for themselves."""
+    """Return whether outputs depend on autograd leaves other than those that derivatives make for themselves."""
     if forward_ad._current_level < 0 and not transforms_active():
         stack: list[Any] = [x.grad_fn or _node(x) for x in outputs if isinstance(x, Tensor) and x.requires_grad]
     else:
@@ -80,7 +80,7 @@ def uses_closed_over(outputs: list[Any]) -> bool:
     for node in stack:
         if type(node) is AccumulateGrad and INNER not in node.variable.__dict__:
             return True
-    for node in stack:  # grows; as in `_graph`, in as few steps as can be: every derivative asks
+    for node in stack:  # the stack grows; this repeats `_graph` in fewer steps, since every derivative runs it
         for parent, _ in node.next_functions:
             if type(parent) is AccumulateGrad:
                 if INNER not in parent.variable.__dict__:
@@ -92,10 +92,10 @@ def uses_closed_over(outputs: list[Any]) -> bool:
 
 
 def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start: int, widen: Call) -> bool | None:
-    """Sum the cotangents of differentiable tensors that are no arguments over the axes of ``widen``, a cast of them.
+    """Sum the cotangents of differentiable tensors that a body closes over, by the transpose of ``widen``, their cast.
 
-    ``outputs`` is changed in place where a result is such a tensor itself. ``start`` is when the body began. Returns
-    whether there are any, None without a graph.
+    ``start`` is the number of `now` when the body began. A result that is a closed-over tensor itself is replaced in
+    ``outputs``. Returns whether there are such tensors, or None if there is no graph.
     """
     inputs = {node for x in arguments for node in _nodes(x)}
 
@@ -103,7 +103,7 @@ def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start
         if type(node) is not AccumulateGrad:
             made: int = node._sequence_nr()
             return made >= start
-        within = getattr(node.variable, INNER, None)  # leaves that others made are taken for older than the body
+        within = getattr(node.variable, INNER, None)  # other leaves count as older than the body
         while within is not None and within is not body:
             within = within.outer
         return within is body
@@ -112,55 +112,55 @@ def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start
     parents = {parent for node in graph for parent, _ in node.next_functions if parent is not None}
     outside = {node for node in parents if node not in inputs and not inside(node)}
     for node in graph if outside else ():
-        _sum_what_leaves(node, outside, watched(outputs[0], widen).transposed)
-    handed_on = [i for i, x in enumerate(outputs) if any(n not in inputs and not inside(n) for n in _nodes(x))]
-    for i in handed_on:
+        _sum_leaving(node, outside, watched(outputs[0], widen).transposed)
+    closed_over = [i for i, x in enumerate(outputs) if any(n not in inputs and not inside(n) for n in _nodes(x))]
+    for i in closed_over:
         outputs[i] = apply(outputs[i], widen)
-    return bool(outside or handed_on) if graph or handed_on else None
+    return bool(outside or closed_over) if graph or closed_over else None
 
 
 def holds_trainable(function: Any) -> bool:
-    """Whether a function can be seen to hold a tensor that requires grad, or a function of its module that does."""
+    """Return whether `held_tensors` finds a tensor that requires grad."""
     return any(x.requires_grad for x in held_tensors(function))
 
 
 def held_tensors(function: Any, of_modules: bool = True) -> Iterator[Tensor]:
-    """The tensors that a function can be seen to hold, and functions of its module that it names."""
+    """Yield the tensors that a function visibly holds, directly or by functions of its module that it names."""
     seen: set[int] = set()
     stack: list[Any] = [function]
     while stack:
-        one = stack.pop()
-        if id(one) in seen:
+        value = stack.pop()
+        if id(value) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, torch.nn.Module):
-            stack.extend(one.parameters() if of_modules else ())
-        elif isinstance(one, functools.partial):
-            stack += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, MethodType):
-            stack += [one.__func__, one.__self__]
-        elif isinstance(one, FunctionType):
-            if one is function or one.__module__ == getattr(function, "__module__", None):
-                stack += _held_by(one)
-        elif isinstance(one, (list, tuple, dict)):
-            stack += one.values() if isinstance(one, dict) else one
-        elif isinstance(found := getattr(one, "__wrapped__", None), FunctionType):  # of `Jitted`, `functools.cache`
-            stack += _held_by(found)
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, torch.nn.Module):
+            stack.extend(value.parameters() if of_modules else ())
+        elif isinstance(value, functools.partial):
+            stack += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            stack += [value.__func__, value.__self__]
+        elif isinstance(value, FunctionType):
+            if value is function or value.__module__ == getattr(function, "__module__", None):
+                stack += _held_by(value)
+        elif isinstance(value, (list, tuple, dict)):
+            stack += value.values() if isinstance(value, dict) else value
+        elif isinstance(inner := getattr(value, "__wrapped__", None), FunctionType):  # `Jitted`, `functools.cache`
+            stack += _held_by(inner)
 
 
 def _held_by(function: FunctionType) -> list[Any]:
-    """What a function closes over, its defaults, and the globals it names."""
+    """Return the values that a function closes over, its defaults, and the globals that it names."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     globals_ = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
     return [*cells, *globals_, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
-def _sum_what_leaves(node: Any, outside: set[Node], total: Call) -> None:
-    """Hook a node to sum the cotangents it hands to ``outside``, and the nodes that its backward makes likewise."""
-    ways_out = {i for i, (parent, _) in enumerate(node.next_functions) if parent in outside}
-    if not ways_out:
+def _sum_leaving(node: Any, outside: set[Node], total: Call) -> None:
+    """Hook a node so that it sums its cotangents for nodes ``outside``. Nodes that its backward makes do the same."""
+    leaving = {i for i, (parent, _) in enumerate(node.next_functions) if parent in outside}
+    if not leaving:
         return
     began = 0
 
@@ -171,8 +171,8 @@ def _sum_what_leaves(node: Any, outside: set[Node], total: Call) -> None:
     def after(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
         recent = _graph(gradients, lambda node: type(node) is not AccumulateGrad and node._sequence_nr() >= began)
         for made in list(recent):
-            _sum_what_leaves(made, outside, total)
-        return tuple(g if g is None or i not in ways_out else apply(g, total) for i, g in enumerate(gradients))
+            _sum_leaving(made, outside, total)
+        return tuple(g if g is None or i not in leaving else apply(g, total) for i, g in enumerate(gradients))
 
     node.register_prehook(before)
     node.register_hook(after)

@@ -1,4 +1,4 @@
-"""How an argument enters a body: from a global tensor or a `Sharded` to this rank's typed block."""
+"""Entries of a body: each turns an argument, a global tensor or a `Sharded`, into this rank's typed block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Entry = Callable[[Any], Any]
 def argument_failure(
     leaf: Any, partition: P | None, label: str, body: Body, outer_axes: frozenset[str]
 ) -> Failure | None:
-    """What is wrong with an argument and its spec, or None."""
+    """Return the failure of an argument under its spec, or None."""
     if partition is None or leaf is None:
         return None
     kind: Any = type(leaf)
@@ -49,7 +49,7 @@ def argument_failure(
 
 
 def manual_complaint(partition: P, body: Body, outer_axes: frozenset[str]) -> str:
-    """A spec of a body names the axes that are its own, and no others."""
+    """Return the mistake in a spec that names axes other than the body's own, or ""."""
     if bound := sorted(partition.mentioned & outer_axes):
         return f"{partition!r} names the axis {quoted(bound)}, along which the enclosing body has cut it; leave it out"
     if other := sorted(partition.mentioned - body.axes):
@@ -73,7 +73,7 @@ def _as_tensor(leaf: Any) -> str:
 
 
 def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes: frozenset[str], nested: bool) -> Entry:
-    """The function that brings one leaf in; made once per plan."""
+    """Return the entry of one leaf. It is made once per plan."""
     if partition is None and isinstance(leaf, Sharded):
         return functools.partial(of_form, leaf.form)
     if partition is None:
@@ -90,7 +90,7 @@ def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes:
 
 
 def typed_entry(spec: TensorSpec) -> Entry:
-    """The function that types a block of a checked body."""
+    """Return the entry that types a block of a checked body."""
     return _sharded_entry(spec, spec, variance_of_spec(spec.partition), None)
 
 
@@ -162,10 +162,10 @@ def _plain_entry(
 
 
 def _check_even_blocks(x: Tensor, partition: P, label: str, body: Body) -> None:
-    """A block that a nested map cuts again has one shape on all ranks; raises on all of them alike."""
+    """Raise `ShapeError` on all ranks if a block that a nested map cuts again has several shapes."""
     with outside_transforms():
         layouts = body.transport.layouts([x], body.mesh)
-    shapes = list(dict.fromkeys(found[1] for (found,) in layouts if found is not None))
+    shapes = list(dict.fromkeys(layout[1] for (layout,) in layouts if layout is not None))
     if len(shapes) > 1:
         raise ShapeError(
             f"{body.name}: {label} has blocks of different shapes, {' and '.join(map(str, shapes[:2]))}, on different "

@@ -1,4 +1,4 @@
-"""How a result leaves a body: the check of its type against its spec, and the `Sharded` it becomes."""
+"""Exits of a body: each checks a result's type against its spec, and turns the result into a `Sharded`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_var
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How one leaf of the results leaves. ``known`` gives None where ``leave`` must do it, after ``failure``."""
+    """The exit of a leaf. ``known`` is the fast path: if it returns None, ``failure`` checks and ``leave`` converts."""
 
     known: Callable[[Any], Any]
     leave: Callable[[Any], Any]
@@ -40,7 +40,7 @@ class Exit:
 
 
 class Exits:
-    """How the leaves of one tree of results leave: all are checked before the first one communicates."""
+    """The exits of the leaves of one tree of results. All leaves are checked before one communicates."""
 
     __slots__ = ("_failures", "_header", "_known", "_leave")
 
@@ -61,12 +61,12 @@ class Exits:
         return done
 
     def _check(self, leaves: list[Any]) -> None:
-        found = (failure(x) for failure, x in zip(self._failures, leaves, strict=True))
-        if failures := [one for one in found if one is not None]:
+        results = (failure(x) for failure, x in zip(self._failures, leaves, strict=True))
+        if failures := [failure for failure in results if failure is not None]:
             refuse(self._header, failures)
 
     def leave(self, leaves: list[Any]) -> list[Any]:
-        """Results that have been checked, as they leave."""
+        """Convert leaves that have been checked."""
         done, failures = [], []
         for leave, x in zip(self._leave, leaves, strict=True):
             try:
@@ -79,14 +79,14 @@ class Exits:
 
 
 def static_failure(x: Any, path: str) -> Failure | None:
-    """A result without a spec is handed on as it is, so it must not be a block."""
+    """Return the failure of a result without a spec, which must not be a block, or None."""
     if isinstance(x, (Tensor, Handle)):
         return Failure(f"{path} is {described(x)}, but its spec is None (a static result); give it a P", SpecError)
     return None
 
 
 def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: frozenset[str]) -> Failure | None:
-    """Why a result cannot leave under this spec, or None."""
+    """Return the failure of a result under its spec, or None."""
     if type(x) not in BLOCKS and not is_plain(x):
         return _kind_failure(x, partition, path)
     if found := misfit(x):
@@ -111,7 +111,7 @@ def _kind_failure(x: Any, partition: P, path: str) -> Failure | None:
 
 
 def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> Failure | None:
-    """Why a value of this type cannot leave under this spec, or None."""
+    """Return the failure of a value whose type does not fit its spec, or None."""
     variance = get_variance(x)
     if variance is variance_of_spec(partition) and type(x) is Tensor:
         return None
@@ -128,23 +128,23 @@ def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> 
         ("unreduced", variance.unreduced & inner, partition.unreduced, variance.varying),
         ("reduced", variance.reduced & inner, partition.reduced, frozenset[str]()),
     )
-    for word, have, want, also in rows:
+    for word, have, want, castable in rows:
         if have - want:
             axes = quoted(sorted(have - want))
             text = f"{shown()} is {word} over {axes}, but its spec {partition!r} does not say so"
             return Failure(text, VarianceError, _SETTLE[word].format(as_axis_name(sorted(have - want)), axes))
-        if missing := want - have - also:
+        if missing := want - have - castable:
             text = f"{shown()} is not {word} over {quoted(sorted(missing))}, but its spec {partition!r} says so"
             axis = as_axis_name(sorted(missing))
             return Failure(text, VarianceError, _BECOME["varying" if missing & variance.varying else word].format(axis))
     held = held_frame(x)
-    if held is not None and (unseen := set(held.axes) & inner - variance.varying - variance.unreduced):
-        text = f"{shown()} has another value on each rank over {quoted(sorted(unseen))}, which its type does not say"
-        return Failure(text, VarianceError, _UNSEEN)
+    if held is not None and (untyped := set(held.axes) & inner - variance.varying - variance.unreduced):
+        text = f"{shown()} has another value on each rank over {quoted(sorted(untyped))}, which its type does not say"
+        return Failure(text, VarianceError, _UNTYPED)
     return None
 
 
-_UNSEEN = (
+_UNTYPED = (
     "it comes from a block that the body was not given: x.local of a Sharded, or a value kept from another body; pass "
     "it as an argument, the Sharded with its spec in in_specs"
 )
@@ -178,7 +178,7 @@ def _with_axes(partition: P, axes: list[str], ndim: int) -> P:
 def make_exit(
     partition: P | None, body: Body, outer_axes: frozenset[str], nested: bool, path: str, static: bool
 ) -> Exit:
-    """How one leaf leaves; made once per plan and output tree. ``static``: a Sharded that is handed on as it is."""
+    """Return the exit of a leaf, made once per plan and result tree. ``static``: the leaf is an unchanged Sharded."""
     if partition is None:
         return Exit(_unknown, lambda x: x, _unknown if static else lambda x: static_failure(x, path))
     target = variance_of_spec(partition)
@@ -189,12 +189,12 @@ def make_exit(
         share = call("leave_unchecked", body.mesh, absent, Options(factor=1 / body.mesh.axis_size(absent)))
     held = frame(body.mesh, partition.axes | partition.unreduced) if simulated else None
     kind: Any = block_type(held)
-    apart = kind is not Tensor
+    has_frame = kind is not Tensor
 
     def known(x: Any) -> Any:
-        """The common case: a block of the right type, held as its spec says, and of a shape seen before."""
-        if type(x) is kind and not body.uneven and (share is None or not (simulated or _followed(x))):
-            if apart and (x.frame is not held or x.uneven):
+        """Convert the common case: a block of the right type and frame, and of a shape seen before."""
+        if type(x) is kind and not body.uneven and (share is None or not (simulated or _needs_gradient(x))):
+            if has_frame and (x.frame is not held or x.uneven):
                 return None
             spec = specs.get((x.shape, x.dtype))
             if spec is None or x.layout is not torch.strided:
@@ -211,7 +211,7 @@ def make_exit(
         if body.checked:
             if getattr(x, ATTRIBUTE, INVARIANT) is not target:
                 x = _typed(x, target, body, outer_axes)
-        elif share is not None and (simulated or _followed(x)):
+        elif share is not None and (simulated or _needs_gradient(x)):
             x = set_variance(apply(x, share), get_variance(x))
         if held is not None and not nested:
             x = _held(x, held, body)
@@ -221,13 +221,13 @@ def make_exit(
         if uneven:
             if body.mesh.transport == "abstract":
                 raise MeshError(
-                    f"{path}: blocks may differ in shape from rank to rank, and {body.mesh!r} is abstract: nobody is "
-                    'there to measure them; make sizes even, or take a mesh of transport="simulation"'
+                    f"{path}: blocks may differ in shape from rank to rank, and {body.mesh!r} is abstract: it has no "
+                    'ranks to measure them; make sizes even, or take a mesh of transport="simulation"'
                 )
             spec = spec_of_blocks(x, partition, body.mesh, path)
         else:
             spec = _even_spec(x, partition, body)
-            if spec.flat and (not spec.even or spec.block_shape != tuple(x.shape)):  # its sizes are told, not measured
+            if spec.flat and (not spec.even or spec.block_shape != tuple(x.shape)):  # the sizes in a `Flat` are claims
                 spec = spec_of_blocks(x, partition, body.mesh, path)
             if not nested:
                 specs[x.shape, x.dtype] = spec
@@ -239,8 +239,8 @@ def make_exit(
     return Exit(_unknown if nested else known, leave, failure)
 
 
-def _followed(x: Tensor) -> bool:
-    """Whether autograd may follow a value; under ``torch.func`` the value does not tell."""
+def _needs_gradient(x: Tensor) -> bool:
+    """Return whether a value may have a gradient. Under ``torch.func`` its ``requires_grad`` does not say so."""
     return x.requires_grad or bool(transforms_active())
 
 
@@ -257,14 +257,14 @@ def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) 
         if axes:
             with DisableTorchFunction():
                 x = apply(x, call(row, body.mesh, body.mesh.ordered(axes)))
-    kept = (outer_axes & group for group in (variance.varying, variance.unreduced, variance.reduced))
-    groups = zip((target.varying, target.unreduced, target.reduced), kept, strict=True)
-    setattr(x, ATTRIBUTE, Variance(*(own | others for own, others in groups)))
+    outer = (outer_axes & axes for axes in (variance.varying, variance.unreduced, variance.reduced))
+    pairs = zip((target.varying, target.unreduced, target.reduced), outer, strict=True)
+    setattr(x, ATTRIBUTE, Variance(*(inner_axes | kept for inner_axes, kept in pairs)))
     return x
 
 
 def _held(x: Tensor, held: Frame, body: Body) -> Tensor:
-    """A simulated result is held apart over exactly the axes its spec names, in memory of its own."""
+    """Give a simulated result the frame of its spec, in its own memory."""
     if frame_of(x, body.mesh) is held:
         return x
     with DisableTorchFunction():
@@ -272,7 +272,7 @@ def _held(x: Tensor, held: Frame, body: Body) -> Tensor:
 
 
 def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
-    """Whether simulated blocks differ in shape along other axes only, those of an enclosing body."""
+    """Return whether simulated blocks have one shape along ``axes``. They may differ along axes of enclosing bodies."""
     held = held_frame(x)
     if held is None:
         return False
@@ -289,7 +289,11 @@ def _even_spec(x: Tensor, partition: P, body: Body) -> TensorSpec:
 
 
 def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
-    """A result whose spec is known, cast and held as that says; raises `VarianceError` where its type does not fit."""
+    """Cast a result to a known spec, and give it the frame of the spec.
+
+    Raises:
+        VarianceError: The type of the result does not fit.
+    """
     failure = result_failure(x, spec.partition, path, body, frozenset())
     if failure is not None:
         refuse(f"{body.name}: the results do not fit", [failure])
@@ -302,9 +306,10 @@ def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
 
 
 def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> TensorSpec:
-    """The spec whose blocks the ranks hold; raises on all ranks alike, naming the first that differs.
+    """Return the layout whose blocks the ranks hold. None stands for a value that is not a tensor.
 
-    None stands for what is no tensor.
+    Raises:
+        FspmdError: The blocks do not fit together. All ranks raise, and the message names the first rank that differs.
     """
     with outside_transforms():
         layouts = [layout for (layout,) in transport_of(mesh).layouts([x], mesh)]
@@ -312,15 +317,15 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
 
 
 def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, name: str) -> TensorSpec:
-    """The same of each rank's dtype and shape, in row-major order."""
+    """Return `spec_of_blocks` for the dtype and shape of each rank, in row-major order."""
     coordinates = list(frame(mesh, mesh.axis_names).coordinates())
-    found = []
+    checked = []
     for at, layout in zip(coordinates, layouts, strict=True):
         if layout is None:
             raise ArgumentError(f"{name}: {where_is(mesh, at)} has no tensor; every rank must pass its block")
-        found.append(layout)
-    dtype, first = found[0]
-    for at, (kind, shape) in zip(coordinates, found, strict=True):
+        checked.append(layout)
+    dtype, first = checked[0]
+    for at, (kind, shape) in zip(coordinates, checked, strict=True):
         if kind != dtype or len(shape) != len(first):
             raise ShapeError(
                 f"{name}: {where_is(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
@@ -336,11 +341,11 @@ def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, n
         axes = entry_axes(entry)
         total[dim] = sum(
             shape[dim]
-            for at, (_, shape) in zip(coordinates, found, strict=True)
+            for at, (_, shape) in zip(coordinates, checked, strict=True)
             if all(c == 0 or axis in axes for axis, c in zip(mesh.axis_names, at, strict=True))
         )
     spec = TensorSpec(mesh, partition, total, dtype)
-    for at, (_, shape) in zip(coordinates, found, strict=True):
+    for at, (_, shape) in zip(coordinates, checked, strict=True):
         if shape != spec.local_shape(at):
             raise ShapeError(
                 f"{name}: {where_is(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
@@ -350,15 +355,15 @@ def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, n
 
 
 def where_is(mesh: Any, at: tuple[int, ...]) -> str:
-    """``rank 3 at x=1, y=1``."""
+    """Return the text of a rank and its coordinate: ``rank 3 at x=1, y=1``."""
     place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
     return f"rank {mesh.rank_at(at)} at {place}"
 
 
-def _in_outer_body(x: Tensor, lies: TensorSpec | P, body: Body) -> Tensor:
-    """In an enclosing body a result is whole over the inner axes; as a P says it lies where its blocks are even."""
+def _in_outer_body(x: Tensor, spec: TensorSpec | P, body: Body) -> Tensor:
+    """Make a result whole over the inner axes, for an enclosing body. A P is enough if its blocks are even."""
     outer = get_variance(x)
-    partition = lies if isinstance(lies, P) else lies.partition
+    partition = spec if isinstance(spec, P) else spec.partition
     with DisableTorchFunction():
-        y = from_even_blocks(x, lies, body.mesh) if isinstance(lies, P) else from_blocks(x, lies)
+        y = from_even_blocks(x, spec, body.mesh) if isinstance(spec, P) else from_blocks(x, spec)
     return set_variance(y, outer.moved(partition.mentioned, "I") if body.checked else outer)

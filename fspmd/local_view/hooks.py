@@ -1,16 +1,16 @@
-"""Eight places where torch hides a call, or drops an argument, or an attribute of a tracked tensor, wrapped once.
+"""Wrappers of eight places where torch hides a call, or drops an argument or the type of a tensor.
 
-* ``autograd.Function.apply`` is not seen by a TorchFunctionMode, so its operands would go uncast.
-* The backward of a custom Function runs outside the body, where its collectives would find no axes bound.
-* ``vmap`` makes its result anew when it unwraps it, without the type the tensor carried.
-* ``torch.func`` sees what it differentiates by, which in a mapped function is each element's own.
-* ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on tensors made anew.
+* A TorchFunctionMode does not see ``autograd.Function.apply``, so its operands would not be cast.
+* The backward of a custom Function runs outside the body, where no axes are bound for its collectives.
+* ``vmap`` unwraps its result to a new tensor without the type.
+* ``torch.func`` differentiates with respect to a value that in a mapped function belongs to one element.
+* ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on new tensors.
 * TorchScript calls torch below Python.
-* ``torch.cond``, ``flex_attention`` and their kin compile a function, which fails in Dynamo's words.
-* ``F.l1_loss`` hands all its arguments on but ``weight``, so a weighted loss would come out as one without.
+* ``torch.cond``, ``flex_attention`` and their kin compile a function, which on a `Sharded` fails in Dynamo's words.
+* ``F.l1_loss`` drops its argument ``weight`` under a mode, so a weighted loss would be an unweighted one.
 
-Outside a body each wrapper goes straight to torch; only a `Sharded`, which ``apply`` would cut off from autograd, it
-refuses.
+Outside a body the wrappers call torch directly. Only ``apply`` refuses a `Sharded`, which it would cut off from
+autograd.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
 _BODY = "_fspmd_body"
-_ZEROS = "_fspmd_zeros"  # on the backward of a Function: what makes zeros for each argument that has a gradient
+_ZEROS = (
+    "_fspmd_zeros"  # on the backward of a Function: for each argument with a gradient the function that makes zeros
+)
 _Reentrant: Any = torch.utils.checkpoint.CheckpointFunction
 
 
 def install() -> None:
-    """Wrap them."""
+    """Install the wrappers."""
     _wrap_apply()
     _wrap_backward()
     _wrap_vmap_exit()
@@ -69,7 +71,7 @@ def install() -> None:
 
 def _wrap_apply() -> None:
     method = inspect.getattr_static(torch.autograd.Function, "apply")
-    original: Callable[..., Any] = getattr(method, "__func__", method)  # it may be one of C
+    original: Callable[..., Any] = getattr(method, "__func__", method)  # it may be a function in C
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is _Reentrant and (Sharded in map(type, args) or has_recompute_context()):
@@ -96,22 +98,22 @@ def _wrap_apply() -> None:
             out = original(cls, *args, **kwargs)
         finally:
             tracker.marks_invariant = before
-        for one in out if isinstance(out, tuple) else (out,):
-            if isinstance(one, torch.Tensor) and getattr(one, ATTRIBUTE, None) is None:
-                set_variance(one, result)  # made where no tracker sees, or an argument handed back
+        for y in out if isinstance(out, tuple) else (out,):
+            if isinstance(y, torch.Tensor) and getattr(y, ATTRIBUTE, None) is None:
+                set_variance(y, result)  # made unseen by the tracker, or an argument that is returned
         return _bind_body(out, args, body, tracker)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
 
 
 def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """``use_reentrant=True`` as False: the former knows no gradients but those of tensors among its arguments."""
+    """Run ``use_reentrant=True`` as False. The former has gradients only for tensors among its arguments."""
     checkpoint = torch.utils.checkpoint.checkpoint
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
-    """Autograd sees tensors alone: what follows would have no gradient, and nobody would know."""
+    """Raise `ArgumentError` for a Sharded with a gradient: autograd would silently lose the gradient."""
     x = next((x for x in args if type(x) is Sharded and x.requires_grad), None)
     if x is None or not torch.is_grad_enabled():
         return
@@ -120,7 +122,7 @@ def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
 
 
 def completing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A function whose own Functions give zeros for None in backward, which one rank alone may give."""
+    """Call a function. In backward its custom Functions return zeros for None, which one rank alone may return."""
     before, state.completes = state.completes, True
     try:
         return function(*args, **kwargs)
@@ -129,41 +131,41 @@ def completing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _bind_zeros(out: Any, args: tuple[Any, ...]) -> Any:
-    """Backward of these outputs' Function gives zeros for None."""
+    """Let the backward of a Function with outputs ``out`` return zeros for None."""
     zeros = [_zeros_like(x) if is_plain(x) and x.requires_grad else None for x in args]
-    for one in out if isinstance(out, tuple) else (out,):
-        if isinstance(one, torch.Tensor) and isinstance(one.grad_fn, BackwardCFunction):
-            setattr(one.grad_fn, _ZEROS, zeros)
+    for y in out if isinstance(out, tuple) else (out,):
+        if isinstance(y, torch.Tensor) and isinstance(y.grad_fn, BackwardCFunction):
+            setattr(y.grad_fn, _ZEROS, zeros)
     return out
 
 
 def _zeros_like(x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What makes them, without the tensor itself."""
+    """Return a function that makes zeros like ``x``, and does not keep ``x`` alive."""
     shapes, dtype, device = [block.shape for block in blocks_of(x)], x.dtype, x.device
+    held = held_frame(x)
 
     def make() -> torch.Tensor:
-        made = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        return made[0] if held is None else local_tensor(made, held)
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        return zeros[0] if held is None else local_tensor(zeros, held)
 
-    held = held_frame(x)
     return make
 
 
-def _completed(found: Any, zeros: list[Callable[[], torch.Tensor] | None]) -> Any:
-    """The gradients that a Function gave, with zeros where it gave None for what has a gradient."""
-    given = found if isinstance(found, tuple) else (found,)
-    if len(zeros) != len(given):
-        return found
-    return tuple(make() if g is None and make is not None else g for g, make in zip(given, zeros, strict=True))
+def _completed(gradients: Any, zeros: list[Callable[[], torch.Tensor] | None]) -> Any:
+    """Return the gradients of a Function with zeros in place of None, for arguments that have a gradient."""
+    row = gradients if isinstance(gradients, tuple) else (gradients,)
+    if len(zeros) != len(row):
+        return gradients
+    return tuple(make() if g is None and make is not None else g for g, make in zip(row, zeros, strict=True))
 
 
 def _bind_body(out: Any, args: tuple[Any, ...], body: Body, tracker: Tracker | None) -> Any:
-    """Backward of these outputs' Function runs in the body, and knows their types; it gives zeros for None."""
+    """Let the backward of a Function with outputs ``out`` run in the body, with their types, and zeros for None."""
     _bind_zeros(out, args)
-    outs = [one for one in (out if isinstance(out, tuple) else (out,)) if isinstance(one, torch.Tensor)]
-    types = {one.output_nr: get_variance(one) for one in outs}
-    for one in outs:
-        node = one.grad_fn
+    outs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, torch.Tensor)]
+    types = {y.output_nr: get_variance(y) for y in outs}
+    for y in outs:
+        node = y.grad_fn
         if isinstance(node, BackwardCFunction):
             setattr(node, _BODY, (body, None if tracker is None else tracker.body))
             setattr(node, OUTPUT_TYPES, types)
@@ -175,7 +177,7 @@ def _wrap_backward() -> None:
 
     def apply(self: Any, *args: Any) -> Any:
         zeros = getattr(self, _ZEROS, None)
-        if zeros is None:  # made outside a body, and outside what `completing` runs
+        if zeros is None:  # made outside of bodies and of `completing`
             return original(self, *args)
         bodies: tuple[Body, Body | None] | None = getattr(self, _BODY, None)
         if bodies is None:
@@ -208,7 +210,7 @@ def _wrap_derivatives() -> None:
 
     def wrap(x: Any, level: int) -> Any:
         if state.body is not None and state.body.mapped:
-            with pop_transform():  # a cast that the transform does not see
+            with pop_transform():  # the transform does not see the cast
                 x = own(x)
         return original(x, level)
 
@@ -221,11 +223,11 @@ def _wrap_recomputation() -> None:
     name = f"{name}_impl" if hasattr(torch_checkpoint, f"{name}_impl") else name
     original = getattr(torch_checkpoint, name)
 
-    def generator(fn: Any, *given: Any, **kwargs: Any) -> Any:
-        if transforms_active() and (has_recompute_context() or Sharded in map(type, _inputs(given))):
-            return iter((None,))  # torch.func keeps what it needs itself, as in `fspmd.checkpoint`
-        body, tracker = state.body, state.tracker  # outside a body, too: bodies within need what `again` switches on
-        types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in _inputs(given)]
+    def generator(fn: Any, *args_before: Any, **kwargs: Any) -> Any:
+        if transforms_active() and (has_recompute_context() or Sharded in map(type, _inputs(args_before))):
+            return iter((None,))  # torch.func keeps the tensors that it needs itself, as in `fspmd.checkpoint`
+        body, tracker = state.body, state.tracker  # `again` also runs without a body, for bodies within the function
+        types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in _inputs(args_before)]
         later = recompute_context()
 
         def again_in_body(*args: Any, **kw: Any) -> Any:
@@ -238,13 +240,13 @@ def _wrap_recomputation() -> None:
                 return fn(*(x.value if type(x) is _KeptArgument else x for x in args), **kw)
 
         run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
-        return _forgetting(original(run, *_keep_sharded(given), **kwargs))
+        return _forgetting(original(run, *_keep_sharded(args_before), **kwargs))
 
     setattr(torch_checkpoint, name, generator)
 
 
 class _KeptArgument:
-    """A `Sharded` that is computed with again: torch would save its shell, without the block."""
+    """A `Sharded` argument of a recomputation. Torch would save its shell, without the block."""
 
     __slots__ = ("value",)
 
@@ -252,26 +254,26 @@ class _KeptArgument:
         self.value = value
 
 
-def _keep_sharded(given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _keep_sharded(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
         _KeptArgument(x) if type(x) is Sharded else _keep_sharded(x) if type(x) is tuple and i == 0 else x
-        for i, x in enumerate(given)
+        for i, x in enumerate(args)
     )
 
 
 def _forgetting(steps: Iterator[None]) -> Iterator[None]:
-    """What torch does before and after a checkpointed function; what runs now and later must find the same moves."""
+    """Run torch's steps around a checkpointed function. Forward and recomputation must find the same moves."""
     with forgetting(casts=False):
         yield from steps
 
 
-def _inputs(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Some versions have options before them."""
-    return given[0] if type(given[0]) is tuple else given
+def _inputs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a checkpointed function. Some versions of torch pass them as a tuple."""
+    return args[0] if type(args[0]) is tuple else args
 
 
 def _drawing_alike(f: Any) -> Any:
-    """``f``, drawing the numbers that are drawn next, where what torch does to that end is not recorded."""
+    """Return ``f`` with the random numbers that would be drawn now. A recording does not see how torch ensures this."""
     drawn = kept_states()
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -286,7 +288,7 @@ def _drawing_alike(f: Any) -> Any:
 
 
 def _wrap_script() -> None:
-    """A compiled function is one torch call; the parameters of a compiled module are no operands of it."""
+    """Let a tracker see a TorchScript function as one torch call, without the parameters of its module as operands."""
 
     def wrap(kind: Any) -> None:
         original = kind.__call__
@@ -314,19 +316,18 @@ def _check_frozen(method: Any, operands: Any) -> None:
     if varying is not None and any(p.requires_grad for p in module.parameters()):
         raise VarianceError(
             f"a TorchScript module was called with {show_value(varying)}: its parameters would get the gradient of one "
-            "rank alone, since TorchScript runs where types are not seen; call the Python module, or freeze its "
-            "parameters"
+            "rank alone, since types are not tracked in TorchScript; call the Python module, or freeze its parameters"
         )
 
 
 def _wrap_tracers() -> None:
-    """They follow the shell of a Sharded, in which nothing happens, and what is made of its blocks is constant."""
+    """Refuse a Sharded in torch's tracers. They would trace its shell, and its blocks would become constants."""
 
     def wrap(original: Any) -> Any:
         def trace(*args: Any, **kwargs: Any) -> Any:
             leaves: Any = optree.tree_leaves((args, kwargs), none_is_leaf=True)
-            if (found := next((x for x in leaves if type(x) is Sharded), None)) is not None:
-                raise untraceable(found)
+            if (x := next((x for x in leaves if type(x) is Sharded), None)) is not None:
+                raise untraceable(x)
             return original(*args, **kwargs)
 
         return trace
@@ -358,9 +359,9 @@ _COMPILING = ("torch._higher_order_ops.", "torch.nn.attention.")
 
 
 def _hand_on_weight() -> None:
-    """The function keeps its identity, by which it is known, and its source, which TorchScript reads."""
+    """Replace the code of ``F.l1_loss``. The function stays the same object, with the source that TorchScript reads."""
     names, code = vars(F), F.l1_loss.__code__
-    if "_l1_loss_of_torch" in names:  # done, by a module that was loaded before this one
+    if "_l1_loss_of_torch" in names:  # another copy of this module has done it
         return
     names["_l1_loss_of_torch"] = FunctionType(code, names, "l1_loss", F.l1_loss.__defaults__)
     F.l1_loss.__code__ = _l1_loss.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno)
@@ -374,10 +375,10 @@ def _l1_loss(
     reduction: str = "mean",
     weight: Any = None,
 ) -> Any:
-    """Runs among the names of ``torch.nn.functional``."""
+    """Pass ``weight`` to a mode, too. The code runs with the globals of ``torch.nn.functional``."""
     if weight is not None and has_torch_function_variadic(input, target, weight):
         options = {"size_average": size_average, "reduce": reduce, "reduction": reduction, "weight": weight}
-        given = input, target, weight
-        return handle_torch_function(torch.nn.functional.l1_loss, given, input, target, **options)
+        operands = input, target, weight
+        return handle_torch_function(torch.nn.functional.l1_loss, operands, input, target, **options)
     plain = globals()["_l1_loss_of_torch"]
     return plain(input, target, size_average, reduce, reduction, weight)

@@ -1,7 +1,7 @@
-"""Which torch function mode sees the calls of a body: one at a time, the innermost body's.
+"""The torch function mode that sees the calls of a body: one mode at a time, that of the innermost body.
 
-While a mode sees them, functions that ``torch.compile`` has made run as they are. Where Dynamo breaks a graph, calls do
-not reach the mode (torch 2.11 to 2.15), so values would have wrong types.
+While a mode is active, functions compiled by ``torch.compile`` run uncompiled. Where Dynamo breaks a graph, calls do
+not reach the mode (torch 2.11 to 2.15), and values would have wrong types.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fspmd.torch_internals import (
 
 
 class BodyMode(TorchFunctionMode):
-    """Sees the torch calls of a body."""
+    """The base of modes that see the torch calls of a body."""
 
     types_values = False
 
 
 def lift_mode() -> BodyMode | None:
-    """Take off the mode of the enclosing body, if it is the topmost, so that one body alone sees each call."""
+    """Pop the mode of the enclosing body, if it is the topmost mode, so that only one body sees each call."""
     count = count_function_modes()
     if not count or not isinstance(function_mode_at(count - 1), BodyMode):
         return None
@@ -44,36 +44,36 @@ def lift_mode() -> BodyMode | None:
 
 
 def put_back(mode: BodyMode) -> None:
-    """What `lift_mode` took off."""
+    """Push the mode that `lift_mode` returned."""
     push_function_mode(mode)
 
 
 class _Stance:
-    """That of torch's compiler is one for all threads: the first mode sets it, the last sets it back."""
+    """The stance of torch's compiler, one for all threads. The first mode sets it, and the last mode resets it."""
 
     lock: Final = threading.Lock()
     count = 0
     before: Any = None
 
 
-_DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import, and without it nothing is compiled
+_DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
 
 
 def push_mode(mode: BodyMode) -> Any:
-    """Have the mode see torch's calls, and functions run as they are; gives what `pop_mode` takes."""
+    """Activate a mode, and let compiled functions run uncompiled. Returns the argument of `pop_mode`."""
     push_function_mode(mode)
     if _DYNAMO not in sys.modules:
         return None
     with _Stance.lock:
-        found = eval_frame.set_eval_frame(None)
+        callback = eval_frame.set_eval_frame(None)
         if not _Stance.count:
             _Stance.before = torch.compiler.set_stance("force_eager")
         _Stance.count += 1
-    return (found,)
+    return (callback,)
 
 
 def pop_mode(pushed: Any) -> None:
-    """The end of it."""
+    """Deactivate the mode that `push_mode` activated."""
     pop_function_mode()
     if pushed is not None:
         with _Stance.lock:
@@ -84,7 +84,7 @@ def pop_mode(pushed: Any) -> None:
 
 
 def check_not_compiled(pushed: Any, name: str) -> None:
-    """Raise `ArgumentError` where a body was the first of this process to compile anything, which nobody stopped."""
+    """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it."""
     if pushed is None and _DYNAMO in sys.modules and compiled_frames():
         raise ArgumentError(
             f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
@@ -93,9 +93,9 @@ def check_not_compiled(pushed: Any, name: str) -> None:
 
 
 def leave_to_python(function: Any, why: str) -> None:
-    """``torch.compile`` calls the function as it is and compiles nothing within; with fullgraph=True it raises.
+    """Make ``torch.compile`` call a function uncompiled, or raise with ``fullgraph=True``.
 
-    As ``torch.compiler.disable``, which would wrap it.
+    This is ``torch.compiler.disable`` without a wrapper.
     """
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, why
     skip = eval_frame._FrameAction.SKIP
@@ -103,17 +103,17 @@ def leave_to_python(function: Any, why: str) -> None:
 
 
 def is_active(mode: BodyMode) -> bool:
-    """Whether the mode sees torch calls now: it sees none inside a torch function that it was asked about."""
+    """Return whether a mode sees torch calls now. It sees none while it handles a torch function."""
     return any(function_mode_at(i) is mode for i in range(count_function_modes()))
 
 
 @contextmanager
 def again(body: Body | None, mode: BodyMode | None) -> Iterator[None]:
-    """Run in a body again, in backward: its axes bound, each call seen once, by ``mode``."""
+    """Enter a body again in backward: its axes are bound, and ``mode`` sees each call once."""
     before = state.body, state.tracker
     RUNNING.append(body)
     state.body, state.tracker = body, mode if mode is not None and mode.types_values else None
-    with EnableTorchFunction():  # backward may have been started with it disabled
+    with EnableTorchFunction():  # backward may have started with torch functions disabled
         below = lift_mode()
         pushed = None if mode is None else push_mode(mode)
         try:

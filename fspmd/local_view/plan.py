@@ -1,4 +1,4 @@
-"""What a `shard_map` call does, decided once per structure of its arguments: checks, entries, and exits."""
+"""The plan of a `shard_map` call: checks, entries and exits, made once per structure of its arguments."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from fspmd.trees import leaf_paths, parameter_names, prefix_over
 
 @dataclass(slots=True)
 class Plan:
-    """The body, how each leaf enters it, and how each output leaf leaves it (by the tree of outputs)."""
+    """The body, the entry of each leaf of the arguments, and the exits of results, by their structure."""
 
     body: Body
     treedef: optree.PyTreeSpec  # of the arguments, with a block in place of each Sharded
     entries: list[Entry]
-    labels: list[str]  # each leaf as a message names it
+    labels: list[str]  # the name of each leaf in messages
     partitions: list[P | None]
-    plain: list[tuple[int, int]]  # the leaves given as global tensors, and the fewest dims their specs allow
+    plain: list[tuple[int, int]]  # the places of leaves that are global tensors, and the fewest dims of their specs
     out_specs: Any
     outer_axes: frozenset[str]
     nested: bool
     simulated: bool
-    widen: Call | None  # unchecked: the cast of a tensor closed over, whose gradients are summed
-    order: list[int] | None  # where leaves stand by the order in which dicts were made; None where that is theirs
-    closes: bool = True  # False once a graph has shown that nothing differentiable is closed over
+    widen: Call | None  # unchecked bodies: the cast of tensors closed over, whose gradients are summed
+    order: list[int] | None  # the place of each leaf if dicts keep their own order; None if it is the same
+    closes: bool = True  # False once a graph has shown that the function closes over no differentiable tensor
     exits: dict[Any, Exits] = field(default_factory=dict)  # by the structure of the result
 
     def refuse_arguments(self, leaves: list[Any]) -> NoReturn:
-        """Of a later call, whose leaves do not fit as those of the first did."""
-        found = (
+        """Raise the error of a later call whose leaves do not fit."""
+        failures = (
             argument_failure(leaves[i], self.partitions[i], self.labels[i], self.body, self.outer_axes)
             for i, _ in self.plain
         )
-        refuse(_MISFITS.format(self.body.name), [failure for failure in found if failure is not None])
+        refuse(_MISFITS.format(self.body.name), [failure for failure in failures if failure is not None])
 
     def make_exits(self, out: Any) -> Exits:
-        """The exits for one structure of outputs."""
+        """Return the exits for one structure of results, after a check of these results."""
         name, body = self.body.name, self.body
         failures: list[Failure] = []
         specs = prefix_over(self.out_specs, out, "out_specs", "result", failures)
@@ -93,27 +93,27 @@ def make_plan(
     checked: bool,
     outer: Body | None,
 ) -> Plan:
-    """Check everything that can be checked before the body runs."""
+    """Return the plan of a call, after all checks that are possible before the body runs."""
     name = f"shard_map({_name_of(f)})"
     mesh = _resolve_mesh(mesh, outer, name)
     outer_axes = outer.axes if outer is not None else frozenset()
     new_axes = _resolve_axes(mesh, axis_names, outer_axes, name)
-    whole = outer.mesh if outer is not None else mesh
-    body = Body(whole, outer_axes | new_axes, checked, name, outer)
+    full_mesh = outer.mesh if outer is not None else mesh
+    body = Body(full_mesh, outer_axes | new_axes, checked, name, outer)
     _check_call(f, args, names, name)
     roots = [*parameter_names(f, len(args) - len(names)), *names]
     specs = _specs_of(f, args, names, in_specs, roots, name)
     labels = _labels(args, roots)
-    made = labels if labels == roots else _labels(args, roots, in_order=True)  # of leaves alone there is one order
+    in_order = labels if labels == roots else _labels(args, roots, in_order=True)  # leaves alone have one order
     leaves = optree.tree_leaves(args, none_is_leaf=True)
     rows = list(zip(leaves, specs, labels, strict=True))
     _check_meshes(rows, mesh, name)
-    found = [argument_failure(leaf, spec, label, body, outer_axes) for leaf, spec, label in rows]
-    if failures := [failure for failure in found if failure is not None]:
+    results = [argument_failure(leaf, spec, label, body, outer_axes) for leaf, spec, label in rows]
+    if failures := [failure for failure in results if failure is not None]:
         refuse(_MISFITS.format(name), failures)
-    for leaf, spec, _ in rows:
-        if isinstance(leaf, Sharded) and spec is not None and not TensorSpec(whole, spec, leaf.shape, leaf.dtype).even:
-            body.mark_uneven()
+    layouts = [TensorSpec(full_mesh, p, x.shape, x.dtype) for x, p, _ in rows if p is not None and type(x) is Sharded]
+    if not all(layout.even for layout in layouts):
+        body.mark_uneven()
     for x in held_tensors(f, of_modules=False):
         refuse_foreign(x, f"{name} closes over")
     entries = [make_entry(leaf, spec, label, body, new_axes, outer is not None) for leaf, spec, label in rows]
@@ -133,13 +133,13 @@ def make_plan(
         outer_axes=outer_axes,
         nested=outer is not None,
         simulated=mesh.transport == "simulation",
-        widen=None if checked else call("invariant_to_varying", whole, whole.ordered(new_axes)),
-        order=None if made == labels else list(map({path: i for i, path in enumerate(made)}.__getitem__, labels)),
+        widen=None if checked else call("invariant_to_varying", full_mesh, full_mesh.ordered(new_axes)),
+        order=None if in_order == labels else [*map({path: i for i, path in enumerate(in_order)}.__getitem__, labels)],
     )
 
 
 def _labels(args: tuple[Any, ...], roots: list[str], in_order: bool = False) -> list[str]:
-    """Each leaf of the arguments as a message names it."""
+    """Return the name of each leaf of the arguments in messages."""
     rows = zip(roots, args, strict=True)
     return [path for root, arg in rows for path in leaf_paths(arg, root, in_order=in_order)]
 
@@ -154,20 +154,20 @@ def _name_of(f: Any) -> str:
 
 
 def _resolve_mesh(mesh: Mesh | None, outer: Body | None, name: str) -> Mesh:
-    found = mesh or (outer.mesh if outer is not None else current_mesh())
-    if found is None:
+    mesh = mesh or (outer.mesh if outer is not None else current_mesh())
+    if mesh is None:
         raise MeshError(f"{name} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
-    if outer is not None and not outer.mesh.contains(found):
+    if outer is not None and not outer.mesh.contains(mesh):
         raise MeshError(
-            f"{name} was given {found!r} inside a body on {outer.mesh!r}; a nested shard_map runs on the mesh of the "
+            f"{name} was given {mesh!r} inside a body on {outer.mesh!r}; a nested shard_map runs on the mesh of the "
             "enclosing body: leave out mesh="
         )
-    if found.coordinate() is None:
+    if mesh.coordinate() is None:
         raise MeshError(
-            f"{name}: this process is not a member of {found!r}; call it on members only: "
+            f"{name}: this process is not a member of {mesh!r}; call it on members only: "
             "if mesh.coordinate() is not None: ..."
         )
-    return found
+    return mesh
 
 
 def _check_meshes(rows: list[tuple[Any, Any, str]], mesh: Mesh, name: str) -> None:
@@ -200,27 +200,29 @@ def _resolve_axes(mesh: Mesh, wanted: frozenset[str] | None, bound: frozenset[st
 
 
 def _check_call(f: Any, args: tuple[Any, ...], names: tuple[str, ...], name: str) -> None:
-    """The function can be called so."""
+    """Raise `ArgumentError` if the arguments do not fit the signature of the function."""
     try:
         signature = inspect.signature(f)
     except TypeError:
         return
     except ValueError:
         if isinstance(f, functools.partial) and _has_signature(f.func):
-            raise ArgumentError(f"{name}: functools.partial binds arguments that {_name_of(f)} has not") from None
+            raise ArgumentError(
+                f"{name}: functools.partial binds arguments that {_name_of(f)} does not have; leave them out"
+            ) from None
         return
     positional = len(args) - len(names)
     try:
         signature.bind(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
     except TypeError as error:
-        shown = ", ".join(parameter for parameter in signature.parameters)
+        shown = ", ".join(signature.parameters)
         raise ArgumentError(
             f"{name} was called with arguments that do not fit {_name_of(f)}({shown}): {error}"
         ) from None
 
 
 def _has_signature(f: Any) -> bool:
-    """Functions written in C often have none."""
+    """Return whether a function has a signature. Functions written in C often have none."""
     try:
         return inspect.signature(f) is not None
     except (TypeError, ValueError):
@@ -230,7 +232,7 @@ def _has_signature(f: Any) -> bool:
 def _specs_of(
     f: Any, args: tuple[Any, ...], names: tuple[str, ...], in_specs: Any, roots: list[str], name: str
 ) -> list[Any]:
-    """The spec of each leaf of the arguments."""
+    """Return the spec of each leaf of the arguments."""
     if isinstance(in_specs, P) or in_specs is None:
         return [in_specs] * optree.tree_structure(args, none_is_leaf=True).num_leaves
     if not isinstance(in_specs, (tuple, list)):
@@ -260,7 +262,7 @@ def _specs_of(
 
 
 def _left_out(f: Any, given: int, wanted: int) -> list[str]:
-    """The parameters after those that were given, as far as there are specs."""
+    """Return the parameters that have a spec but were not given."""
     try:
         return list(inspect.signature(f).parameters)[given:wanted]
     except (TypeError, ValueError):

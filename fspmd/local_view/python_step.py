@@ -1,4 +1,4 @@
-"""Python that runs in every replay of a record: one step of it, and one more for its gradients."""
+"""Python functions of users in a record: one step, which runs in every replay, and one more for its gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fspmd.tracing import python, step
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.variance import unwrapped
 
-#: of leaves and a seed: the leaves of the results, and their tree
+#: (leaves, seed) -> (leaves of the results, their tree)
 Function = Callable[[list[Any], int], tuple[list[Any], Any]]
 
 
 def as_step(function: Function) -> Function:
-    """The same, where it is recorded."""
+    """Return a function whose calls are one step of a record."""
 
     def run(leaves: list[Any], seed: int) -> tuple[list[Any], Any]:
         made = _Python(function, leaves, seed)
@@ -31,7 +31,7 @@ def as_step(function: Function) -> Function:
 
 
 class _Python:
-    """What runs, on which leaves beside tensors; and what came of it when it was recorded."""
+    """A call of a user's function: its leaves other than tensors, and the results that it had when it was recorded."""
 
     def __init__(self, function: Function, leaves: list[Any], seed: int) -> None:
         self.function, self.seed = function, seed
@@ -46,10 +46,10 @@ class _Python:
         self.after: _Tape | None = None
 
     def __call__(self, tensors: Sequence[Tensor], seed: int) -> list[Tensor]:
-        """The tensors among the results.
+        """Run the function, and return the tensors among its results.
 
         Raises:
-            RecordError: the others, the structure, dtypes or shapes are not those of the record.
+            RecordError: The structure, the dtypes, the shapes or the other results differ from the record.
         """
         leaves = list(self.fixed)
         for i, x in zip(self.places, tensors, strict=True):
@@ -57,64 +57,64 @@ class _Python:
         out, treedef = self.function(leaves, seed)
         if self.treedef is None:
             self.out, self.treedef = [x.detach() if isinstance(x, Tensor) else x for x in out], treedef
-        now, before = ([_kind(x) for x in one] for one in (out, self.out))
+        now, before = ([_kind(x) for x in results] for results in (out, self.out))
         if treedef != self.treedef or now != before:
             raise RecordError(
-                f"the function that rank_map runs gave {treedef} of {now}, but {self.treedef} of {before} when jit "
-                "recorded it; let it give the same structure, dtypes and shapes in every run, or call it outside of jit"
+                f"the function that rank_map runs returned {treedef} of {now}, but {self.treedef} of {before} when jit "
+                "recorded it; return the same structure, dtypes and shapes in every run, or call it outside of jit"
             )
         return [x for x in out if isinstance(x, Tensor)]
 
 
 def _kind(x: Any) -> Any:
-    return (x.dtype, *(tuple(one.shape) for one in blocks_of(x))) if isinstance(x, Tensor) else x
+    return (x.dtype, *(tuple(block.shape) for block in blocks_of(x))) if isinstance(x, Tensor) else x
 
 
 class _Tape:
-    """The graph of one run, from results to arguments."""
+    """The graph of one run, from its results to its arguments."""
 
-    __slots__ = ("given", "out")
+    __slots__ = ("args", "out")
 
-    def __init__(self, given: list[Tensor], out: list[Tensor]) -> None:
-        self.given, self.out = given, out
+    def __init__(self, args: list[Tensor], out: list[Tensor]) -> None:
+        self.args, self.out = args, out
 
 
 @python
 def _run(made: _Python, seed: int, tensors: list[Tensor]) -> list[Any]:
-    """The graph, if there is one, and the results, which are in memory of their own."""
-    before = [one._version for x in tensors for one in blocks_of(x)]
+    """Return the graph or None, and the results, each in its own memory."""
+    before = [block._version for x in tensors for block in blocks_of(x)]
     follows = made.follows and not torch.is_inference_mode_enabled()
-    with torch.set_grad_enabled(follows), _keeping():
-        given = [x.detach().requires_grad_(follows and one) for x, one in zip(tensors, made.wanted, strict=True)]
-        out = made(given, seed)
-    if before != [one._version for x in tensors for one in blocks_of(x)]:
+    with torch.set_grad_enabled(follows), _keep_saved_tensors():
+        args = [x.detach().requires_grad_(follows and wanted) for x, wanted in zip(tensors, made.wanted, strict=True)]
+        out = made(args, seed)
+    if before != [block._version for x in tensors for block in blocks_of(x)]:
         raise write_of_python()
-    _check_closed_over(out, given)
-    return [_tape(given, out), *map(Tensor.detach, out)]
+    _check_closed_over(out, args)
+    return [_tape(args, out), *map(Tensor.detach, out)]
 
 
-def _keeping() -> Any:
-    """What graphs save inside is kept: a checkpoint would run rank_map again for it, outside of the record."""
+def _keep_saved_tensors() -> Any:
+    """Keep the tensors that graphs save. A checkpoint would run rank_map again for them, outside of the record."""
     return saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
-def _tape(given: list[Tensor], out: list[Tensor]) -> _Tape | None:
-    return _Tape(given, out) if any(x.requires_grad for x in out) else None
+def _tape(args: list[Tensor], out: list[Tensor]) -> _Tape | None:
+    return _Tape(args, out) if any(x.requires_grad for x in out) else None
 
 
-def unaliased(out: Iterable[Any], given: Iterable[Any]) -> list[Any]:
-    """Results of which each tensor is in memory of its own, that is none of the arguments'."""
-    taken = set[int]().union(*(_memory(x) for x in given if isinstance(x, Tensor)))
-    found = []
+def unaliased(out: Iterable[Any], args: Iterable[Any]) -> list[Any]:
+    """Return results of which no tensor shares memory with an argument or another result."""
+    used = set[int]().union(*(_memory(x) for x in args if isinstance(x, Tensor)))
+    results = []
     for x in out:
-        own = isinstance(x, Tensor) and _memory(x)
-        found.append(x.clone() if own and own & taken else x)
-        taken |= own or set()
-    return found
+        memory = isinstance(x, Tensor) and _memory(x)
+        results.append(x.clone() if memory and memory & used else x)
+        used |= memory or set()
+    return results
 
 
 def write_of_python() -> RecordError:
-    """The refusal of what a replay would not know of."""
+    """Return the error for a write that a replay would not see."""
     return RecordError(
         "jit cannot record a function that rank_map runs and that writes into its arguments; let it write into a "
         "clone, and return that"
@@ -123,19 +123,19 @@ def write_of_python() -> RecordError:
 
 @step
 def _pull(tape: _Tape, cotangents: list[Tensor], follows: bool) -> list[Any]:
-    """The gradients of those arguments that have some, after the graph of them, if they are to have gradients."""
-    with torch.set_grad_enabled(follows), _keeping():
+    """Return the graph of the gradients, if they need gradients (``follows``), and the gradients of the arguments."""
+    with torch.set_grad_enabled(follows), _keep_saved_tensors():
         grads = [g.detach().requires_grad_(follows and _is_smooth(g)) for g in cotangents]
         chosen = [(x, g) for x, g in zip(tape.out, grads, strict=True) if x.requires_grad]
-        given = [x for x in tape.given if x.requires_grad]
+        args = [x for x in tape.args if x.requires_grad]
         outs, into = zip(*chosen, strict=True)
-        found = torch.autograd.grad(outs, given, into, allow_unused=True, retain_graph=True, create_graph=follows)
-        out = [torch.zeros_like(x) if g is None else g for x, g in zip(given, found, strict=True)]
-    return [_tape([*tape.given, *grads], out), *unaliased(map(Tensor.detach, out), cotangents)]
+        pulled = torch.autograd.grad(outs, args, into, allow_unused=True, retain_graph=True, create_graph=follows)
+        out = [torch.zeros_like(x) if g is None else g for x, g in zip(args, pulled, strict=True)]
+    return [_tape([*tape.args, *grads], out), *unaliased(map(Tensor.detach, out), cotangents)]
 
 
 class _Taped(torch.autograd.Function):
-    """A step whose own graph, ``after``, tells its gradients; of what it is made by, and the tensors of that graph."""
+    """A step with its own graph, ``after``, which gives its gradients. It takes its maker and the maker's tensors."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -158,7 +158,7 @@ class _Taped(torch.autograd.Function):
 
 
 class _Forward(_Taped):
-    """Of the arguments."""
+    """The step that runs the function on its arguments."""
 
     @staticmethod
     def forward(made: _Python, *tensors: Tensor) -> Any:
@@ -167,7 +167,7 @@ class _Forward(_Taped):
 
 
 class _Pulled:
-    """A graph from which gradients are asked for, whether these have some, and their graph."""
+    """The gradients of a graph, whether these need gradients, and their graph."""
 
     def __init__(self, tape: _Tape) -> None:
         self.tape, self.follows = tape, torch.is_grad_enabled()
@@ -175,43 +175,43 @@ class _Pulled:
 
 
 class _Backward(_Taped):
-    """Of what a graph was made of, on which its gradients depend, and of cotangents."""
+    """The step that computes gradients, from the arguments of a graph and its cotangents."""
 
     @staticmethod
     def forward(made: _Pulled, *tensors: Tensor) -> Any:
-        cotangents = list(tensors[len(made.tape.given) :])
+        cotangents = list(tensors[len(made.tape.args) :])
         made.after, *out = _pull(made.tape, cotangents, made.follows)
         return tuple(out)
 
 
-def _gradients(tape: _Tape | None, given: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
-    """Of what a graph was made of; None where there is none."""
+def _gradients(tape: _Tape | None, args: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of the arguments of a graph, and None for arguments without one."""
     if tape is None:
-        return [None] * len(given)
-    found = iter(_Backward.apply(_Pulled(tape), *given, *cotangents))
-    return [next(found) if x.requires_grad else None for x in tape.given]
+        return [None] * len(args)
+    gradients = iter(_Backward.apply(_Pulled(tape), *args, *cotangents))
+    return [next(gradients) if x.requires_grad else None for x in tape.args]
 
 
 def _refuse(what: str) -> NoReturn:
     raise RecordError(
-        f"jit cannot record a rank_map that {what}: of the Python that it runs the record has one step, and one for "
-        "its gradients; call it outside of jit, or write it with torch.where, without rank_map"
+        f"jit cannot record a rank_map that {what}: the record has one step for its Python, and one for the gradients "
+        "of it; call it outside of jit, or write it with torch.where, without rank_map"
     )
 
 
-def _check_closed_over(out: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """Raises where gradients would go to other tensors than the arguments."""
-    mine = set(map(id, given))
+def _check_closed_over(out: Sequence[Tensor], args: Sequence[Tensor]) -> None:
+    """Raise `RecordError` if gradients would go to tensors other than the arguments."""
+    allowed = set(map(id, args))
     waiting = [x.grad_fn for x in out if x.grad_fn is not None]
     seen = set(waiting)
-    others = any(x.grad_fn is None and x.requires_grad and id(x) not in mine for x in out)
+    others = any(x.grad_fn is None and x.requires_grad and id(x) not in allowed for x in out)
     while waiting and not others:
         node = waiting.pop()
         variable = getattr(node, "variable", None)
-        others = variable is not None and id(variable) not in mine
-        after = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= after
-        waiting += after
+        others = variable is not None and id(variable) not in allowed
+        parents = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= parents
+        waiting += parents
     if others:
         raise RecordError(
             "jit cannot record a function that rank_map runs and that closes over a tensor with a gradient; pass it as "
@@ -224,4 +224,4 @@ def _is_smooth(x: Tensor) -> bool:
 
 
 def _memory(x: Tensor) -> set[int]:
-    return {one.untyped_storage()._cdata for one in blocks_of(unwrapped(x)) if one.layout is torch.strided}
+    return {block.untyped_storage()._cdata for block in blocks_of(unwrapped(x)) if block.layout is torch.strided}

@@ -1,4 +1,4 @@
-"""Arbitrary Python, run once per rank on that rank's blocks."""
+"""`rank_map`: arbitrary Python, run once per rank on the blocks of that rank."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from fspmd.variance import Variance, set_variance
 
 
 def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)`` on every rank, with ordinary Python control flow on that rank's values; no collectives inside.
+    """Run ``fn(*args)`` on every rank, with ordinary Python control flow on the values of that rank.
 
-    Results vary over all bound axes; numbers become 0-d tensors, and shapes may differ from rank to rank. Each result
-    has memory of its own: one that would lie in that of an argument, or of another result, is a copy.
-    Differentiable with respect to tensor arguments. Random numbers drawn inside differ from rank to rank.
+    ``fn`` calls no collectives. Results vary over all bound axes. Numbers become 0-d tensors, and shapes may differ
+    from rank to rank. A result that would share memory with an argument or another result is a copy. The call is
+    differentiable with respect to tensor arguments. Random numbers drawn inside differ from rank to rank.
 
-    Within `jit` the function is one step: it runs as Python in every replay, and its results must have the shapes that
-    they had when it was recorded. It must not write into its arguments, has derivatives in reverse mode alone, and uses
-    tensors that the jitted function has computed only as arguments.
+    Within `jit` the function is one step, which runs as Python in every replay. Its results must always have the shapes
+    that they had in the recording. The function must not write into its arguments, has derivatives in reverse mode
+    only, and may use tensors that the jitted function has computed only as arguments.
 
     Raises:
-        RecordError: within `jit`, where it does otherwise.
-        TreeError, ShapeError, ArgumentError: in a simulation, where ranks return different trees, dtypes or objects.
+        RecordError: Within `jit`, the function breaks one of these rules.
+        TreeError, ShapeError, ArgumentError: In a simulation, ranks return different trees, dtypes or objects.
 
     >>> from fspmd import P, device_get, make_mesh, shard_map
     >>> collatz = lambda n: n * 3 + 1 if n % 2 else n // 2
@@ -66,10 +66,10 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
         finally:
             state.rank_mapped = False
 
-    records = recorder()
-    if records is not None:
-        records.check_opaque_step(fn)
-    out_leaves, out_treedef = (mapped if records is None else as_step(mapped))(leaves, draw_seed())
+    mode = recorder()
+    if mode is not None:
+        mode.check_opaque_step(fn)
+    out_leaves, out_treedef = (mapped if mode is None else as_step(mapped))(leaves, draw_seed())
     if body.checked:
         for x in out_leaves:
             if isinstance(x, Tensor):
@@ -78,9 +78,9 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _called(fn: Callable[..., Any], leaves: list[Any], treedef: Any, device: torch.device) -> tuple[list[Any], Any]:
-    found, tree = optree.tree_flatten(fn(*treedef.unflatten(leaves)))
-    numbers = [torch.tensor(x, device=device) if isinstance(x, (int, float, complex)) else x for x in found]
-    return unaliased(numbers, leaves), tree
+    out, tree = optree.tree_flatten(fn(*treedef.unflatten(leaves)))
+    results = [torch.tensor(x, device=device) if isinstance(x, (int, float, complex)) else x for x in out]
+    return unaliased(results, leaves), tree
 
 
 def _here(fn: Callable[..., Any], leaves: list[Any], treedef: Any, mesh: Mesh, axes: tuple[str, ...], seed: int) -> Any:

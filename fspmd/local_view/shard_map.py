@@ -1,4 +1,4 @@
-"""The local view: run a function on every rank's blocks."""
+"""`shard_map`, the local view: a function runs on the blocks of each rank."""
 
 from __future__ import annotations
 
@@ -80,28 +80,30 @@ def shard_map(
     axis_names: Iterable[str] | None = None,
     check_vma: bool = True,
 ) -> Any:
-    """Map ``f`` over the blocks of its arguments, one call per rank of the mesh; also a decorator.
+    """Map ``f`` over the blocks of its arguments, with one call per rank of the mesh. Also a decorator.
 
     Args:
-        f: A function of pytrees. Its tensors are this rank's blocks; it communicates by collectives.
-        mesh: The mesh; by default that of `set_mesh`, or of the enclosing body.
-        in_specs: A pytree prefix of the tuple of arguments. ``P`` says how a leaf is cut; ``None`` marks a static
-            argument, handed on as it is. Keyword arguments bind by name to the specs of their parameters.
+        f: A function of pytrees. Its tensors are this rank's blocks. It communicates by collectives.
+        mesh: The mesh. The default is the mesh of the enclosing body, or of `set_mesh`.
+        in_specs: A pytree prefix of the tuple of arguments. A ``P`` says how a leaf is cut. ``None`` marks a static
+            argument, which the body gets unchanged. Keyword arguments bind by name to the specs of their parameters.
         out_specs: A pytree prefix of the result.
-        axis_names: The axes that are manual in the body; by default all that are not bound yet. Over the others
-            values are whole.
-        check_vma: Track over which axes each value varies, cast invariant operands (backward: the all-reduce), and
-            refuse an output that varies over an axis its spec leaves out. With False: JAX's unchecked semantics, in
-            which ``psum`` transposes to ``psum``, and no cost per op. In a checked body functions that
-            ``torch.compile`` has made run as they are; `jit` with ``backend="inductor"`` compiles around types.
+        axis_names: The axes that are bound in the body. The default is all axes that are not bound yet. Over the other
+            axes values are whole.
+        check_vma: Whether types are checked. If True, the body tracks the axes over which each value varies, casts
+            invariant operands (backward: the all-reduce), and refuses an output that varies over an axis missing in
+            its spec. Functions compiled by ``torch.compile`` then run uncompiled; `jit` with ``backend="inductor"``
+            compiles such bodies. If False, the semantics are those of JAX without checks: ``psum`` transposes to
+            ``psum``, and an op costs nothing extra.
 
-    Arguments are plain tensors (a global value known to every process) or `Sharded` (moved only if the spec
-    differs). Results are `Sharded`; inside another body, plain tensors that are whole over the inner axes. A write into
-    a block goes through to an argument of which nothing moved and nothing was cut; other blocks are copies.
+    Arguments are plain tensors (a global value that every process has) or `Sharded` (moved only if the spec differs).
+    Results are `Sharded`. Inside another body they are plain tensors, whole over the inner axes. If an argument neither
+    moves nor is cut, its block is a view of it, and a write into the block on each rank writes into the argument. Other
+    blocks are copies.
 
     Raises:
-        SpecError, TreeError, MeshError, ArgumentError: before any communication, naming every leaf that fails.
-        VarianceError: an output varies over an axis that its spec does not name.
+        SpecError, TreeError, MeshError, ArgumentError: Before any communication, naming every leaf that fails.
+        VarianceError: An output varies over an axis that its spec does not name.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, psum
@@ -146,8 +148,8 @@ def shard_map(
 
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
-    """Blocks in, the body, `Sharded` out."""
-    if not is_torch_function_enabled():  # in a hook or a custom backward, of a derivative that disabled it
+    """Run a body: leaves enter as blocks, and results leave as `Sharded`."""
+    if not is_torch_function_enabled():  # a derivative has disabled it, and runs a hook or a custom backward
         with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
     body, outer, outer_tracker = plan.body, state.body, state.tracker
@@ -170,10 +172,10 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     mode: BodyMode | None = None
     if body.checked:
         state.tracker = mode = Tracker(body)
-    elif not plan.nested:  # else the enclosing body's mode goes on
+    elif not plan.nested:  # a nested body uses the mode of the enclosing body
         if plan.simulated:
             mode = IndexMode()
-        elif body.uneven or not plan.exits:  # the first run tells whether a collective makes blocks uneven
+        elif body.uneven or not plan.exits:  # the first run shows whether a collective makes blocks uneven
             mode = ConnectingMode()
     try:
         if mode is None:
@@ -191,11 +193,11 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         leaves, tree = _flatten_result(out)
         if widen is not None and _may_close(plan, function, leaves):
             leaves = list(leaves)
-            found = sum_closures(leaves, blocks, body, start, widen)
-            plan.closes = plan.closes and found is not False
+            closes = sum_closures(leaves, blocks, body, start, widen)
+            plan.closes = plan.closes and closes is not False
         exits = plan.exits.get(tree)
         if exits is None:
-            exits = plan.exits[tree] = plan.make_exits(out)  # which has checked the results
+            exits = plan.exits[tree] = plan.make_exits(out)  # this checks the results
             results = exits.leave(leaves)
         else:
             results = exits(leaves)
@@ -206,14 +208,14 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
 
 
 def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) -> bool:
-    """Whether results of an unchecked body may depend on a differentiable tensor that is no argument."""
+    """Return whether results of an unchecked body may depend on a differentiable tensor that it closes over."""
     if transforms_active():
         return True
     return any(getattr(x, "requires_grad", False) for x in leaves) and (plan.closes or holds_trainable(function))
 
 
 def _flatten_result(out: Any) -> tuple[list[Any], Any]:
-    """Leaves and a hashable structure: the treedef, or Tensor for a single one, or the length of a tuple of them."""
+    """Return leaves and a hashable structure: Tensor for a block, the length of a tuple of blocks, or the treedef."""
     kind = type(out)
     if kind in BLOCKS:
         return [out], Tensor
@@ -223,17 +225,17 @@ def _flatten_result(out: Any) -> tuple[list[Any], Any]:
 
 
 def _by_name(function: Callable[..., Any], positional: int, names: tuple[str, ...]) -> Callable[..., Any]:
-    """The function with its last arguments given by name."""
+    """Return a function that passes its last arguments by name."""
     return lambda *args: function(*args[:positional], **dict(zip(names, args[positional:], strict=True)))
 
 
 def _bind(
     f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Keyword arguments after the positional ones, in the order of the parameters, and their names."""
+    """Return positional and then keyword arguments, in the order of the parameters, and the names of the latter."""
     try:
         order = {name: i for i, name in enumerate(inspect.signature(f).parameters)}
-    except (TypeError, ValueError):  # of a builtin, whose parameters are not known
+    except (TypeError, ValueError):  # the parameters of a builtin are not known
         order = {}
     names = tuple(sorted(kwargs, key=lambda name: order.get(name, len(order))))
     return (*args, *(kwargs[name] for name in names)), names
@@ -242,8 +244,8 @@ def _bind(
 def _check_options(f: Any, mesh: Any, in_specs: Any, out_specs: Any, check_vma: Any) -> None:
     if not callable(f):
         raise ArgumentError(f"shard_map got {described(f)} for f; give it a function: {_CALL}")
-    for name, given in (("in_specs", in_specs), ("out_specs", out_specs)):
-        if given is MISSING:
+    for name, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+        if specs is MISSING:
             raise ArgumentError(f"shard_map got no {name}, which says how values lie on the mesh: {_CALL}")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"shard_map got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
@@ -263,7 +265,7 @@ def _axis_set(axis_names: Any) -> frozenset[str]:
         )
     names = list(axis_names)
     if wrong := [name for name in names if not isinstance(name, str)]:
-        raise ArgumentError(f"shard_map got {described(wrong[0])} in axis_names; an axis is named by a string")
+        raise ArgumentError(f"shard_map got {described(wrong[0])} in axis_names; name an axis by a string")
     if not names:
         raise AxisError("shard_map got an empty axis_names; name the axes bound in f, or leave it out for all of them")
     return frozenset(names)

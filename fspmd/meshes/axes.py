@@ -1,4 +1,4 @@
-"""The names, sizes and ranks of a mesh as a user gives them: checked, and made plain tuples."""
+"""Checks of the names, sizes and ranks that a user gives for a mesh. They return plain tuples."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["check_different", "check_names", "check_ranks", "check_sizes", "infe
 
 
 def integers(values: object, call: str, what: str = "sizes") -> tuple[int, ...]:
-    """The values as plain ints; whatever says that it is one (numpy's too) is taken, floats and bools are not."""
+    """Return the values as plain ints. Integers of NumPy are accepted, too; floats and bools are not."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise MeshError(f"{call}: {what} must be a tuple of integers, such as ({values!r},), not {values!r}")
-    found = []
+    numbers = []
     for value in values:
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise MeshError(f"{call}: {what} must be integers, but {value!r} is of type {type(value).__name__}")
-        found.append(operator.index(value))
-    return tuple(found)
+        numbers.append(operator.index(value))
+    return tuple(numbers)
 
 
 def row_major(place: Iterable[int], sizes: Iterable[int]) -> int:
-    """The number of a place, of all places in the order in which the last index runs fastest."""
+    """Return the number of a place among all places in row-major order."""
     number = 0
     for index, size in zip(place, sizes, strict=True):
         number = number * size + index
@@ -32,10 +32,10 @@ def row_major(place: Iterable[int], sizes: Iterable[int]) -> int:
 
 
 def check_sizes(shape: object, call: str) -> tuple[int, ...]:
-    """The shape of a mesh: integers of at least 1.
+    """Return the shape of a mesh.
 
     Raises:
-        MeshError: it is not.
+        MeshError: It has values other than integers of at least 1.
     """
     sizes = integers(shape, call, "the shape")
     for size in sizes:
@@ -45,32 +45,32 @@ def check_sizes(shape: object, call: str) -> tuple[int, ...]:
 
 
 def check_names(names: object, call: str, count: int = 1) -> tuple[str, ...]:
-    """The names of a mesh's axes, ``count`` of them: non-empty strings, all different.
+    """Return the names of a mesh's axes. ``count`` is their number in the example of an error.
 
     Raises:
-        MeshError: they are not.
+        MeshError: They are not non-empty strings, all different.
     """
     if isinstance(names, str) or not isinstance(names, Iterable):
         example = tuple(names) if isinstance(names, str) and len(names) == count else (names,)
         raise MeshError(f"{call}: axis names must be a tuple of strings, such as {example!r}, not {names!r}")
-    found = tuple(names)
-    for name in found:
+    checked = tuple(names)
+    for name in checked:
         if not isinstance(name, str) or not name:
             raise MeshError(f"{call}: axis names must be non-empty strings, but one is {name!r}")
-    twice = next((name for i, name in enumerate(found) if name in found[:i]), None)
+    twice = next((name for i, name in enumerate(checked) if name in checked[:i]), None)
     if twice is not None:
-        raise MeshError(f"{call}: the axis names must differ, but {twice!r} would name two axes of {found}")
-    return found
+        raise MeshError(f"{call}: the axis names must differ, but {twice!r} would name two axes of {checked}")
+    return checked
 
 
 def infer_sizes(parts: tuple[int, ...], whole: int, call: str) -> tuple[int, ...]:
-    """Sizes that multiply to ``whole``, where one may be given as -1.
+    """Return sizes that multiply to ``whole``. One of ``parts`` may be -1.
 
     >>> infer_sizes((2, -1), 8, "unflatten")
     (2, 4)
 
     Raises:
-        MeshError: they cannot.
+        MeshError: The sizes cannot multiply to ``whole``.
     """
     if not parts or parts.count(-1) > 1 or any(size < 1 and size != -1 for size in parts):
         raise MeshError(f"{call}: give at least one size, each at least 1 except that one may be -1, not {parts}")
@@ -83,10 +83,10 @@ def infer_sizes(parts: tuple[int, ...], whole: int, call: str) -> tuple[int, ...
 
 
 def check_ranks(ranks: Sequence[int], sizes: tuple[int, ...], world_size: int | None, call: str) -> None:
-    """Ranks as many as the shape has places, each at least 0, below the world's size if there is one, and different.
+    """Check the ranks of a mesh.
 
     Raises:
-        MeshError: they are not.
+        MeshError: The number of ranks is not that of the places, or a rank is negative, repeated or outside the world.
     """
     count = math.prod(sizes)
     if len(ranks) != count:
@@ -102,10 +102,10 @@ def check_ranks(ranks: Sequence[int], sizes: tuple[int, ...], world_size: int | 
 
 
 def check_different(ranks: Sequence[int], call: str) -> None:
-    """Each rank stands in one place.
+    """Check that each rank has one place.
 
     Raises:
-        MeshError: one stands in two.
+        MeshError: A rank has two places.
     """
     if isinstance(ranks, range) or len(set(ranks)) == len(ranks):
         return

@@ -1,4 +1,4 @@
-"""torch's DeviceMesh, read and written; both directions hand on the process groups that exist."""
+"""Conversion from and to torch's DeviceMesh. Both directions keep the process groups that exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["DeviceMeshParts", "read_device_mesh", "write_device_mesh"]
 
 
 class DeviceMeshParts(NamedTuple):
-    """What a DeviceMesh says: its named dims, ranks row-major, this process's group per dim (none if no member)."""
+    """The parts of a DeviceMesh: named dims, ranks row-major, this process's group per dim (none outside the mesh)."""
 
     shape: dict[str, int]
     ranks: list[int]
@@ -26,10 +26,10 @@ class DeviceMeshParts(NamedTuple):
 
 
 def read_device_mesh(device_mesh: DeviceMesh) -> DeviceMeshParts:
-    """Take a DeviceMesh apart; asks for no communication.
+    """Return the parts of a DeviceMesh, without communication.
 
     Raises:
-        MeshError: not a DeviceMesh, its dims have no names, or it is a slice that this process stands outside of.
+        MeshError: It is not a DeviceMesh, its dims have no names, or it is a slice without this process.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -45,8 +45,8 @@ def read_device_mesh(device_mesh: DeviceMesh) -> DeviceMeshParts:
         ranks = device_mesh.mesh.flatten().tolist()
     except RuntimeError as error:
         raise MeshError(
-            f"from_device_mesh({device_mesh}): this process stands outside of that slice, so its ranks are not known "
-            "here: convert the whole DeviceMesh and slice the result"
+            f"from_device_mesh({device_mesh}): this process is not in this slice, so it does not know the ranks of the "
+            "slice: convert the whole DeviceMesh and slice the result"
         ) from error
     groups = []
     if getattr(device_mesh, "_dim_group_names", None):
@@ -58,13 +58,13 @@ def read_device_mesh(device_mesh: DeviceMesh) -> DeviceMeshParts:
 def write_device_mesh(
     shape: Mapping[str, int], ranks: Sequence[int], device_type: str, *, rank: int, groups: Sequence[ProcessGroup]
 ) -> DeviceMesh:
-    """A DeviceMesh over groups that exist: one per dim, or none for a non-member or a simulated mesh."""
+    """Return a DeviceMesh over existing groups: one per dim, or none for a non-member or a simulated mesh."""
     from torch.distributed.device_mesh import DeviceMesh
 
     grid = torch.tensor(list(ranks), dtype=torch.int, device="cpu").view(tuple(shape.values()))
     names = tuple(shape)
     if groups:
         return DeviceMesh.from_group(list(groups), device_type, grid, mesh_dim_names=names)
-    made = DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=rank)
-    made._dim_group_names = []
-    return made
+    device_mesh = DeviceMesh(device_type, grid, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    device_mesh._dim_group_names = []
+    return device_mesh

@@ -1,4 +1,4 @@
-"""The geometry of a mesh: named axes over global ranks, apart from processes and devices.
+"""The geometry of a mesh: named axes over global ranks, without processes and devices.
 
 A grid says which global rank stands at each coordinate: a :class:`~fspmd.meshes.layout.Layout` per axis gives an
 offset, and the rank map (shared by every grid derived from one) the rank at that offset. So slicing, reordering,
@@ -28,7 +28,7 @@ G = TypeVar("G", bound="Grid")
 
 
 class _Interning:
-    """One thread at a time makes a grid; a process that was forked meanwhile begins anew."""
+    """The lock under which grids are made. A forked process gets a new lock."""
 
     def __init__(self) -> None:
         self.unlock()
@@ -39,16 +39,16 @@ class _Interning:
 
 
 _interning: Final = _Interning()
-#: by what equal grids agree on, those that live, each of which keeps the set of them
+#: part of a grid's value -> the living grids with this part; each of them keeps the set alive
 _GRIDS: Final[WeakValueDictionary[Any, WeakSet[Grid]]] = WeakValueDictionary()
 _CACHED = 1 << 12  # results kept per grid, and the largest grid whose groups are kept
 
 
 class Grid:
-    """Named axes over global ranks; immutable. Grids of the same names, shape and ranks are one object.
+    """Named axes over global ranks. Immutable. Grids of the same names, shape and ranks are one object.
 
-    Deriving one costs a few integers; ranks are listed only by what asks for them (:meth:`groups`, ``list(ranks)``).
-    Wherever ``axes`` is taken it is a name or a tuple of names.
+    A derived grid costs a few integers. Ranks are listed only on demand (:meth:`groups`, ``list(ranks)``). A parameter
+    ``axes`` takes a name or a tuple of names.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Grid:
     shape: Mapping[str, int]
     """Name to size, in the order of the axes; read-only."""
     size: int
-    """How many ranks there are."""
+    """The number of ranks."""
     _axes: tuple[Layout, ...]
     _cache: dict[Any, Any]
     _layout: Layout
@@ -77,7 +77,7 @@ class Grid:
     _offset: int
 
     def _fill(self, axes: Mapping[str, Layout], offset: int, rank_map: RankMap | None) -> Self:
-        """Set the slots of a new grid; gives the one object of its value."""
+        """Set the slots of a new grid, and return the interned grid of its value."""
         put = object.__setattr__
         names = tuple(axes)
         layouts = tuple(axis.coalesce() for axis in axes.values())
@@ -93,11 +93,11 @@ class Grid:
         return self._interned()
 
     def _interned(self) -> Self:
-        ranks = self.ranks  # of equal grids the layouts may differ, over different maps; these do not
+        ranks = self.ranks  # equal grids may have different layouts over different maps, but have the same ranks
         key = (type(self), self._kind(), self.axis_names, tuple(self.shape.values()), ranks[0], ranks[-1])
         with _interning.lock:
             alike = _GRIDS.get(key) or WeakSet()
-            for known in list(alike):  # collecting garbage may make or drop others meanwhile
+            for known in list(alike):  # a copy, since garbage collection may make or drop grids meanwhile
                 if self._has_ranks_of(known):
                     return known  # type: ignore[return-value]
             alike = _GRIDS.get(key) or alike
@@ -107,17 +107,17 @@ class Grid:
         return self
 
     def _has_ranks_of(self, other: Grid) -> bool:
-        """Whether each rank of a grid of the same names and sizes stands at the same place here."""
+        """Return whether a grid of the same names and sizes has the same rank at each coordinate."""
         if same_map(self._map, other._map):
             return self._offset == other._offset and self._axes == other._axes
         return all(map(operator.eq, self.ranks, other.ranks))
 
     def _kind(self) -> tuple[str, ...]:
-        """What else two grids must have in common to be equal."""
+        """Return the other properties that equal grids have in common."""
         return ()
 
     def _like(self, axes: Mapping[str, Layout], offset: int, rank_map: RankMap | None) -> Self:
-        """A grid of this one's kind."""
+        """Return a grid of the same kind with these layouts."""
         return object.__new__(type(self))._fill(axes, offset, rank_map)
 
     def _like_ranks(self, shape: Mapping[str, int], ranks: Sequence[int]) -> Self:
@@ -176,7 +176,7 @@ class Grid:
     # --------------------------------------------------------------------------------------------------- derived grids
 
     def _names(self, axes: str | Iterable[str], call: str) -> tuple[str, ...]:
-        """The named axes as a tuple, checked; ``call`` is how messages show it, with ``{!r}`` where axes stand."""
+        """Check axes and return them as a tuple. ``call`` is the call in messages, with ``{!r}`` for the axes."""
         if isinstance(axes, str) and axes in self.shape:
             return (axes,)
         names = (axes,) if isinstance(axes, str) or not isinstance(axes, Iterable) else tuple(axes)
@@ -207,7 +207,7 @@ class Grid:
         return tuple(name for name in self.axis_names if name not in names)
 
     def _start(self, names: tuple[str, ...], coordinate: tuple[int, ...]) -> int:
-        """The offset at which the slice of these axes through a coordinate begins."""
+        """Return the first offset of the slice of these axes through a coordinate."""
         there = zip(self.axis_names, self._axes, coordinate, strict=True)
         return self._offset + sum(axis(i) for name, axis, i in there if name not in names)
 
@@ -379,7 +379,7 @@ class Grid:
 
 
 def lay_out(shape: Mapping[str, int], ranks: Sequence[int]) -> tuple[dict[str, Layout], int, RankMap | None]:
-    """Of ranks given row-major: a layout per axis, offset and rank map (None where the layouts alone tell them)."""
+    """Return a layout per axis, the offset and the rank map of ranks in row-major order. No map means offset = rank."""
     strides = row_major(tuple(shape.values()))
     if isinstance(ranks, range) and ranks.step > 0:
         steps = {name: Layout(n, d * ranks.step) for (name, n), d in zip(shape.items(), strides, strict=True)}
@@ -395,7 +395,7 @@ def lay_out(shape: Mapping[str, int], ranks: Sequence[int]) -> tuple[dict[str, L
 
 
 def _joined(meshes: list[G], axis: str) -> G | None:
-    """The concatenation over the meshes' shared rank map, None when no layout tells it."""
+    """Return the concatenation over the shared rank map of the meshes, or None if no layout describes it."""
     first = meshes[0]
     at, rest = first.axis_names.index(axis), first._layouts(first._rest((axis,)))
     if not all(same_map(m._map, first._map) and m._layouts(rest) == rest for m in meshes):
@@ -408,7 +408,7 @@ def _joined(meshes: list[G], axis: str) -> G | None:
 
 
 def _interleaved(meshes: list[G], axis: str, call: str) -> G:
-    """The concatenation over a new rank map."""
+    """Return the concatenation over a new rank map."""
     first = meshes[0]
     shape = {**first.shape, axis: sum(m.shape[axis] for m in meshes)}
     sizes, at = tuple(shape.values()), first.axis_names.index(axis)

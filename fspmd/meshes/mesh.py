@@ -49,9 +49,9 @@ class Mesh(Grid):
     __slots__ = ("device_type", "transport")
 
     device_type: str
-    """Where the ranks' tensors live: "cpu", "cuda" ..."""
+    """The type of the ranks' devices: "cpu", "cuda" ..."""
     transport: str
-    """Who moves the bytes: "simulation" or "process_group"; nobody does in an "abstract" mesh."""
+    """The transport that moves the bytes: "simulation" or "process_group". In an "abstract" mesh nothing moves."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         raise MeshError('Mesh(...) is not called directly: write make_mesh((2, 4), ("dp", "tp"))')
@@ -72,11 +72,11 @@ class Mesh(Grid):
 
     @property
     def device(self) -> torch.device:
-        """This process's device: the LOCAL_RANK one for a mesh of GPUs under a launcher, else the current one."""
+        """This process's device: that of LOCAL_RANK for a mesh of GPUs under a launcher, else the current device."""
         return world.local_device(self.device_type)
 
     def coordinate(self, rank: int | None = None) -> tuple[int, ...] | None:
-        """Where a rank stands, by default this process's; None when it is no member.
+        """Return the coordinate of a rank, by default of this process, or None if it is not a member.
 
         On a simulated mesh, code that runs as no particular rank stands at the first.
 
@@ -98,7 +98,7 @@ class Mesh(Grid):
         raise MeshError(f"with {self!r}: a mesh is set for a block by set_mesh: write with set_mesh(mesh):")
 
     def __exit__(self, *error: object) -> None:
-        """Never reached; a context manager has one."""
+        """Never runs. A context manager must have this method."""
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Mesh:
         """The mesh of some axes, in any order: the slice through this process's own coordinate on the others.
@@ -186,7 +186,7 @@ class Mesh(Grid):
 
 
 def mesh_advice(given: object) -> str:
-    """What to write for something that was given in the place of a mesh.
+    """Return the call that makes a mesh, as advice for a value given in the place of a mesh.
 
     >>> mesh_advice(8)
     "make_mesh((4,), ('x',))"
@@ -195,7 +195,7 @@ def mesh_advice(given: object) -> str:
 
 
 def load_mesh(version: int, *state: Any) -> Mesh:
-    """What was pickled."""
+    """Return the mesh of a pickle."""
     if version != _VERSION:
         raise MeshError(f"a mesh was pickled in version {version} of the format, this fspmd reads version {_VERSION}")
     axes, offset, ranks, device_type, transport = state

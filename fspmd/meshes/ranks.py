@@ -1,4 +1,4 @@
-"""Which global rank stands where: the rank map that derived meshes share, and a mesh's ranks as a lazy sequence."""
+"""The ranks of meshes: the rank map that derived meshes share, and a mesh's ranks as a lazy sequence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fspmd.meshes.layout import Layout
 
 __all__ = ["RankMap", "Ranks", "same_map"]
 
-_SCANS = 16  # look-ups by scanning the map, before all positions are put in a dict
+_SCANS = 16  # look-ups by a scan of the map, before all positions are put into a dict
 
 
 class RankMap:
-    """The global rank at each offset, one object for all meshes derived from one."""
+    """The global rank at each offset. All meshes derived from one mesh share it."""
 
     __slots__ = ("_all_known", "_positions", "ranks")
 
@@ -24,9 +24,9 @@ class RankMap:
         self._all_known = False
 
     def position(self, rank: int) -> int:
-        """The offset at which a rank stands, -1 when it stands nowhere.
+        """Return the offset of a rank, or -1 if it has none.
 
-        A process asks for its own rank only, a simulation for all: the first few are found by a scan without a dict.
+        A process asks only for its own rank, and a simulation for all ranks. So the first look-ups scan the map.
         """
         if not self._all_known and rank not in self._positions:
             if len(self._positions) < _SCANS:
@@ -38,12 +38,12 @@ class RankMap:
 
 
 def same_map(a: RankMap | None, b: RankMap | None) -> bool:
-    """True when two rank maps (None: each rank is its offset) agree everywhere; at once when they are one object."""
+    """Return whether two rank maps are equal. None is the map in which each rank is its offset."""
     return a is b or (a is not None and b is not None and (a.ranks is b.ranks or a.ranks == b.ranks))
 
 
 class Ranks(Sequence[int]):
-    """The global ranks at a layout's offsets, in row-major order, computed as they are read.
+    """The global ranks at the offsets of a layout, in row-major order, computed when they are read.
 
     >>> Ranks(Layout((2, 3), (4, 1)), 8, None)
     Ranks(8, 9, 10, 12, 13, 14)
@@ -79,7 +79,7 @@ class Ranks(Sequence[int]):
         return isinstance(rank, int) and self.coordinate(rank) is not None
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """The coordinate of a rank, one entry per mode of the layout; None when it is not among these."""
+        """Return the coordinate of a rank, one entry per mode of the layout, or None if it is not in the sequence."""
         offset = rank if self._map is None else self._map.position(rank)
         return self._layout.coordinate(offset - self._offset) if offset >= self._offset else None
 

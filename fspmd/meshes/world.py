@@ -1,4 +1,4 @@
-"""The process and its world: the only place that knows about the launcher and the set-up of torch.distributed."""
+"""The process and its world. No other file knows about the launcher and the set-up of torch.distributed."""
 
 from __future__ import annotations
 
@@ -52,31 +52,31 @@ _began = False  # whether make_mesh initialised torch.distributed
 
 
 def initialised() -> bool:
-    """True when torch.distributed has a default process group."""
+    """Return whether torch.distributed has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def launched() -> bool:
-    """True under a launcher such as torchrun (RANK and WORLD_SIZE are set) or when torch.distributed is initialised."""
+    """Return whether a launcher such as torchrun has set RANK and WORLD_SIZE, or torch.distributed is initialised."""
     return initialised() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
 def process_rank() -> int:
-    """This process's rank in the world, 0 without a launcher."""
+    """Return this process's rank in the world, or 0 without a launcher."""
     if initialised():
         return dist.get_rank()
     return _from_environment("RANK") if launched() else 0
 
 
 def world_size() -> int:
-    """How many processes there are, 1 without a launcher."""
+    """Return the number of processes, or 1 without a launcher."""
     if initialised():
         return dist.get_world_size()
     return _from_environment("WORLD_SIZE") if launched() else 1
 
 
 def simulated() -> int | None:
-    """The rank that :func:`simulated_rank` has set, None outside it."""
+    """Return the rank that :func:`simulated_rank` has set, or None outside of it."""
     return _simulated.get()
 
 
@@ -191,7 +191,7 @@ def ensure_initialised(device: str | None = None) -> None:
 
 
 def _own_index(device_type: str) -> int:
-    """Which of the devices that this process sees is its own."""
+    """Return the index of this process's device among the devices that it sees."""
     count: int = torch.get_device_module(device_type).device_count()
     if "LOCAL_RANK" not in os.environ:  # a launcher that tells no place on the host: hosts are taken to be alike
         return _from_environment("RANK") % count
@@ -207,7 +207,7 @@ def _own_index(device_type: str) -> int:
 
 
 def available(device_type: str) -> bool:
-    """Whether torch finds a device of this type."""
+    """Return whether torch finds a device of this type."""
     try:
         return bool(torch.get_device_module(device_type).is_available())
     except RuntimeError:
@@ -215,7 +215,7 @@ def available(device_type: str) -> bool:
 
 
 def _backends() -> dict[str, str]:
-    """The default group's backend for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Return the backend of the default group for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
     config = dist.distributed_c10d.get_backend_config()
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
@@ -244,7 +244,7 @@ def process_group(ranks: Sequence[int]) -> ProcessGroup:
 
 
 def adopt_group(group: ProcessGroup) -> None:
-    """Use a group that exists already for its set of ranks, instead of making another."""
+    """Use an existing group for its set of ranks, instead of making another."""
     _current_groups().setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
 
 
@@ -265,7 +265,7 @@ def _let_go() -> None:
 
 @atexit.register
 def _leave_world() -> None:
-    """End what we began, and the threads of all groups that nobody else holds; the others get time to come to rest."""
+    """Release all groups, and destroy the default group if fspmd made it. Threads in use get time to come to rest."""
     _let_go()
     if _began and initialised():
         _clear_defaults()
@@ -274,9 +274,9 @@ def _leave_world() -> None:
 
 
 def _clear_defaults() -> None:
-    """Take the default group out of default arguments: ``group=group.WORLD`` keeps it in a module imported after it.
+    """Remove the default group from default arguments, which would keep it alive: ``group=group.WORLD``.
 
-    ``torch.distributed.nn.functional`` has such ones, and the first call of ``torch.func.grad`` imports it.
+    ``torch.distributed.nn.functional`` has such defaults, and the first call of ``torch.func.grad`` imports it.
     """
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.")]
     for function in (value for module in modules for value in vars(module).values() if type(value) is FunctionType):
@@ -286,7 +286,7 @@ def _clear_defaults() -> None:
 
 
 def _current_groups() -> dict[tuple[int, ...], ProcessGroup]:
-    """The groups made under the present default group; a new default group starts a new set."""
+    """Return the groups made under the present default group. A new default group starts a new set."""
     global _groups_of
     default = dist.group.WORLD if dist.is_available() else None
     if default is None or _groups_of is None or _groups_of() is not default:
@@ -317,7 +317,7 @@ def _make_group(ranks: tuple[int, ...]) -> ProcessGroup:
 
 @contextmanager
 def _local_creation(default: ProcessGroup, ranks: tuple[int, ...]) -> Iterator[None]:
-    """Let ``new_group`` be called by the members alone, whatever groups each of them is in already.
+    """Let only the members call ``new_group``, whatever other groups each of them is in.
 
     Members must agree on the group's name, the prefix of their keys in the store. Torch hashes into it how many groups
     the process has, which differs where some members have more groups than others, and then they wait for ever

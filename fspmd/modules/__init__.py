@@ -1,1 +1,1 @@
-"""Modules, their parameters on a mesh, and parallel styles."""
+"""Modules as functions of their parameters, parameters on a mesh, parallel styles, optimizers."""

@@ -1,4 +1,4 @@
-"""Leaves in the places of a module's tensors: which name is which place, and who has a module when."""
+"""Leaves in the places of a module's tensors: the places by name, and the threads that wait for a module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -18,7 +18,7 @@ from fspmd.inspection.module_paths import name_modules_of
 from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.modules.paths import leaves_by_name, near
 from fspmd.modules.plans import ParallelPlan
-from fspmd.modules.style_hooks import hook, stands
+from fspmd.modules.style_hooks import hook, styled_modules
 from fspmd.sharded import is_sharded
 from fspmd.tracing import RecomputeContext, recomputed_in
 
@@ -27,62 +27,62 @@ from fspmd.tracing import RecomputeContext, recomputed_in
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value of the tree of parameters, and the container that holds it."""
+    """A value of the tree of parameters, the container that has it, and its key there."""
 
     value: Any
-    holder: Any
+    container: Any
     key: Any
 
 
 def named_leaves(tree: Any, failures: list[Failure]) -> dict[str, Leaf]:
-    """Each leaf by its qualified name, dots joining the keys on the way; names given twice are failures."""
-    found: dict[str, Leaf] = {}
+    """Each leaf by its qualified name, in which dots join the keys. A name that is given twice is a failure."""
+    leaves: dict[str, Leaf] = {}
     for part in tree if isinstance(tree, tuple) else (tree,):
         if not isinstance(part, (Mapping, list)):
             text = f"params is {described(part)}; give it a dict by name, such as dict(m.named_parameters())"
             failures.append(Failure(text, TreeError))
             continue
-        for name, value, holder, key in leaves_by_name(part):
-            if name in found:
+        for name, value, container, key in leaves_by_name(part):
+            if name in leaves:
                 failures.append(Failure(f"{name!r} is given twice; give it once", TreeError))
-            found[name] = Leaf(value, holder, key)
-    return found
+            leaves[name] = Leaf(value, container, key)
+    return leaves
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a module keeps a tensor: the dict of its parameters or buffers, and the key there."""
+    """The place of a tensor in a module: the dict of parameters or buffers, and the key there."""
 
-    held: dict[str, Any]
+    tensors: dict[str, Any]
     key: str
 
     @property
     def value(self) -> Any:
-        """What is there now."""
-        return self.held.get(self.key)
+        """The present value."""
+        return self.tensors.get(self.key)
 
     @property
-    def is_there(self) -> bool:
-        """Whether the module has not given it up since, as ``torch.nn.utils.prune`` has it do."""
-        return self.key in self.held
+    def exists(self) -> bool:
+        """Whether the module still has the place. ``torch.nn.utils.prune`` removes it."""
+        return self.key in self.tensors
 
     def put(self, value: Any) -> None:
-        """Another value in its place."""
-        self.held[self.key] = value
+        """Put another value there."""
+        self.tensors[self.key] = value
 
 
 def slots_of(module: nn.Module) -> dict[str, Slot]:
-    """Every parameter and buffer by qualified name; of a module that stands in several places, by each name."""
+    """The place of every parameter and buffer by qualified name. A submodule with several names appears under each."""
     return {
-        f"{prefix}.{key}" if prefix else key: Slot(held, key)
+        f"{prefix}.{key}" if prefix else key: Slot(tensors, key)
         for prefix, owner in module.named_modules(remove_duplicate=False)
-        for held in (owner._parameters, owner._buffers)
-        for key in held
+        for tensors in (owner._parameters, owner._buffers)
+        for key in tensors
     }
 
 
 def _values_by_name(leaves: dict[str, Leaf], slots: dict[str, Slot], failures: list[Failure]) -> dict[str, Any]:
-    """What each slot gets, tied ones too."""
+    """The value for each slot. A value for one of several tied slots is for all of them."""
     for name, leaf in leaves.items():
         if name not in slots:
             failures.append(Failure(f"the module has no {name!r}{near(name, slots)}", TreeError))
@@ -114,15 +114,15 @@ def _values_by_name(leaves: dict[str, Leaf], slots: dict[str, Slot], failures: l
 
 
 class _Turn:
-    """One thread at a time has a module. While it waits in backward, threads of autograd's run for it."""
+    """The right to use a module. One thread has it at a time, and shares it with autograd while it is in backward."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.owner = 0
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Waits for it."""
+    def acquired(self) -> Iterator[None]:
+        """Wait until no other thread has the module, and have it in the context."""
         while not self.lock.acquire(timeout=_PATIENCE):
             if _is_in_backward(self.owner):
                 yield
@@ -135,9 +135,9 @@ class _Turn:
             self.lock.release()
 
 
-_PATIENCE: Final = 0.02  # seconds, after which a thread asks what the owner does
+_PATIENCE: Final = 0.02  # seconds after which a thread looks whether the owner is in backward
 _turns: Final[WeakKeyDictionary[nn.Module, _Turn]] = WeakKeyDictionary()
-_making = threading.Lock()
+_turns_lock: Final = threading.Lock()
 
 
 def _is_in_backward(thread: int) -> bool:
@@ -147,8 +147,8 @@ def _is_in_backward(thread: int) -> bool:
 
 
 def turn_of(module: nn.Module) -> _Turn:
-    """The one of a module."""
-    with _making:
+    """The turn of a module."""
+    with _turns_lock:
         return _turns.setdefault(module, _Turn())
 
 
@@ -156,9 +156,9 @@ def turn_of(module: nn.Module) -> _Turn:
 
 
 class Attachment:
-    """Leaves for the places of a module's tensors, and the styles of a plan: there for a while, any number of times.
+    """Leaves for the places of a module's tensors, and the styles of a plan, to be put there any number of times.
 
-    Of the module and its parts it keeps none alive.
+    An attachment keeps neither the module nor its submodules alive.
     """
 
     def __init__(self, module: nn.Module, params: Any, plan: ParallelPlan | None, what: str) -> None:
@@ -168,90 +168,96 @@ class Attachment:
         values = _values_by_name(self.leaves, slots, failures)
         if failures:
             refuse(f"{what} of {type(module).__name__}: params does not fit the module", failures)
-        self.what, self.turn = what, turn_of(module)
+        self.caller, self.turn = what, turn_of(module)
         name_modules_of(module)
         self.slots = {name: slots[name] for name in values}
         self.values = values
         self.recurrent = [ref(owner) for owner in module.modules() if isinstance(owner, nn.RNNBase)]
         self.plan = plan
-        self.styled = [] if plan is None else stands(module, plan, what)
+        self.styled = [] if plan is None else styled_modules(module, plan, what)
         self.hooked = False
 
     def mark_parameters(self) -> None:
-        """Leaves in the places of parameters are parameters, as ``nn.Parameter(x)`` of a Sharded is.
+        """Make the leaves in the places of parameters parameters, as ``nn.Parameter(x)`` of a `Sharded` is one.
 
-        They stay the objects that they are, which optimizers hold.
+        They stay the same objects, which optimizers hold.
         """
         for name, value in self.values.items():
             if is_sharded(value) and value.is_leaf and isinstance(self.slots[name].value, nn.Parameter):
                 value._is_param = True
 
-    @contextmanager
-    def called(self) -> Iterator[None]:
-        """For one call: alone, what forward replaces handed back, and there again for what backward repeats of it."""
-        with self.turn.taken(), ExitStack() as stack:
-            self.enter(stack, self.values)
-            with recomputed_in(self.again):
-                yield
-            self.hand_back()
+    def called(self) -> AbstractContextManager[None]:
+        """The context of one call, which one thread enters at a time.
 
-    def again(self) -> RecomputeContext:
-        """What a part of the call is to be repeated in: what is in the places now, be it put there by the user."""
-        now = {name: self.slots[name].value for name in self.values if self.slots[name].is_there}
-        return functools.partial(self._repeated, now)
+        At its end tensors that forward replaced are put into ``params``. When backward repeats a part of the call, the
+        leaves are in their places again.
+        """
+        return self._in_place(self.values, hands_back=True)
+
+    def current(self) -> RecomputeContext:
+        """The context in which backward repeats a part of the call: with the present values in the places.
+
+        These may be values that the user put there.
+        """
+        values = {name: self.slots[name].value for name in self.values if self.slots[name].exists}
+        return functools.partial(self._in_place, values)
 
     @contextmanager
-    def _repeated(self, values: Mapping[str, Any]) -> Iterator[None]:
-        with self.turn.taken(), ExitStack() as stack:
+    def _in_place(self, values: Mapping[str, Any], *, hands_back: bool = False) -> Iterator[None]:
+        with self.turn.acquired(), ExitStack() as stack:
             self.enter(stack, values)
-            with recomputed_in(self.again):
+            with recomputed_in(self.current):
                 yield
+            if hands_back:
+                self.hand_back()
 
     def enter(self, stack: ExitStack, values: Mapping[str, Any]) -> None:
-        """Put values and hooks there; the stack takes them away again."""
-        own = [(self.slots[name], x, held) for name, x in values.items() if (held := self.slots[name].value) is not x]
-        stack.callback(_put_back, own)
+        """Put values and hooks into the module, and onto the stack the calls that remove them."""
+        replaced = [
+            (self.slots[name], x, old) for name, x in values.items() if (old := self.slots[name].value) is not x
+        ]
+        stack.callback(_put_back, replaced)
         for name, value in values.items():
             self.slots[name].put(value)
-        for found in self.recurrent:
-            if (owner := found()) is not None:
-                stack.callback(_give_weights, found, owner._flat_weights)
+        for reference in self.recurrent:
+            if (owner := reference()) is not None:
+                stack.callback(_set_flat_weights, reference, owner._flat_weights)
                 owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
         if self.plan is not None and not self.hooked:
             self.hooked = True
             stack.callback(setattr, self, "hooked", False)
-            for at, placed in self.styled:
-                if (module := at()) is not None:
+            for styled, placed in self.styled:
+                if (module := styled()) is not None:
                     hook(module, placed, self.plan, stack)
 
     def hand_back(self) -> None:
-        """Tensors that forward put in the places of leaves, into the containers that held the leaves."""
+        """Write tensors that forward put in the places of leaves into the containers of these leaves."""
         for name, leaf in self.leaves.items():
-            if name not in self.slots or (now := self.slots[name].value) is leaf.value:
+            if name not in self.slots or (value := self.slots[name].value) is leaf.value:
                 continue
-            if not self.slots[name].is_there:
+            if not self.slots[name].exists:
                 raise ArgumentError(
-                    f"{self.what}: the module has given up its {name!r}, as torch.nn.utils.prune has it do, and cannot "
-                    "be as it was before; put params there for good instead, attach(module, params), then prune; "
+                    f"{self.caller}: the module has removed its {name!r}, as torch.nn.utils.prune does, so its own "
+                    "tensor cannot be put back; attach params for good instead, attach(module, params), then prune; "
                     f"before detach() write prune.remove(module, {name!r})"
                 )
-            if not isinstance(leaf.holder, (MutableMapping, MutableSequence)):
+            if not isinstance(leaf.container, (MutableMapping, MutableSequence)):
                 raise TreeError(
-                    f"{self.what}: forward put another tensor in the place of {name!r}, but params holds that in "
-                    f"{described(leaf.holder)}, which cannot be written; hold it in a dict"
+                    f"{self.caller}: forward put another tensor in the place of {name!r}, but params has it in "
+                    f"{described(leaf.container)}, which cannot be written; put it into a dict"
                 )
-            leaf.holder[leaf.key] = now
+            leaf.container[leaf.key] = value
 
 
-def _put_back(own: list[tuple[Slot, Any, Any]]) -> None:
-    """Own tensors, under the name that a leaf has by now: pruning gives it another."""
-    for slot, leaf, value in own:
-        if slot.is_there:
+def _put_back(replaced: list[tuple[Slot, Any, Any]]) -> None:
+    """Put the module's own tensors back. Pruning may have moved a leaf to another key, where it is searched."""
+    for slot, leaf, value in replaced:
+        if slot.exists:
             slot.put(value)
         else:
-            slot.held.update((key, value) for key, held in slot.held.items() if held is leaf)
+            slot.tensors.update((key, value) for key, x in slot.tensors.items() if x is leaf)
 
 
-def _give_weights(owner: ref[nn.RNNBase], weights: list[Any]) -> None:
+def _set_flat_weights(owner: ref[nn.RNNBase], weights: list[Any]) -> None:
     if (module := owner()) is not None:
         module._flat_weights = weights

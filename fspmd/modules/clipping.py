@@ -1,4 +1,4 @@
-"""The norm of all elements of a tree, and gradients clipped by it."""
+"""The norm of all elements of a tree, and clipping by it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fspmd.sharded import Sharded
 
 
 def global_norm(tree: Any, order: float = 2.0) -> Tensor:
-    """The vector norm of all elements of all leaves together, a 0-d tensor that every rank has.
+    """The vector norm of all elements of all leaves, a 0-d tensor that is equal on all ranks.
 
-    Leaves may lie in any way, on different meshes of the same ranks too, evenly or not. For a finite order, one
-    all-reduce of a few numbers for each layout among the leaves; for an infinite one, one for each leaf.
+    Leaves may have any layouts, even or uneven, also on different meshes of the same ranks. Communication: for a finite
+    order an all-reduce of a few numbers for each layout among the leaves, for an infinite order one for each leaf.
 
     Raises:
-        ArgumentError: a leaf that is no tensor; an order that is not positive.
+        ArgumentError: a leaf is no tensor, or ``order`` is not positive.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> mesh = make_mesh((4,), ("x",), transport="simulation")
@@ -42,27 +42,30 @@ def global_norm(tree: Any, order: float = 2.0) -> Tensor:
     if not leaves:
         return torch.zeros(())
     if math.isinf(order):
-        return torch.stack([_everywhere(torch.linalg.vector_norm(x, order)) for x in leaves]).amax()
-    alike: dict[Any, list[Any]] = {}
+        return torch.stack([_gathered(torch.linalg.vector_norm(x, order)) for x in leaves]).amax()
+    by_layout: dict[Any, list[Any]] = {}
     for x in leaves:
         wide = x.abs().to(torch.promote_types(x.abs().dtype, torch.float32))
         total = (wide * wide if order == 2 else wide**order).sum()
-        alike.setdefault(total.spec if isinstance(total, Sharded) else total.dtype, []).append(total)
-    sums = [_everywhere(torch.stack(totals).sum()) for totals in alike.values()]
+        by_layout.setdefault(total.spec if isinstance(total, Sharded) else total.dtype, []).append(total)
+    sums = [_gathered(torch.stack(totals).sum()) for totals in by_layout.values()]
     norm: Tensor = torch.stack([x.to(torch.float64) for x in sums]).sum() ** (1 / order)
     dtype: torch.dtype = max((x.dtype for x in sums), key=lambda dtype: dtype.itemsize)
     return norm.to(dtype)
 
 
-def _everywhere(x: Any) -> Tensor:
-    found: Tensor = device_get(x) if isinstance(x, Sharded) else x
-    return found
+def _gathered(x: Any) -> Tensor:
+    value: Tensor = device_get(x) if isinstance(x, Sharded) else x
+    return value
 
 
 def clip_by_global_norm(tree: Any, max_norm: float, order: float = 2.0) -> tuple[Any, Tensor]:
-    """The tree, scaled down so that its `global_norm` is at most ``max_norm``, and the norm that it had.
+    """The tree, scaled down so that its `global_norm` is at most ``max_norm``, and the norm before.
 
-    As ``torch.nn.utils.clip_grad_norm_``, with new values. Communicates as `global_norm` does.
+    It computes as ``torch.nn.utils.clip_grad_norm_``, and returns new values. It communicates as `global_norm`.
+
+    Raises:
+        ArgumentError: as `global_norm`, or ``max_norm`` is no number.
 
     >>> from fspmd import P, device_get, device_put, make_mesh
     >>> mesh = make_mesh((4,), ("x",), transport="simulation")
@@ -78,6 +81,6 @@ def clip_by_global_norm(tree: Any, max_norm: float, order: float = 2.0) -> tuple
 
 
 def _scaled(x: Any, scale: Tensor) -> Any:
-    """It lies as before: a pending sum that the norm has settled stays pending here."""
+    """The scaled value in the layout of ``x``. A pending sum stays pending."""
     out: Any = x * scale
     return reshard(out, x.spec.partition) if isinstance(x, Sharded) and out.spec is not x.spec else out

@@ -1,4 +1,4 @@
-"""What a constructor does to its tensors, recorded on the meta device, where they have no memory."""
+"""The record of a constructor: its calls that make and write tensors, on the meta device, where they have no memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fspmd.torch_internals import fan_of
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor on the meta device, by its memory and the part of it that it is; aliases are one Ref."""
+    """A tensor on the meta device: its memory, and its part of this memory. Aliases with the same part are one Ref."""
 
     storage: int
     offset: int
@@ -39,14 +39,14 @@ def ref_of(x: Tensor) -> Ref:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A recorded call: its arguments with Refs in them, and what it makes or writes."""
+    """A recorded call. Its arguments have Refs in place of tensors."""
 
     func: Any
     args: Any
     kwargs: Any
     makes: tuple[Ref, ...]
     writes: Ref | None
-    default: torch.dtype  # of new tensors
+    default: torch.dtype  # the default dtype of new tensors at the call
 
     @property
     def reads(self) -> list[Ref]:
@@ -55,19 +55,19 @@ class RecordedCall:
 
     @property
     def overwrites(self) -> bool:
-        """Whether it writes all elements of its target, without regard to what was there."""
+        """Whether it writes all elements of its target and reads none of them."""
         return self.func in INITS or name_of(self.func) in _OVERWRITING
 
     @property
     def draws(self) -> bool:
         """Whether its result is random."""
-        made = name_of(self.func) in ("rand", "randn", "randint", "randperm")
-        return made or self.func in INITS or learn(self.func).draws is not None
+        creates = name_of(self.func) in ("rand", "randn", "randint", "randperm")
+        return creates or self.func in INITS or learn(self.func).draws is not None
 
 
-#: by their code: a library may give them other names, and put others in the places of theirs
+#: code -> function of torch.nn.init; a library may rename these functions, or wrap them under their names
 _BY_CODE: Final = {f.__code__: f for f in vars(nn.init).values() if inspect.isfunction(f)}
-#: those that leave meta tensors alone, which are one step each
+#: functions of torch.nn.init that leave meta tensors alone; a call of one is recorded as one step
 INITS: Final = {f for f in _BY_CODE.values() if "is_meta" in f.__code__.co_names}
 
 
@@ -80,7 +80,7 @@ def _kaiming(tensor: Tensor, a: float, mode: Any, nonlinearity: Any, **_: Any) -
     return Tensor.uniform_, (-bound, bound)
 
 
-#: inits that speak torch's override protocol, as the methods they call
+#: functions of torch.nn.init that use torch's override protocol -> the method that each calls, with its numbers
 _METHODS: Final[dict[Any, Callable[..., tuple[Any, tuple[Any, ...]]]]] = {
     nn.init.uniform_: lambda tensor, a, b, **_: (Tensor.uniform_, (a, b)),
     nn.init.normal_: lambda tensor, mean, std, **_: (Tensor.normal_, (mean, std)),
@@ -100,9 +100,9 @@ _TO_DEVICE: Final = {Tensor.cpu, Tensor.cuda}
 
 
 class InitRecorder(TorchFunctionMode):
-    """Records, within ``with InitRecorder(device) as tape:``, what makes and writes tensors.
+    """Within ``with InitRecorder(device) as tape:`` records the calls that make and write tensors.
 
-    New tensors are on the meta device. Libraries initialise nothing there, so these say that they are on ``device``.
+    New tensors are on the meta device. Libraries initialise nothing there, so the tensors pretend to be on ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -110,10 +110,10 @@ class InitRecorder(TorchFunctionMode):
         self.steps: list[RecordedCall] = []
         self.views: dict[Ref, tuple[Ref, RecordedCall | None]] = {}
         self.meta_on_purpose: set[int] = set()  # memory that module_fn itself has put on the meta device
-        self.value_of: Callable[[Ref], Tensor | None] = lambda ref: None  # for Python that asks for it
-        self._known: dict[int, Tensor] = {}  # one tensor per memory, which keeps its number from being used again
-        self._taken_over: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._told = {
+        self.value_of: Callable[[Ref], Tensor | None] = lambda ref: None  # the value of a tensor that Python reads
+        self._known: dict[int, Tensor] = {}  # memory -> a tensor that keeps it alive, so that its number stays unique
+        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._answers = {  # getter -> its answer for a recorded tensor
             _getter("is_meta"): False,
             _getter("device"): device,
             _getter("is_cpu"): device.type == "cpu",
@@ -126,12 +126,12 @@ class InitRecorder(TorchFunctionMode):
         tensors = _tensors_in((args, kwargs))
         for x in tensors:
             if isinstance(x, nn.Parameter) and not x.is_meta:
-                self._take_over(x)
+                self._replace(x)
         if (frame := _init_frame(sys._getframe(1), func)) is not None:
             return self._init(func, frame)
         if tensors and self._knows(tensors[0]):
-            if func in self._told:
-                return self._told[func]
+            if func in self._answers:
+                return self._answers[func]
             if func is Tensor.__setitem__:
                 self._record(func, args, kwargs, writes=ref_of(args[0]))
                 return None
@@ -140,21 +140,22 @@ class InitRecorder(TorchFunctionMode):
         return self._called(func, args, kwargs, tensors)
 
     def has(self, ref: Ref) -> bool:
-        """Whether it has seen how a tensor was made."""
+        """Whether the call that made a tensor is recorded."""
         return ref in self.views or any(ref in step.makes for step in self.steps)
 
     def _knows(self, x: Tensor) -> bool:
         return x.is_meta and x.untyped_storage()._cdata in self._known
 
     def _called(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Run a call and record the tensors that it makes, writes, or gives as views."""
         before = [(x, x._version, ref_of(x)) for x in tensors if self._knows(x)]
         try:
             out = self._run(func, args, kwargs, bool(before))
-        except (RuntimeError, TypeError) as error:  # what torch raises without memory
+        except (RuntimeError, TypeError) as error:  # torch needed values
             if "meta" not in str(error).lower():
                 raise
-            real, named = optree.tree_map(functools.partial(self._real, func, error), (args, kwargs))
-            return func(*real, **named)
+            args, named = optree.tree_map(functools.partial(self._with_values, func, error), (args, kwargs))
+            return func(*args, **named)
         written = [] if func == _SET_DATA else [(x, ref) for x, version, ref in before if x._version != version]
         if written:
             self._wrote(func, args, kwargs, written)
@@ -171,18 +172,18 @@ class InitRecorder(TorchFunctionMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, beside_meta: bool) -> Any:
-        """What the call gives on the meta device."""
+        """The result of the call on the meta device. ``beside_meta``: a recorded tensor is among the arguments."""
         if beside_meta and func in _TO_DEVICE:
             return args[0]
 
-        def moved(x: Any) -> Any:
+        def on_meta(x: Any) -> Any:
             if isinstance(x, torch.device):
                 return _META
             if not beside_meta or not isinstance(x, Tensor) or x.is_meta:
                 return x
             return self._constant(x) if func == _SET_DATA else x.to(_META)
 
-        args, named = optree.tree_map(moved, (args, kwargs))
+        args, named = optree.tree_map(on_meta, (args, kwargs))
         if kwargs.get("device") is not None:
             named = {**named, "device": _META}
         if func is Tensor.to and beside_meta and isinstance(args[1], str):
@@ -199,11 +200,11 @@ class InitRecorder(TorchFunctionMode):
         args, kwargs = optree.tree_map(with_ref, (tuple(args), kwargs))
         return RecordedCall(func, args, kwargs, makes, writes, torch.get_default_dtype())
 
-    def _record(self, func: Any, args: Any, kwargs: Any, **what: Any) -> None:
-        self.steps.append(self._step(func, args, kwargs, **what))
+    def _record(self, func: Any, args: Any, kwargs: Any, **effects: Any) -> None:
+        self.steps.append(self._step(func, args, kwargs, **effects))
 
     def _init(self, func: Any, frame: FrameType) -> Any:
-        """A function of torch.nn.init, as it was called."""
+        """Record a call of a function of torch.nn.init, whose frame has the arguments."""
         init = _BY_CODE[frame.f_code]
         given = {name: frame.f_locals[name] for name in inspect.signature(init).parameters}
         target = given["tensor"]
@@ -216,18 +217,18 @@ class InitRecorder(TorchFunctionMode):
             return target.is_meta
         given = {name: x for name, x in given.items() if x is not None}
         self._record(init, (given.pop("tensor"),), given, writes=ref_of(target))
-        return True  # it leaves meta tensors alone
+        return True  # the answer to `is_meta`: the function then leaves the tensor alone
 
     def _into(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What is written into other tensors (``out=``), as a result that is copied."""
+        """Run a call with ``out=`` as a call whose results are copied into the tensors of ``out``."""
         out = kwargs["out"]
         kwargs = {key: x for key, x in kwargs.items() if key not in ("out", "requires_grad")}
         if isinstance(out, Tensor) and not _tensors_in((args, kwargs)):
             kwargs = {"dtype": out.dtype, **kwargs}
         with self:
-            found = func(*args, **kwargs)
-            for x, one in [(out, found)] if isinstance(out, Tensor) else zip(out, found, strict=True):
-                x.copy_(one)
+            results = func(*args, **kwargs)
+            for x, value in [(out, results)] if isinstance(out, Tensor) else zip(out, results, strict=True):
+                x.copy_(value)
         return out
 
     def _wrote(self, func: Any, args: Any, kwargs: Any, written: list[tuple[Tensor, Ref]]) -> None:
@@ -235,55 +236,56 @@ class InitRecorder(TorchFunctionMode):
         if others:
             raise ArgumentError(
                 f"init_sharded: the constructor calls {name_of(func)}(), which writes into several tensors at once; "
-                "write into one after the other"
+                "write into one tensor per call"
             )
         if (now := ref_of(target)) == ref:
             self._record(func, args, kwargs, writes=ref)
-        else:  # t_() and its kin: another look at the same memory
+        else:  # t_() and the like make another view of the same memory
             step = self._step(getattr(Tensor, name_of(func).removesuffix("_")), (ref, *args[1:]), kwargs)
             self.views[now] = ref, step
 
     def _view(self, ref: Ref, step: RecordedCall | None, before: list[tuple[Tensor, int, Ref]]) -> None:
-        """Other parts of known memory; of the same part nothing is to be told."""
+        """Keep the base of a view, and the step that made it. A view of the same part of memory has the same Ref."""
         base = next((base for _, _, base in before if base.storage == ref.storage), None)
         if base is not None and ref != base:
             self.views[ref] = base, step
 
-    def _constant(self, real: Tensor) -> Tensor:
-        """What stands for a tensor that has values."""
-        made = real.to(_META)
-        self._known[made.untyped_storage()._cdata] = made
-        self.steps.append(RecordedCall(_itself, (_Real(real),), {}, (ref_of(made),), None, torch.get_default_dtype()))
-        return made
+    def _constant(self, x: Tensor) -> Tensor:
+        """A meta tensor for a tensor with values. A step of the record gives the values."""
+        stand_in = x.to(_META)
+        self._known[stand_in.untyped_storage()._cdata] = stand_in
+        made = (ref_of(stand_in),)
+        self.steps.append(RecordedCall(_constant_value, (_Constant(x),), {}, made, None, torch.get_default_dtype()))
+        return stand_in
 
-    def _take_over(self, parameter: nn.Parameter) -> None:
-        """Stand for a parameter that was made where no mode sees it, such as ``torch.Tensor(8, 6)``."""
-        twin = nn.Parameter(self._constant(parameter.data), parameter.requires_grad)
+    def _replace(self, parameter: nn.Parameter) -> None:
+        """Put a meta tensor in the place of a parameter that no mode saw being made, such as ``torch.Tensor(8, 6)``."""
+        stand_in = nn.Parameter(self._constant(parameter.data), parameter.requires_grad)
         try:
-            torch.utils.swap_tensors(parameter, twin)
-        except RuntimeError:  # somebody has a weak reference
+            torch.utils.swap_tensors(parameter, stand_in)
+        except RuntimeError:  # the parameter has a weak reference
             return
-        self._taken_over.append((parameter, twin))
+        self._replaced.append((parameter, stand_in))
 
     def give_back(self) -> None:
-        """Whatever was there before has its values again."""
-        while self._taken_over:
-            torch.utils.swap_tensors(*self._taken_over.pop())
+        """Put the parameters with values into their places again."""
+        while self._replaced:
+            torch.utils.swap_tensors(*self._replaced.pop())
 
-    def _real(self, func: Any, error: Exception, x: Any) -> Any:
-        """A tensor with values, which Python or a function must know."""
+    def _with_values(self, func: Any, error: Exception, x: Any) -> Any:
+        """The argument ``x`` of a function, with values if it is a recorded tensor."""
         if not isinstance(x, Tensor) or not x.is_meta:
             return x
-        found = self.value_of(ref_of(x)) if self._knows(x) else None
-        if found is None:
+        value = self.value_of(ref_of(x)) if self._knows(x) else None
+        if value is None:
             raise ArgumentError(
-                f"init_sharded: the constructor asks for values of a tensor by {name_of(func)}(), but runs where "
-                "tensors have none; draw them in Python or numpy"
+                f"init_sharded: the constructor asks for values of a tensor by {name_of(func)}(), but runs on the meta "
+                "device, where tensors have none; compute them in Python or numpy"
             ) from error
-        return found
+        return value
 
 
-class _Real:
+class _Constant:
     """A tensor that no tree function sees."""
 
     __slots__ = ("value",)
@@ -292,7 +294,7 @@ class _Real:
         self.value = value
 
 
-def _itself(x: _Real) -> Tensor:
+def _constant_value(x: _Constant) -> Tensor:
     return x.value
 
 
@@ -301,7 +303,10 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _init_frame(caller: FrameType, func: Any) -> FrameType | None:
-    """Where a function of torch.nn.init runs that asks the override protocol, or whether a tensor has memory."""
+    """The frame of the function of torch.nn.init that calls ``func``, if it is one that is recorded as one step.
+
+    The function asks whether its tensor is meta, or calls torch's override protocol.
+    """
     if func == _IS_META:
         return caller if _BY_CODE.get(caller.f_code) in INITS else None
     if caller.f_code is handle_torch_function.__code__ and caller.f_back is not None:

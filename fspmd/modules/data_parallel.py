@@ -1,4 +1,4 @@
-"""torch's own data parallelism around modules with `Sharded` parameters: refused, since it would take their shells."""
+"""Refusal of torch's own data parallelism around modules with `Sharded` parameters. It would move their shells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fspmd.sharded import Sharded
 
 
 def install() -> None:
-    """Have it refused."""
+    """Make ``DistributedDataParallel`` and ``fully_shard`` refuse `Sharded` parameters."""
     wrapper: Any = DistributedDataParallel
     wrapper.__init__ = _checked(wrapper.__init__)
     setattr(Sharded, "fsdp_pre_all_gather", property(_refuse_fsdp))  # noqa: B010 (fully_shard asks each parameter for it)
@@ -37,6 +37,7 @@ def _refuse_fsdp(x: Any) -> NoReturn:
 
 def _refuse(what: str, x: Sharded) -> NoReturn:
     raise ArgumentError(
-        f"{what} got a module with the parameter {x!r}, whose gradient is that of all ranks already; call the module "
-        "as it is: leave it out of accelerator.prepare, or write accelerator.prepare_model(m, evaluation_mode=True)"
+        f"{what} got a module with the parameter {x!r}, whose gradient is already summed over the ranks; call the "
+        "module as it is: leave it out of accelerator.prepare, or write accelerator.prepare_model(m, "
+        "evaluation_mode=True)"
     )

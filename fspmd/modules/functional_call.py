@@ -26,23 +26,26 @@ def functional_call(
     """``module(*args, **kwargs)`` with ``params`` in the place of its parameters and buffers.
 
     Args:
-        module: Any module as it is, on the meta device too; its own tensors are back when the call ends or fails.
+        module: Any module, also on the meta device. It has its own tensors again when the call ends or fails.
         params: `Sharded` values or plain tensors by qualified name: a flat dict (``{"layers.0.weight": w}``), a nested
-            one of dicts and lists (``{"layers": [{"weight": w}]}``), or a tuple of several (parameters, buffers).
-            What it leaves out keeps the module's own value. One name of several that are tied stands for all.
-        styles: The plan of `parallelize`: arguments and results of the modules where its styles stand are arranged.
+            tree of dicts and lists (``{"layers": [{"weight": w}]}``), or a tuple of several (parameters, buffers). A
+            tensor without a leaf keeps the module's own value. One leaf is enough for several tied names.
+        styles: The plan of `parallelize`. Its styles lay out arguments and results of the modules at their patterns.
 
-    Outside a body the leaves are `Sharded` and the module's functions run on global shapes; in a body of shard_map the
-    leaves are blocks and so are the values in ``forward``. Buffers written in place (running statistics) change in
-    ``params``; a buffer that ``forward`` replaces by another tensor is put into the dict that held it. Calls of one
-    module from several threads wait for each other. A checkpoint in ``forward`` (of torch, reentrant or not) computes
-    again with the same leaves. Communication: what the functions in ``forward`` need.
+    Outside a body the leaves are `Sharded`, and the module's functions run on global shapes. In a body of `shard_map`
+    the leaves are blocks, and so are the values in ``forward``.
+
+    Buffers that ``forward`` writes in place (running statistics) change in ``params``. A buffer that ``forward``
+    replaces by another tensor is put into the dict of ``params`` that had it. Calls of one module from several threads
+    wait for each other. A checkpoint of torch in ``forward``, reentrant or not, computes again with the same leaves.
+
+    Communication: that of the functions in ``forward``.
 
     Raises:
-        TreeError: before the call, naming every leaf whose name is unknown, given twice, or at odds with one it is
-            tied to, every parameter that was left out while the module is on the meta device, and every pattern of
-            ``styles`` at which there is no module.
-        ArgumentError: ``module`` is no ``nn.Module`` or has been compiled by TorchScript; a leaf is no tensor.
+        TreeError: before the call. It names every leaf whose name is unknown, given twice, or at odds with a tied leaf;
+            every parameter that is left out while the module is on the meta device; and every pattern of ``styles``
+            without a module.
+        ArgumentError: ``module`` is no ``nn.Module``, or was compiled by TorchScript; or a leaf is no tensor.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> with torch.device("meta"):
@@ -55,18 +58,18 @@ def functional_call(
     with Attachment(module, params, styles, "functional_call").called():
         out = module(*args, **kwargs)
         if styles is not None:
-            styles.warn_of_unheard()
+            styles.warn_of_unused()
     return out
 
 
 @contextmanager
 def attached(module: M, params: Any, /, *, styles: ParallelPlan | None = None) -> Iterator[M]:
-    """``with attached(module, params):``, in which the module has ``params`` in the place of its own tensors.
+    """Within ``with attached(module, params):`` the module has ``params`` in the place of its own tensors.
 
-    What takes a module takes them from it there: ``module(x)``, ``module.generate(...)``, ``module.parameters()``, and
-    so optimizers. Leaves in the places of parameters become parameters, as ``nn.Parameter(x)`` is: they can be
-    tied. Arguments, errors and what is written are those of `functional_call`; other threads' calls of the
-    module wait until the block ends. Backward may follow later, whatever a checkpoint computes again in it.
+    All code that takes the module then sees them: ``module(x)``, ``module.generate(...)``, ``module.parameters()``, and
+    optimizers. Leaves in the places of parameters become parameters, as ``nn.Parameter(x)`` is one, so that they can be
+    tied. Arguments, errors and writes are those of `functional_call`. Other threads' calls of the module wait until the
+    context ends. Backward may follow later, even if a checkpoint computes again in it.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> module, mesh = nn.Linear(6, 8), make_mesh((4,), ("x",))
@@ -86,55 +89,54 @@ _lasting: Final[WeakKeyDictionary[nn.Module, Attached]] = WeakKeyDictionary()
 
 
 class Attached:
-    """What `attach` has put into a module, until `detach`."""
+    """The leaves that `attach` has put into a module, until `detach`."""
 
     def __init__(self, module: nn.Module, attachment: Attachment) -> None:
         self._attachment = attachment
         self._stack = ExitStack()
         attachment.mark_parameters()
         attachment.enter(self._stack, attachment.values)
-        LASTING.append(attachment.again)
-        weakref.finalize(module, self._let_go)
+        LASTING.append(attachment.current)
+        weakref.finalize(module, self._on_deleted_module)
 
     def detach(self) -> None:
-        """The module has its own tensors back; a second time, or after another `attach`, nothing happens.
+        """Put the module's own tensors back. A second call, or a call after another `attach`, does nothing.
 
         Raises:
-            ArgumentError: it has given up a tensor, as ``torch.nn.utils.prune`` has it do; it stays as it is.
+            ArgumentError: the module has removed a tensor, as ``torch.nn.utils.prune`` does. The module is unchanged.
         """
-        if self._attachment.again in LASTING:
+        if self._attachment.current in LASTING:
             self._attachment.hand_back()
-            LASTING.remove(self._attachment.again)
+            LASTING.remove(self._attachment.current)
             self._stack.close()
 
-    def _let_go(self) -> None:
-        """The module is gone."""
+    def _on_deleted_module(self) -> None:
         with suppress(ArgumentError):
             self.detach()
-        if self._attachment.again in LASTING:
-            LASTING.remove(self._attachment.again)
+        if self._attachment.current in LASTING:
+            LASTING.remove(self._attachment.current)
 
 
 def attach(module: nn.Module, params: Any, /, *, styles: ParallelPlan | None = None) -> Attached:
-    """`attached` for good, or until ``detach()`` of the result, or until other ``params`` are attached.
+    """Put ``params`` into a module, as `attached` does, until ``detach()`` of the result or another `attach`.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> module = nn.Linear(6, 8, bias=False)
-    >>> there = attach(module, {"weight": device_put(torch.ones(8, 6), P("x"), mesh=make_mesh((4,), ("x",)))})
+    >>> leaves = attach(module, {"weight": device_put(torch.ones(8, 6), P("x"), mesh=make_mesh((4,), ("x",)))})
     >>> optimizer = torch.optim.AdamW(module.parameters())
     >>> module(torch.ones(3, 6))
     Sharded f32[3, 8@x] on mesh(x=4)
-    >>> there.detach()
+    >>> leaves.detach()
     >>> type(module.weight)
     <class 'torch.nn.parameter.Parameter'>
     """
     _check_module(module, "attach", "module, params")
-    with turn_of(module).taken():
+    with turn_of(module).acquired():
         before = _lasting.get(module)
         if before is not None:
             before.detach()
-        _lasting[module] = there = Attached(module, Attachment(module, params, styles, "attach"))
-    return there
+        _lasting[module] = leaves = Attached(module, Attachment(module, params, styles, "attach"))
+    return leaves
 
 
 def _check_module(module: Any, what: str, given: str) -> None:
@@ -143,5 +145,5 @@ def _check_module(module: Any, what: str, given: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise ArgumentError(
             f"{what} got a module compiled by TorchScript, whose tensors cannot be exchanged; "
-            "give it the module that was compiled"
+            "give it the module before compilation"
         )

@@ -1,4 +1,4 @@
-"""`init_sharded`: the parameters and buffers of a module, of which each rank makes its own blocks alone."""
+"""`init_sharded`: the parameters and buffers of a module. Each rank makes only its own blocks."""
 
 from __future__ import annotations
 
@@ -26,32 +26,35 @@ Named = dict[str, Sharded]
 def init_sharded(
     module_fn: Callable[[], nn.Module], specs: Specs, *, mesh: Mesh | None = None, axis: str | None = None
 ) -> tuple[nn.Module, Named, Named]:
-    """A module, its parameters and its buffers, made where they lie: ``(module, params, buffers)``.
+    """A module, its parameters and its buffers, each made in its layout: ``(module, params, buffers)``.
 
-    ``module_fn`` runs once on the meta device, where tensors have no memory, though they say that they are on the
-    mesh's, since libraries initialise nothing there. What it does to them (``torch.empty`` and the like, ``nn.init``,
-    ``reset_parameters``, a library's own ``init_weights``, arithmetic) is recorded and done again on `Sharded` values,
-    for those of its tensors that became a parameter or a buffer. No rank ever holds the whole of a cut parameter, but
-    for a moment of one that ``orthogonal_``, ``dirac_`` and ``sparse_`` fill, and nothing moves if the constructor
-    fills its tensors without regard to their values, as those of torch do. Random numbers are the same global values
-    on any mesh and under any specs, after one ``torch.manual_seed`` on every rank; they are not those that the module
-    would have drawn itself.
+    ``module_fn`` runs once on the meta device, where tensors have no memory. The tensors pretend to be on the device of
+    the mesh, because libraries initialise nothing on the meta device. Calls on them (``torch.empty`` and the like,
+    ``nn.init``, ``reset_parameters``, a library's own ``init_weights``, arithmetic) are recorded. Then they run on
+    `Sharded` values, for the tensors that became a parameter or a buffer.
+
+    No rank holds the whole of a cut parameter, except for a moment one that ``orthogonal_``, ``dirac_`` or ``sparse_``
+    fills. Nothing moves if the constructor fills its tensors without reading their values, as the modules of torch do.
+
+    Random numbers are the same global values on any mesh and under any specs, after one ``torch.manual_seed`` on every
+    rank. They are not the numbers that the module would draw itself.
 
     Args:
         module_fn: Makes the module and all its tensors: ``lambda: Transformer(config)``.
-        specs: A P for all tensors of one dim and more; or by glob on names, a P or a style as in `parallelize` (the
-            later decides, what none matches is replicated); or a function of name and shape that gives a P.
-        mesh: By default the current one.
+        specs: A P for all tensors of one dim and more. Or a dict from globs on names to a P or a style, as in
+            `parallelize`: the last match decides, and a tensor without a match is replicated. Or a function of name and
+            shape that returns a P.
+        mesh: By default the current mesh.
         axis: The axis of styles that name none.
 
     Returns:
-        The module on the meta device, for `functional_call`, and two flat dicts by qualified name. Parameters require
-        grad where the module's do. `parallelize` of them with the same styles moves nothing, and gives the plan.
+        The module on the meta device, for `functional_call`, and two flat dicts by qualified name. A parameter requires
+        grad if it does in the module. `parallelize` of them with the same styles moves nothing, and returns the plan.
 
     Raises:
-        ArgumentError: ``module_fn`` gives no module, or one with tensors on the meta device that it did not make, or
-            put there itself; it asks for the values of random tensors.
-        TreeError, SpecError: a pattern that matches nothing, a spec that does not fit.
+        ArgumentError: ``module_fn`` returns no module; the module has tensors on the meta device that ``module_fn`` did
+            not make, or put there itself; or ``module_fn`` asks for the values of random tensors.
+        TreeError, SpecError: a pattern matches nothing, or a spec does not fit.
 
     >>> import torch
     >>> from fspmd import functional_call, make_mesh
@@ -72,7 +75,7 @@ def init_sharded(
     with tape:
         module = module_fn()
     if not isinstance(module, nn.Module):
-        raise ArgumentError(f"init_sharded: module_fn gave {described(module)}; return the module")
+        raise ArgumentError(f"init_sharded: module_fn returned {described(module)}; return the module")
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
     layouts = make_plan(shapes, _as_styles(specs, shapes), mesh, axis or mesh.axis_names[-1], "init_sharded").specs
@@ -91,7 +94,7 @@ def init_sharded(
 
 
 def _check_made(tape: InitRecorder, refs: Mapping[str, Ref]) -> None:
-    """Whether the tape tells how each tensor was made."""
+    """Check that the tape has the making of each tensor."""
     for name, ref in refs.items():
         if not tape.has(ref):
             raise ArgumentError(
@@ -106,13 +109,13 @@ def _check_made(tape: InitRecorder, refs: Mapping[str, Ref]) -> None:
 
 
 def _known_value(tape: InitRecorder, ref: Ref, mesh: Mesh) -> Tensor | None:
-    """A value that Python asks for, unless it is random."""
+    """The value of a tensor that Python reads; None if it is random or unknown."""
     replay = Replay(tape, {ref: P()}, mesh)
     return None if replay.draws or not tape.has(ref) else cast(Tensor, device_get(replay.run().value(ref)))
 
 
 def _as_styles(specs: Any, shapes: Mapping[str, Any]) -> dict[str, Style]:
-    """One form for all that ``specs`` may be."""
+    """``specs`` in any of its forms, as styles by pattern."""
     if isinstance(specs, P):
         return {} if not shapes else {"": Style(weight=specs, vector=specs)}
     if isinstance(specs, Mapping):

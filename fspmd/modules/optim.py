@@ -1,7 +1,8 @@
-"""`Sharded` parameters in ``torch.optim`` and ``torch.nn.utils.clip_grad_norm_``: what these ask of tensors alone.
+"""`Sharded` parameters in ``torch.optim`` and ``torch.nn.utils.clip_grad_norm_``.
 
-What an optimizer computes are torch functions, which know `Sharded` values; but it groups tensors below Python, as
-clipping and averaged models do.
+An optimizer computes with torch functions, which take `Sharded` values. Three of its functions do not: optimizers,
+clipping and averaged models group tensors below Python, the norm of gradients knows one mesh, and states are loaded as
+plain tensors. These are wrapped here.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ _NORM = "get_total_norm"
 
 
 def install() -> None:
-    """Wrap them; without a `Sharded` each wrapper goes straight to torch."""
+    """Wrap the functions of torch. Without a `Sharded` each wrapper calls torch at once."""
     original = getattr(torch.nn.utils.clip_grad, _GROUP)
     grouping = _grouping(original)
-    for home in list(sys.modules.values()):  # the module that has it, and those that took it from there
-        if getattr(home, "__dict__", {}).get(_GROUP) is original:
-            setattr(home, _GROUP, grouping)
+    for module in list(sys.modules.values()):  # the module that defines it, and modules that imported it from there
+        if getattr(module, "__dict__", {}).get(_GROUP) is original:
+            setattr(module, _GROUP, grouping)
     norm = _over_meshes(torch.nn.utils.get_total_norm)
-    for home, name in ((torch.nn.utils, _NORM), (torch.nn.utils.clip_grad, f"_{_NORM}")):
-        setattr(home, name, norm)
+    for module, name in ((torch.nn.utils, _NORM), (torch.nn.utils.clip_grad, f"_{_NORM}")):
+        setattr(module, name, norm)
     optimizer: Any = torch.optim.Optimizer
     optimizer.add_param_group = _adding(optimizer.add_param_group)
 
 
 def _grouping(original: Any) -> Any:
-    """Lists of tensors by device and dtype of the first list's."""
+    """Group lists of tensors by the device and dtype of the tensors of the first list."""
 
     @functools.wraps(original)
     def group(lists: Sequence[Sequence[Any]], with_indices: bool = False) -> Groups:
-        if not any(map(is_sharded, lists[0])):
-            found: Groups = original(lists, with_indices)
-            return found
         groups: Groups = {}
+        if not any(map(is_sharded, lists[0])):
+            groups = original(lists, with_indices)
+            return groups
         for i, first in enumerate(lists[0]):
             columns, indices = groups.setdefault((first.device, first.dtype), ([[] for _ in lists], []))
             indices.append(i)
@@ -60,7 +61,7 @@ def _grouping(original: Any) -> Any:
 
 
 def _over_meshes(get_total_norm: Any) -> Any:
-    """Of values on several meshes the norm of their norms, which every rank has."""
+    """The norm of values on several meshes: the norm of the norms of each mesh, which every rank has."""
 
     @functools.wraps(get_total_norm)
     def wrapper(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
@@ -71,14 +72,14 @@ def _over_meshes(get_total_norm: Any) -> Any:
         for x in listed:
             by_mesh.setdefault(x.spec.mesh if isinstance(x, Sharded) else None, []).append(x)
         if len(by_mesh.keys() - {None}) > 1:
-            listed = [device_get(get_total_norm(own, norm_type)) for own in by_mesh.values()]
+            listed = [device_get(get_total_norm(values, norm_type)) for values in by_mesh.values()]
         return get_total_norm(listed, norm_type, *args, **kwargs)
 
     return wrapper
 
 
 def _adding(original: Any) -> Any:
-    """An optimizer of `Sharded` parameters lays out the states that it loads."""
+    """Let an optimizer of `Sharded` parameters lay out the states that it loads."""
 
     @functools.wraps(original)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
@@ -91,13 +92,13 @@ def _adding(original: Any) -> Any:
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """States lie as the parameters do, however they were saved."""
+    """Give the states of an optimizer the layouts of the parameters, whatever layouts were saved."""
     for param, state in optimizer.state.items():
         optimizer.state[param] = optree.tree_map(functools.partial(_laid_out, param), state, none_is_leaf=True)
 
 
 def _laid_out(param: Any, x: Any) -> Any:
-    """A state of a parameter: of its shape as it lies, of another whole on every rank of its mesh."""
+    """A state of a parameter: in the parameter's layout if the shapes are equal, else whole on every rank."""
     if not isinstance(x, Tensor) or (not x.ndim and not is_sharded(x)):
         return x
     if not is_sharded(param):

@@ -1,4 +1,4 @@
-"""`parallelize` lays a tree of parameters out by styles, and gives the plan that arranges values where they stand."""
+"""`parallelize`: a tree of parameters laid out by styles, and the plan that lays out values."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def parallelize(
     axis: str | None = None,
     src_data_rank: int | None = None,
 ) -> tuple[Any, ParallelPlan]:
-    """A tree of parameters laid out by styles, and the plan that arranges values: ``(params, plan)``.
+    """A tree of parameters laid out by styles, and the plan that lays out values: ``(params, plan)``.
 
     Args:
-        params: Dicts, lists and tuples of tensors, flat (``dict(module.named_parameters())``) or nested. Global plain
-            tensors that every rank holds, or `Sharded`, which are moved. To plan a module without memory: tensors on
-            the meta device and a mesh of transport "abstract", or `TensorSpec` leaves.
-        styles: By glob on qualified names: ``"layers.*.attn.wq"`` is a leaf or a subtree; ``*`` is one key, ``**`` any
-            number. Where several match, the later decides. A leaf that none matches is replicated.
-        mesh: By default the current one.
-        axis: The axis of styles that name none; by default the only one of the mesh.
+        params: Dicts, lists and tuples of tensors, flat (``dict(module.named_parameters())``) or nested. Leaves are
+            global plain tensors, which every rank has, or `Sharded` values, which are moved. To plan a module without
+            memory, pass tensors on the meta device and a mesh of transport "abstract", or `TensorSpec` leaves.
+        styles: A dict from globs on qualified names to styles. ``"layers.*.attn.wq"`` matches a leaf or a subtree;
+            ``*`` is one key, ``**`` any number of keys. The last match decides. A leaf without a match is replicated.
+        mesh: By default the current mesh.
+        axis: The axis of styles that name none; by default the only axis of the mesh.
         src_data_rank: The global rank whose values are taken, as ``src`` of `device_put`. The other ranks pass a tree
-            of the same structure, shapes and dtypes, which may be on the meta device. By default each rank takes its
-            blocks of the values that it passes, and nothing moves, so these must be alike on all ranks.
+            of the same structure, shapes and dtypes, which may be on the meta device. By default each rank cuts its
+            blocks from the values that it passes. Nothing moves, so the values must be equal on all ranks.
 
-    The results are leaves for autograd where the parameters were. With `functional_call` the plan goes in as
-    ``styles=plan``; without, ``plan[path](f)`` is ``f`` with its arguments and results arranged.
+    A result is an autograd leaf if its parameter is. Pass the plan to `functional_call` as ``styles=plan``. Without
+    modules, ``plan[path](f)`` is ``f`` with its arguments and results laid out.
 
     Raises:
-        TreeError: naming every pattern that matches nothing, in ``specs`` too, and every style that says nothing;
-            patterns of `PrepareInput` and `PrepareOutput` may stand where no parameters are.
-        AxisError, SpecError, ArgumentError: a style without an axis, or one that does not fit a leaf.
-        ShapeError: with ``src_data_rank``, on all ranks alike: a rank passes another tree than that one does.
+        TreeError: a pattern matches nothing, in ``styles`` or in ``specs``, or a style has no layout. The error names
+            all of them. Patterns of `PrepareInput` and `PrepareOutput` may match paths without parameters.
+        AxisError, SpecError, ArgumentError: a style has no axis, or does not fit a leaf.
+        ShapeError: with ``src_data_rank``, on all ranks alike, a rank passes another tree than the source rank.
 
     >>> import torch
     >>> from fspmd import ColwiseParallel, make_mesh
@@ -70,17 +70,18 @@ def parallelize(
     shapes = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in named.items()}
     plan = make_plan(shapes, styles, mesh, axis, "parallelize")
     specs = plan.specs
-    leaves = {(id(leaf), specs[name]): leaf for name, leaf in named.items()}  # one that lies alike everywhere stays one
+    leaves = {(id(leaf), specs[name]): leaf for name, leaf in named.items()}  # a tied leaf is laid out once per spec
     given = [leaf if isinstance(leaf, TensorSpec) else leaf.detach() for leaf in leaves.values()]
     placed = put(given, [partition for _, partition in leaves], mesh, src_data_rank, "parallelize")
     for leaf, x in zip(leaves.values(), placed, strict=True):
         if isinstance(x, Sharded) and leaf.requires_grad:
             x.requires_grad_()
-    found = dict(zip(leaves, placed, strict=True))
-    return _mapped(params, "", lambda name, leaf: found[id(leaf), specs[name]]), plan
+    results = dict(zip(leaves, placed, strict=True))
+    return _mapped(params, "", lambda name, leaf: results[id(leaf), specs[name]]), plan
 
 
 def _check_named(named: Mapping[str, Any], mesh: Mesh | None) -> None:
+    """Check that all leaves are tensors, and that they have values. If ``mesh`` is None they need no values."""
     failures = []
     for name, leaf in named.items():
         if not isinstance(leaf, (Tensor, TensorSpec)):

@@ -1,4 +1,4 @@
-"""Qualified names of leaves (``layers.0.attn.wq.weight``), the globs that match them, and near misses for messages."""
+"""Qualified names of leaves (``layers.0.attn.wq.weight``), globs on them, and near misses for errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fspmd.messages import quoted
 
 
 def leaves_by_name(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
-    """``(name, leaf, holder, key)`` of each leaf of a tree of dicts, lists and tuples; dots join the keys on the way.
+    """``(name, leaf, container, key)`` of each leaf of a tree of dicts, lists and tuples. Dots join the keys of a name.
 
     >>> [(name, leaf) for name, leaf, _, _ in leaves_by_name({"layers": [{"w": 1}], "head.w": 2})]
     [('layers.0.w', 1), ('head.w', 2)]
@@ -27,7 +27,7 @@ def leaves_by_name(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any,
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a glob matches a whole path: ``*``, ``?`` and ``[...]`` stay in one key, ``**`` is any number of keys.
+    """Whether a glob matches a whole path. ``*``, ``?`` and ``[...]`` match within one key, ``**`` any number of keys.
 
     >>> matches("layers.*.wq", "layers.0.wq"), matches("layers.*", "layers.0.wq"), matches("**.wq", "layers.0.wq")
     (True, False, True)
@@ -46,7 +46,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def prefixes(path: str) -> Iterator[str]:
-    """The subtrees a leaf lies in, from the whole tree (``""``) to the leaf itself.
+    """The paths of the subtrees that have a leaf, from the whole tree (``""``) to the leaf itself.
 
     >>> list(prefixes("layers.0.w"))
     ['', 'layers', 'layers.0', 'layers.0.w']
@@ -58,7 +58,7 @@ def prefixes(path: str) -> Iterator[str]:
 
 
 def near(name: str, names: Iterable[str]) -> str:
-    """What the writer of an unknown name may have meant, as the end of a message.
+    """The known names closest to an unknown one, as the end of a message.
 
     >>> near("layers.0.w", ["layers.0.w1", "head"])
     "; near it: 'layers.0.w1'"

@@ -1,4 +1,4 @@
-"""Plans: styles by pattern, what became of each leaf, and how values are arranged where styles stand."""
+"""Plans: styles by pattern, the layout of each leaf, and the layouts of values at the patterns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fspmd.wrapping import wraps
 
 @dataclass(frozen=True)
 class PlacedLeaf:
-    """What became of one leaf: its name, the pattern that placed it (None: no one did), and its layout."""
+    """One leaf: its name, the pattern that decided its layout (None if no pattern matched), and the layout."""
 
     name: str
     pattern: str | None
@@ -39,17 +39,17 @@ class PlacedLeaf:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Styles by pattern, what became of each leaf, and how values are arranged where the styles stand.
+    """Styles by pattern, the layout of each leaf, and the layouts of values at the patterns.
 
-    ``plan["layers.0.mlp.up"]`` is what stands at a path (`Placed`); ``str(plan)`` is a table; ``plan.specs`` the
-    layouts by name.
+    ``plan["layers.0.mlp.up"]`` has the styles at a path (`Placed`). ``plan.specs`` has the partition of each leaf by
+    name. ``str(plan)`` is a table of the leaves.
     """
 
     styles: Mapping[str, Style]
     mesh: Mesh
     rows: tuple[PlacedLeaf, ...]
     _placed: dict[str, Placed | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _heard: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # patterns that have acted
+    _used: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # patterns applied to values
 
     @property
     def specs(self) -> dict[str, P]:
@@ -59,35 +59,35 @@ class ParallelPlan:
     def __getitem__(self, path: str) -> Placed:
         placed = self.at(path)
         if placed is None:
-            raise TreeError(f"no style stands at {path!r}{near(path, self.styles)}")
+            raise TreeError(f"no style matches {path!r}{near(path, self.styles)}")
         return placed
 
     def at(self, path: str) -> Placed | None:
-        """What stands at a path, or None."""
+        """The styles at a path; None where no pattern matches."""
         if path not in self._placed:
-            found = {pattern: style for pattern, style in self.styles.items() if matches(pattern, path)}
-            self._placed[path] = Placed(path, found, self.mesh, self._columns(path)) if found else None
+            styles = {pattern: style for pattern, style in self.styles.items() if matches(pattern, path)}
+            self._placed[path] = Placed(path, styles, self.mesh, self._columns(path)) if styles else None
         return self._placed[path]
 
     def _columns(self, path: str) -> frozenset[str]:
-        """The axes by which layers at a path, or below it, are cut by columns."""
+        """The axes that cut layers at a path, or below it, by columns."""
         below = [row.pattern for row in self.rows if f"{row.name}.".startswith(f"{path}." if path else "")]
         styles = [self.styles[pattern] for pattern in below if pattern is not None]
         return frozenset([_axis_of(style) for style in styles if isinstance(style, ColwiseParallel)])
 
-    def hear(self, patterns: Iterable[str]) -> None:
-        """The styles of these patterns have met values."""
-        self._heard.update(patterns)
+    def mark_used(self, patterns: Iterable[str]) -> None:
+        """Note that the styles of these patterns were applied to values."""
+        self._used.update(patterns)
 
-    def warn_of_unheard(self) -> None:
-        """Of styles that arrange values and met none in a whole call: once."""
-        lost = [p for p, style in self.styles.items() if style.arranges and p not in self._heard]
-        self._heard.update(lost)
-        for pattern in lost:
+    def warn_of_unused(self) -> None:
+        """Warn once of each style for values that a whole call has not applied."""
+        unused = [pattern for pattern, style in self.styles.items() if style.arranges and pattern not in self._used]
+        self._used.update(unused)
+        for pattern in unused:
             warnings.warn(
-                f"styles: no module at {pattern!r} ({type(self.styles[pattern]).__name__}) was called, so what it says "
-                "of input, kwargs and output has changed nothing; give it to the module that is called, or say nothing "
-                "of them: Style(weight=..., vector=...)",
+                f"styles: no module at {pattern!r} ({type(self.styles[pattern]).__name__}) was called, so its input, "
+                "kwargs and output have changed nothing; write the pattern of a module that is called, or leave them "
+                "out: Style(weight=..., vector=...)",
                 stacklevel=5,
             )
 
@@ -104,7 +104,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True)
 class Placed:
-    """The styles at one path. Of several the later one decides what it speaks of.
+    """The styles at one path. For each field the last style that sets it decides.
 
     >>> import torch
     >>> from torch.nn import functional as F
@@ -121,10 +121,10 @@ class Placed:
     path: str
     styles: dict[str, Style]
     mesh: Mesh
-    columns: frozenset[str] = frozenset()  # axes by which layers are cut by columns, here or below
+    columns: frozenset[str] = frozenset()  # axes that cut layers by columns, here or below
 
     def __call__(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """``f`` on global shapes, its arguments and results arranged."""
+        """``f`` on global shapes, with its arguments and results laid out by the styles."""
 
         @wraps(f)
         def arranged(*args: Any, **kwargs: Any) -> Any:
@@ -134,16 +134,18 @@ class Placed:
         return arranged
 
     def local(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """``f`` on this rank's blocks, a body of `shard_map` with arguments and result arranged: no communication but
-        at the boundary. What a row-parallel ``f`` gives is summed, so a bias is added to the result, outside.
+        """``f`` on this rank's blocks, as a body of `shard_map`, with arguments and result laid out by the styles.
+
+        It communicates only at the boundary. The result of a row-parallel ``f`` is summed, so add a bias to the result
+        outside.
 
         Raises:
-            ArgumentError: the style does not tell how the result lies; an argument that every rank has would be
+            ArgumentError: no style has a layout of the result; or an argument that is equal on all ranks would be
                 summed once per rank.
         """
-        style = self._speaking_of("result")
+        style = self._style_with("result")
         if style is None:
-            raise ArgumentError(f"the style at {self.path!r} does not tell how a result lies; give it result=")
+            raise ArgumentError(f"the style at {self.path!r} has no layout of the result; give it result=")
         axis, result = _axis_of(style), style.result
         maps: dict[Any, Callable[..., Any]] = {}
 
@@ -151,87 +153,95 @@ class Placed:
         def mapped(*args: Any) -> Any:
             args, _ = self.inputs(args, {})
             specs = tuple(_partition_of(x) for x in args)
-            found = maps.get(specs)
-            if found is None:
+            run = maps.get(specs)
+            if run is None:
                 if result == "unreduced":
                     self._check_summands(args[len(several(style.input)) :], axis)
-                out = laid_out(_spread(args[0]), args[0].ndim, axis, result)
-                found = maps[specs] = shard_map(_body(f, axis, result), mesh=self.mesh, in_specs=specs, out_specs=out)
-            return self.outputs(found(*args))
+                out = laid_out(_partition_of(args[0]) or P(), args[0].ndim, axis, result)
+                run = maps[specs] = shard_map(_body(f, axis, result), mesh=self.mesh, in_specs=specs, out_specs=out)
+            return self.outputs(run(*args))
 
         return mapped
 
     def _check_summands(self, others: tuple[Any, ...], axis: str) -> None:
         for x in others:
-            if isinstance(x, Tensor) and x.is_floating_point() and axis not in _spread(x).axes:
+            if isinstance(x, Tensor) and x.is_floating_point() and axis not in (_partition_of(x) or P()).axes:
                 raise ArgumentError(
-                    f"{self.path!r}: what each rank computes there is summed over {axis!r}, but {described(x)} "
-                    "is equal on all ranks and would count once per rank; add it to the result"
+                    f"{self.path!r}: the results of the ranks are summed over {axis!r}, but {described(x)} is equal on "
+                    "all ranks and would count once per rank; add it to the result"
                 )
 
     def elsewhere(self, path: str, alike: bool) -> Placed | None:
-        """What stands at another module that has the same parameter: the same of one that does the same with it.
+        """The styles for another module with the same parameter: the same ones if it has the same forward (``alike``).
 
-        Of another (a head that is an embedding) it is known only whether its input must be replicated.
+        For another forward, such as a head that shares the weight of an embedding, it is known only whether the input
+        must be replicated.
         """
         styles, columns = {pattern: style for pattern, style in self.styles.items() if style.places}, self.columns
         if not alike:
-            whole = {pattern: style for pattern, style in styles.items() if style.input == "replicated"}
-            styles = {pattern: PrepareInput(axis=style.axis, input="replicated") for pattern, style in whole.items()}
-            columns = frozenset(map(_axis_of, styles.values()))  # an embedding's rows are the columns of a head
+            styles = {
+                pattern: PrepareInput(axis=style.axis, input="replicated")
+                for pattern, style in styles.items()
+                if style.input == "replicated"
+            }
+            columns = frozenset(map(_axis_of, styles.values()))  # the rows of an embedding are the columns of a head
         return Placed(path, styles, self.mesh, columns) if styles else None
 
     def inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, laid out as the styles say; ``names``: those of all parameters, by which some may come."""
-        given = list(args)
-        if style := self._speaking_of("input"):
+        """The arguments, laid out by the styles. ``names`` are the parameters of the function, in order."""
+        positional = list(args)
+        if style := self._style_with("input"):
             for i, layout in enumerate(several(style.input)):
-                if i < len(given):
-                    given[i] = self._taken(given[i], layout, style)
+                if i < len(positional):
+                    positional[i] = self._input(positional[i], layout, style)
                 elif i < len(names) and names[i] in kwargs:
-                    kwargs = kwargs | {names[i]: self._taken(kwargs[names[i]], layout, style)}
+                    kwargs = kwargs | {names[i]: self._input(kwargs[names[i]], layout, style)}
         for style in self.styles.values():
             for key, layout in style.kwargs.items():
                 if key in kwargs:
-                    kwargs = kwargs | {key: self._taken(kwargs[key], layout, style)}
-                elif key in names[: len(given)]:
-                    given[names.index(key)] = self._taken(given[names.index(key)], layout, style)
-        return tuple(given), kwargs
+                    kwargs = kwargs | {key: self._input(kwargs[key], layout, style)}
+                elif key in names[: len(positional)]:
+                    i = names.index(key)
+                    positional[i] = self._input(positional[i], layout, style)
+        return tuple(positional), kwargs
 
-    def _taken(self, x: Any, layout: Layout, style: Style) -> Any:
-        """An argument. One that is gathered for layers cut by columns, whose gradients are a sum, goes back as one."""
+    def _input(self, x: Any, layout: Layout, style: Style) -> Any:
+        """One argument, laid out by a style.
+
+        If it is gathered for layers cut by columns, it is reduced: its gradient is then a pending sum of all layers,
+        which one reduce-scatter settles.
+        """
         axis = _axis_of(style)
         if layout == "replicated" and axis in self.columns and isinstance(x, Sharded):
-            lies = x.spec.partition
-            if axis in lies.axes | lies.reduced and x.spec.dtype.is_floating_point:
+            partition = x.spec.partition
+            if axis in partition.axes | partition.reduced and x.spec.dtype.is_floating_point:
                 layout = "reduced"
         return self._arranged(x, layout, style)
 
     def outputs(self, out: Any) -> Any:
-        """The result, laid out as the styles say."""
-        if style := self._speaking_of("output"):
-            if isinstance(out, (tuple, list)):
-                return type(out)(self._each(tuple(out), style, several(style.output), flat=True))
-            return self._arranged(out, several(style.output)[0], style, flat=True)
-        return out
+        """The result, laid out by the styles."""
+        style = self._style_with("output")
+        if style is None:
+            return out
+        layouts = several(style.output)
+        if not isinstance(out, (tuple, list)):
+            return self._arranged(out, layouts[0], style, flat=True)
+        arranged = [self._arranged(x, layout, style, flat=True) for x, layout in zip(out, layouts, strict=False)]
+        return type(out)([*arranged, *out[len(layouts) :]])
 
     @property
     def on_blocks(self) -> OnBlocks | None:
         """The style by which a module's forward runs on blocks."""
         return next((style for style in reversed(self.styles.values()) if isinstance(style, OnBlocks)), None)
 
-    def _speaking_of(self, name: str) -> Style | None:
+    def _style_with(self, name: str) -> Style | None:
+        """The last style that sets a field."""
         return next((style for style in reversed(self.styles.values()) if getattr(style, name) is not None), None)
 
-    def _each(
-        self, values: tuple[Any, ...], style: Style, layouts: tuple[Layout, ...], *, flat: bool = False
-    ) -> tuple[Any, ...]:
-        placed = [self._arranged(x, layout, style, flat=flat) for x, layout in zip(values, layouts, strict=False)]
-        return *placed, *values[len(layouts) :]
-
     def _arranged(self, x: Any, layout: Layout, style: Style, *, flat: bool = False) -> Any:
+        """A value in a layout over the axis of a style. Its frame gives `inspection/causes.py` the style."""
         if layout is None or not isinstance(x, Tensor):
             return x
         if state.body is not None:
@@ -252,16 +262,13 @@ def _target(source: TensorSpec, axis: str, layout: Layout, flat: bool) -> Tensor
 
 
 def _axis_of(style: Style) -> str:
-    assert style.axis is not None  # given when the plan was made
+    assert style.axis is not None  # set when the plan was made
     return style.axis
 
 
 def _partition_of(x: Any) -> P | None:
+    """The partition of an argument; None for a value that is no tensor."""
     return x.spec.partition if isinstance(x, Sharded) else P() if is_plain(x) else None
-
-
-def _spread(x: Any) -> P:
-    return _partition_of(x) or P()
 
 
 def _body(f: Callable[..., Any], axis: str, result: Layout) -> Callable[..., Any]:
@@ -286,25 +293,25 @@ def make_plan(
     failures: list[Failure] = []
     styles = {pattern: _with_axis(style, pattern, mesh, axis, failures) for pattern, style in styles.items()}
     for pattern, style in styles.items():
-        failures += _useless(pattern, style, shapes)
+        failures += _style_failures(pattern, style, shapes)
     if failures:
         refuse(f"{what}: styles do not fit", failures)
     rows = tuple(_rows(shapes, styles, mesh, what))
     for pattern in styles.keys() - {row.pattern for row in rows}:
         if styles[pattern].places and not styles[pattern].arranges:
             warnings.warn(
-                f"{what}: the style at {pattern!r} ({type(styles[pattern]).__name__}) changes nothing: later ones "
-                "decide all that it matches; leave it out, or write it after them",
+                f"{what}: the style at {pattern!r} ({type(styles[pattern]).__name__}) changes nothing, because later "
+                "patterns decide all leaves that it matches; leave it out, or write it after them",
                 stacklevel=3,
             )
     return ParallelPlan(styles, mesh, rows)
 
 
-def _useless(pattern: str, style: Style, shapes: Mapping[str, Any]) -> Iterator[Failure]:
-    """What the style says of nothing."""
+def _style_failures(pattern: str, style: Style, shapes: Mapping[str, Any]) -> Iterator[Failure]:
+    """Failures of a style that sets no field, and of patterns that match no leaf."""
     which = f"{pattern!r} ({type(style).__name__})"
     if not (style.places or style.arranges or style.result is not None or isinstance(style, OnBlocks)):
-        yield Failure(f"{which} says nothing; give it input=, output= or specs=", TreeError)
+        yield Failure(f"{which} has no layout; give it input=, output= or specs=", TreeError)
     below = [name[len(path) :].lstrip(".") for name in shapes for path in prefixes(name) if matches(pattern, path)]
     if style.places and not below:
         paths = dict.fromkeys(path for name in shapes for path in prefixes(name) if path)
@@ -317,6 +324,7 @@ def _useless(pattern: str, style: Style, shapes: Mapping[str, Any]) -> Iterator[
 
 
 def _with_axis(style: Any, pattern: str, mesh: Mesh, axis: str | None, failures: list[Failure]) -> Style:
+    """The style with its axis set: its own, that of `parallelize`, or the only axis of the mesh."""
     if not isinstance(style, Style):
         text = f"{pattern!r} is {described(style)}; write a style such as ColwiseParallel()"
         failures.append(Failure(text, ArgumentError))
@@ -334,14 +342,15 @@ def _with_axis(style: Any, pattern: str, mesh: Mesh, axis: str | None, failures:
 def _rows(
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], styles: Mapping[str, Style], mesh: Mesh, what: str
 ) -> Iterator[PlacedLeaf]:
+    """The layout of each leaf. The last pattern that matches decides."""
     for name, (shape, dtype) in shapes.items():
-        decided, partition = None, P()
+        last, partition = None, P()
         for pattern, style in styles.items():
             path = next((path for path in prefixes(name) if style.places and matches(pattern, path)), None)
             if path is not None:
                 layout = style.of_parameter(name[len(path) :].lstrip("."), len(shape))
                 try:
-                    decided, partition = pattern, laid_out(P(), len(shape), _axis_of(style), layout)
+                    last, partition = pattern, laid_out(P(), len(shape), _axis_of(style), layout)
                 except ArgumentError as error:
                     raise ArgumentError(f"{what}: {name!r} under {pattern!r} ({style!r}): {error}") from None
-        yield PlacedLeaf(name, decided, TensorSpec(mesh, partition, shape, dtype))
+        yield PlacedLeaf(name, last, TensorSpec(mesh, partition, shape, dtype))

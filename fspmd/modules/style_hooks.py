@@ -1,4 +1,4 @@
-"""The hooks by which styles act at the modules where they stand, and at those that have the same parameters."""
+"""Hooks that apply styles to the modules at their patterns, and to modules that share parameters with these."""
 
 from __future__ import annotations
 
@@ -17,58 +17,62 @@ from fspmd.modules.on_blocks import run_on_blocks
 from fspmd.modules.paths import matches, near
 from fspmd.modules.plans import ParallelPlan, Placed
 
-Stands = list[tuple[ref[nn.Module], Placed]]
 
+def styled_modules(module: nn.Module, plan: ParallelPlan, what: str) -> list[tuple[ref[nn.Module], Placed]]:
+    """The submodules to which styles apply.
 
-def stands(module: nn.Module, plan: ParallelPlan, what: str) -> Stands:
-    """The modules at which styles act. A pattern with no module, or a name that forward has not, is refused."""
+    Raises:
+        TreeError: a pattern matches no module, or forward has no argument of a name in ``kwargs``.
+        ArgumentError: ``plan`` is no plan.
+    """
     if not isinstance(plan, ParallelPlan):
         raise ArgumentError(
             f"{what} got {described(plan)} for styles; give it the plan of params, plan = parallelize(params, styles)"
         )
     owners = list(module.named_modules(remove_duplicate=False))
-    found = [(path, owner, placed) for path, owner in owners if (placed := plan.at(path)) is not None]
-    failures = [failure for _, owner, placed in found for failure in _unknown_names(owner, placed)]
-    used = {pattern for _, _, placed in found for pattern in placed.styles}
+    styled = [(path, owner, placed) for path, owner in owners if (placed := plan.at(path)) is not None]
+    failures = [failure for _, owner, placed in styled for failure in _unknown_names(owner, placed)]
+    used = {pattern for _, _, placed in styled for pattern in placed.styles}
     for pattern in plan.styles:
         if pattern not in used and not any(matches(pattern, row.name) for row in plan.rows):
             text = f"no module at {pattern!r}{near(pattern, [path for path, _ in owners][1:])}"
             failures.append(Failure(text, TreeError))
     if failures:
         refuse(f"{what} of {type(module).__name__}: styles do not fit the module", failures)
-    return [(ref(owner), placed) for _, owner, placed in (*found, *_tied(owners, found, plan))]
+    return [(ref(owner), placed) for _, owner, placed in (*styled, *_tied(owners, styled, plan))]
 
 
-def _tied(owners: Any, found: Any, plan: ParallelPlan) -> Iterator[tuple[str, nn.Module, Placed]]:
-    """Modules without a style of their own that have a parameter of one with a style."""
+def _tied(owners: Any, styled: Any, plan: ParallelPlan) -> Iterator[tuple[str, nn.Module, Placed]]:
+    """Modules that no pattern matches and that share a parameter with a styled module, and the styles for them."""
     users: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, owner in owners:
         for x in owner._parameters.values():
             if x is not None and plan.at(path) is None:
                 users.setdefault(id(x), []).append((path, owner))
-    seen = {id(owner) for _, owner, _ in found}
-    for _, first, placed in found:
+    seen = {id(owner) for _, owner, _ in styled}
+    for _, first, placed in styled:
         for x in first._parameters.values():
             for path, owner in users.get(id(x), ()) if x is not None else ():
                 alike = type(owner).forward is type(first).forward
-                there = None if id(owner) in seen else placed.elsewhere(path, alike)
-                if there is not None:
+                shared = None if id(owner) in seen else placed.elsewhere(path, alike)
+                if shared is not None:
                     seen.add(id(owner))
-                    yield path, owner, there
+                    yield path, owner, shared
 
 
 def _unknown_names(owner: nn.Module, placed: Placed) -> Iterator[Failure]:
+    """Failures for names in ``kwargs`` of a style that are no parameters of forward."""
     for pattern, style in placed.styles.items():
         for key in style.kwargs:
             names, takes_more = _parameters_of(getattr(owner.forward, "__func__", owner.forward))
             if key not in names and not takes_more:
-                text = f"{pattern!r}: forward of {type(owner).__name__} has no {key!r} of kwargs{near(key, names)}"
-                yield Failure(text, TreeError)
+                text = f"{pattern!r}: forward of {type(owner).__name__} has no argument {key!r}, which kwargs lays out"
+                yield Failure(f"{text}{near(key, names)}", TreeError)
 
 
 @functools.lru_cache(maxsize=1024)
 def _parameters_of(forward: Any) -> tuple[tuple[str, ...], bool]:
-    """The names of a forward's parameters but the module, and whether it takes others by name."""
+    """The names of the parameters of a forward without ``self``, and whether it takes any other by name."""
     try:
         parameters = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
@@ -79,13 +83,13 @@ def _parameters_of(forward: Any) -> tuple[tuple[str, ...], bool]:
 
 
 def hook(owner: nn.Module, placed: Placed, plan: ParallelPlan, stack: ExitStack) -> None:
-    """Have the styles act, until the stack ends."""
+    """Apply styles to a module until the stack ends."""
     names, _ = _parameters_of(getattr(owner.forward, "__func__", owner.forward))
     if (style := placed.on_blocks) is not None and style.axis is not None:
         run_on_blocks(owner, style.axis, style.result, placed.mesh, stack)
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        plan.hear(placed.styles)
+        plan.mark_used(placed.styles)
         return placed.inputs(args, kwargs, names)
 
     stack.callback(owner.register_forward_pre_hook(before, with_kwargs=True).remove)

@@ -1,4 +1,4 @@
-"""Parallel styles as data: how the parameters of a subtree are cut, how values lie before and after its function."""
+"""Parallel styles as data: the layouts of the parameters of a subtree, and of the arguments and results of a module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fspmd.messages import described, quoted
 from fspmd.modules.paths import matches
 from fspmd.spec import P
 
-#: How a value lies over the axis of a style: cut along a dim (counted from the end if negative), or one of the words;
-#: what it is over other axes stays. A P says it for all axes; None leaves the value as it is.
+#: The layout of a value over the axis of a style: the dim that the axis cuts (counted from the end if negative), or one
+#: of the words. Its layout over other axes stays. A P is the layout over all axes. None leaves the value as it is.
 Layout = int | Literal["replicated", "unreduced", "reduced"] | P | None
 Layouts = Layout | tuple[Layout, ...]
 _WORDS = ("replicated", "unreduced", "reduced")
@@ -21,20 +21,20 @@ _WORDS = ("replicated", "unreduced", "reduced")
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a subtree of parameters and the values around it lie; every field may be given another value.
+    """The layouts of a subtree of parameters and of the values around it. Every field may get another value.
 
     Args:
-        axis: The mesh axis; by default that of `parallelize`.
+        axis: The mesh axis; by default the axis of `parallelize`.
         weight: Layout of parameters of two dims and more.
         vector: Layout of parameters of one dim. Scalars are replicated.
-        specs: Layouts of single parameters, by glob below the subtree, instead of these.
-        input: Layout of the first argument, or a tuple for the first few. Modules may be given them by name.
-        kwargs: Layouts of arguments by name. Modules may be given them by place.
-        result: What ``f`` gives when it runs on blocks (`Placed.local`).
+        specs: Layouts of single parameters, by glob below the subtree. They go before ``weight`` and ``vector``.
+        input: Layout of the first argument, or a tuple for the first few. The call may pass them by name.
+        kwargs: Layouts of arguments by name. The call may pass them by position.
+        result: Layout of the result of ``f`` when it runs on blocks (`Placed.local`).
         output: Layout of the result, or a tuple for a tuple of results.
 
-    A dim cut over the axis may be `Flat`: a result stays so, and so does an argument where ``specs`` cut parameters so;
-    else it is moved to consecutive blocks, as the parameters lie.
+    A dim that the axis cuts may be `Flat`. A result keeps it, and so does an argument if ``specs`` have `Flat` dims.
+    Otherwise the argument is moved to consecutive blocks, like the parameters.
     """
 
     axis: str | None = None
@@ -50,7 +50,7 @@ class Style:
         if self.axis is not None and not isinstance(self.axis, str):
             raise ArgumentError(
                 f"{type(self).__name__} got {described(self.axis)} for axis; expected the name of a mesh axis, or None "
-                "for that of parallelize"
+                "for the axis of parallelize"
             )
         for name, layouts in (("specs", self.specs), ("kwargs", self.kwargs)):
             if not isinstance(layouts, Mapping):
@@ -60,10 +60,10 @@ class Style:
         given = [("weight", self.weight), ("vector", self.vector), ("result", self.result)]
         given += [(f"specs[{key!r}]", value) for key, value in self.specs.items()]
         given += [(f"kwargs[{key!r}]", value) for key, value in self.kwargs.items()]
-        given += [("input", one) for one in several(self.input)] + [("output", one) for one in several(self.output)]
+        given += [("input", value) for value in several(self.input)]
+        given += [("output", value) for value in several(self.output)]
         for name, layout in given:
-            known = layout is None or isinstance(layout, P) or type(layout) is int or layout in _WORDS
-            if not known:
+            if not (layout is None or isinstance(layout, P) or type(layout) is int or layout in _WORDS):
                 raise ArgumentError(
                     f"{type(self).__name__} got {described(layout)} for {name}; expected a dim such as -1, one of "
                     f"{quoted(_WORDS)}, a P, or None"
@@ -71,44 +71,45 @@ class Style:
 
     @property
     def flat(self) -> bool:
-        """Whether parameters are cut along dims that are `Flat`."""
-        given = [layout for layout in self.specs.values() if isinstance(layout, P)]
-        return any(isinstance(entry, Flat) for layout in given for entry in layout)
+        """Whether ``specs`` have `Flat` dims."""
+        partitions = [layout for layout in self.specs.values() if isinstance(layout, P)]
+        return any(isinstance(entry, Flat) for partition in partitions for entry in partition)
 
     @property
     def places(self) -> bool:
-        """Whether the style says how parameters lie."""
+        """Whether the style has layouts of parameters."""
         return self.weight is not None or self.vector is not None or bool(self.specs)
 
     @property
     def arranges(self) -> bool:
-        """Whether the style says how arguments or results lie."""
-        said = several(self.input) + several(self.output) + tuple(self.kwargs.values())
-        return any(layout is not None for layout in said)
+        """Whether the style has layouts of arguments or results."""
+        layouts = several(self.input) + several(self.output) + tuple(self.kwargs.values())
+        return any(layout is not None for layout in layouts)
 
     def of_parameter(self, below: str, ndim: int) -> Layout:
-        """The layout of the parameter that stands at a path below the subtree."""
+        """The layout of the parameter at the path ``below``, which begins at the subtree."""
         for pattern, layout in self.specs.items():
             if matches(pattern, below):
                 return layout
         return self.weight if ndim >= 2 else self.vector if ndim == 1 else "replicated"
 
     def __repr__(self) -> str:
-        ours, usual = vars(self), vars(type(self)())
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in ours.items() if v != usual[k])})"
+        fields, defaults = vars(self), vars(type(self)())
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in fields.items() if v != defaults[k])})"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ColwiseParallel(Style):
-    """A linear layer cut by its outputs: weight ``[out, in]`` along out (for ``x @ w``: ``weight=-1``), bias too.
+    """A linear layer cut by its outputs: weight ``[out, in]`` and bias along out (for ``x @ w``: ``weight=-1``).
 
-    Forward nothing moves if the input is replicated; backward the input's gradient is an all-reduce. An input cut over
-    the axis, as `SequenceParallel` gives it, is gathered; backward its gradient is then a reduce-scatter. Layers that
-    take one input, as q, k and v do, share both.
+    Forward, nothing moves if the input is replicated; backward, the gradient of the input is an all-reduce. An input
+    cut over the axis, such as the output of `SequenceParallel`, is gathered; backward, its gradient is a
+    reduce-scatter. Layers with the same input, such as q, k and v, share both collectives.
 
-    The ``in_proj_weight`` of ``nn.MultiheadAttention`` holds those of q, k and v one after another, which no even cut
-    divides by heads: the values are right, and its rule moves what each rank's heads lack. Each of the three cut, with
-    ``specs={"in_proj_*": P(Flat((3, None), (width, "x")))}``, or a layer each for q, k and v moves nothing.
+    The ``in_proj_weight`` of ``nn.MultiheadAttention`` has the weights of q, k and v one after another. An even cut
+    does not divide it by heads. The values are still right, because its rule moves the missing rows to each rank. To
+    move nothing, cut each of the three, ``specs={"in_proj_*": P(Flat((3, None), (width, "x")))}``, or use one layer
+    each for q, k and v.
     """
 
     weight: Layout = -2
@@ -122,7 +123,8 @@ class ColwiseParallel(Style):
 class RowwiseParallel(Style):
     """A linear layer cut by its inputs: weight ``[out, in]`` along in (for ``x @ w``: ``weight=-2``), bias replicated.
 
-    Forward the output is an all-reduce, with ``output=1`` a reduce-scatter; backward nothing moves, or an all-gather.
+    Forward, the output is an all-reduce, and with ``output=1`` a reduce-scatter. Backward, nothing moves, and with
+    ``output=1`` there is an all-gather.
     """
 
     weight: Layout = -1
@@ -134,7 +136,7 @@ class RowwiseParallel(Style):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class VocabParallel(Style):
-    """An embedding ``[vocabulary, width]`` cut by the vocabulary. Forward an all-reduce, backward nothing moves."""
+    """An embedding ``[vocabulary, width]`` cut by the vocabulary. Forward, an all-reduce; backward, nothing moves."""
 
     weight: Layout = -2
     vector: Layout = "replicated"
@@ -147,8 +149,8 @@ class VocabParallel(Style):
 class SequenceParallel(Style):
     """A norm or dropout on values cut along the sequence (dim 1): parameters replicated, gradients all-reduced.
 
-    A block of a transformer whose stream is cut along the sequence: two gathers and two reduce-scatters forward, and as
-    many backward. ::
+    The following styles cut the stream of a transformer block along the sequence. They communicate two gathers and two
+    reduce-scatters forward, and as many backward. ::
 
         {
             "norm1": SequenceParallel(), "attn.[qkv]": ColwiseParallel(), "attn.o": RowwiseParallel(output=1),
@@ -175,14 +177,16 @@ class Replicated(Style):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class OnBlocks(Style):
-    """A module whose ``forward`` runs on each rank's blocks, as ordinary Python on plain tensors; by `functional_call`.
+    """A module whose ``forward`` runs on each rank's blocks, as ordinary Python on plain tensors, by `functional_call`.
 
-    Each rank sees its own rows of the arguments and its own part of the parameters, which ``specs`` cut, and nothing
-    moves within: loops and shapes may depend on values, as in a mixture of experts whose tokens are sorted by expert.
-    It gives as many rows as its first tensor has. By default that is a part of a sum over the axis, as of columns then
-    rows: forward an all-reduce of it, backward one for each argument that is not cut over the axis. If nothing is cut
-    over the axis it is no part, and nothing is summed. With ``input=None, result=None, output=None`` rows stay as they
-    lie, as of a batch.
+    Each rank sees its own rows of the arguments, and its own part of the parameters, which ``specs`` cut. Nothing moves
+    within. Loops and shapes may therefore depend on values, as in a mixture of experts that sorts tokens by expert. The
+    result has as many rows as the first tensor among the arguments.
+
+    By default the result is a pending sum over the axis, like the result of a column-parallel layer and a row-parallel
+    one. Forward, it is all-reduced; backward, there is an all-reduce for each argument that is not cut over the axis.
+    If nothing is cut over the axis, nothing is summed. With ``input=None, result=None, output=None`` rows keep their
+    layout, such as that of a batch.
     """
 
     input: Layouts = "replicated"
@@ -192,24 +196,25 @@ class OnBlocks(Style):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PrepareInput(Style):
-    """Arguments laid out by ``input`` and ``kwargs``; says nothing of parameters.
+    """Lays out arguments by ``input`` and ``kwargs``, and no parameters.
 
-    Where layers below it are cut by columns, a cut argument that is to be ``"replicated"`` is gathered as
-    ``"reduced"``: backward is one reduce-scatter for all of them, in place of an all-reduce.
+    A cut argument that is to be ``"replicated"`` is gathered as ``"reduced"`` if layers below are cut by columns.
+    Backward is then one reduce-scatter for all these layers, in place of an all-reduce.
     """
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PrepareOutput(Style):
-    """Results laid out by ``output``; says nothing of parameters."""
+    """Lays out results by ``output``, and no parameters."""
 
 
 def several(layouts: Layouts) -> tuple[Layout, ...]:
+    """One layout, or a tuple of them, as a tuple."""
     return layouts if isinstance(layouts, tuple) else (layouts,)
 
 
 def laid_out(partition: P, ndim: int, axis: str, layout: Layout, *, flat: bool = False) -> P:
-    """The partition with another layout over one axis; ``flat``: a `Flat` dim that it cuts stays as it is cut.
+    """The partition with another layout over one axis. With ``flat`` a `Flat` dim that the axis cuts stays as it is.
 
     >>> laid_out(P("data", None, "tp"), 3, "tp", 0), laid_out(P("data"), 2, "tp", "unreduced")
     (P(('data', 'tp'), None, None), P('data', None, unreduced={'tp'}))
@@ -222,16 +227,15 @@ def laid_out(partition: P, ndim: int, axis: str, layout: Layout, *, flat: bool =
         if not -ndim <= layout < ndim:
             raise ArgumentError(f"a style cuts dim {layout}, but the value has {ndim} dims; write another layout")
         before = partition[layout] if len(partition) == ndim else None
-        is_cut = flat and isinstance(before, Flat) and axis in before.axes
-        entries[layout] = before if is_cut else _cut(entries[layout], axis)
-    pending = partition.unreduced - {axis} | ({axis} if layout == "unreduced" else set())
-    return P(
-        *entries, unreduced=pending, reduced=partition.reduced - {axis} | ({axis} if layout == "reduced" else set())
-    )
+        stays = flat and isinstance(before, Flat) and axis in before.axes
+        entries[layout] = before if stays else _cut(entries[layout], axis)
+    unreduced = partition.unreduced - {axis} | ({axis} if layout == "unreduced" else set())
+    reduced = partition.reduced - {axis} | ({axis} if layout == "reduced" else set())
+    return P(*entries, unreduced=unreduced, reduced=reduced)
 
 
 def _cut(entry: Entry, axis: str) -> Entry:
-    """The entry of a dim, cut over one more axis: of a `Flat` one the leading dim."""
+    """The entry of a dim, cut over one more axis. Of a `Flat` dim the leading factor is cut."""
     if isinstance(entry, Flat):
         (size, axes), *others = entry.factors
         return Flat((size, (*axes, axis)), *others)

@@ -1,8 +1,8 @@
-"""Which torch functions are linear, and in what: of a sum of operands they give the sum of their results.
+"""The torch functions that are linear, and the operands in which they are.
 
-A pending sum stays pending through them, in bodies (`local_view/type_rules.py`) and in the global view
-(`rules/table.py`). The names are those of torch's functions, methods and ops, without the underscores of operators and
-of writes.
+A linear function of a sum is the sum of its results, so a pending sum stays pending through it: in bodies
+(`local_view/type_rules.py`) and in the global view (`rules/table.py`). Names are those of torch's functions, methods
+and ops, without the underscores of operators and of writes.
 """
 
 from __future__ import annotations
@@ -18,46 +18,47 @@ from fspmd.spec import is_float
 Predicate = Callable[..., bool]
 
 
-def _names(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-#: in all operands together; a Python number is one of the first, and no parameter
-_ADDS: Final = _names("add sub subtract rsub")
-#: in the first operand and the last together; those between say where
-BETWEEN: Final = _names("index_add scatter_add scatter_reduce index_put _unsafe_index_put")
-#: in all operands together
-_JOINS: Final = _names(
+#: linear in all operands together; a Python number may be one of the first two
+_ADDS: Final = words("add sub subtract rsub")
+#: linear in the first operand and the last together; the operands between are indices
+BETWEEN: Final = words("index_add scatter_add scatter_reduce index_put _unsafe_index_put")
+#: linear in all operands together
+_JOINS: Final = words(
     "cat concat concatenate stack hstack vstack dstack column_stack row_stack block_diag diagonal_scatter "
     "select_scatter slice_scatter complex copy"
 )
-#: of the products, the operand that is added to one
+#: products -> the place of the operand that is added to the product
 ADDED: Final = {
-    **dict.fromkeys(_names("addmm addmv addr baddbmm addbmm"), 0),
-    **dict.fromkeys(_names("linear convolution"), 2),
+    **dict.fromkeys(words("addmm addmv addr baddbmm addbmm"), 0),
+    **dict.fromkeys(words("linear convolution"), 2),
     **{f"conv{kind}{n}d": 2 for kind in ("", "_transpose") for n in (1, 2, 3)},
     "bilinear": 3,
 }
-#: in each operand
-_PRODUCTS: Final = _names(
+#: linear in each operand
+_PRODUCTS: Final = words(
     "mul multiply rmul matmul __rmatmul__ mm bmm mv dot vdot inner outer tensordot einsum kron cross linalg_cross"
 ) | frozenset(ADDED)
-#: in the first operand, unless it has integers, which they round
-AVERAGES: Final = _names(
+#: linear in the first operand, unless it has integers, which these functions round
+AVERAGES: Final = words(
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
     "_adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d "
     "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
     "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
     "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
 )
-#: in the first operand
-_FIRST: Final = AVERAGES | _names(
+#: linear in the first operand
+_FIRST: Final = AVERAGES | words(
     "neg negative positive pos clone alias alias_copy lift_fresh_copy contiguous to type type_as float double half "
     "bfloat16 _to_copy detach data real imag conj conj_physical _conj _conj_physical _neg_view resolve_conj "
     "resolve_neg deg2rad rad2deg div divide true_divide zeros_like new_zeros zero "
     # sums
     "sum mean sum_to_size cumsum diff trace fold col2im "
-    # views, and copies that lie as they do
+    # views, and their copies
     "reshape view view_as reshape_as _unsafe_view view_copy transpose transpose_copy permute permute_copy t t_copy T "
     "mT H mH adjoint squeeze squeeze_copy unsqueeze unsqueeze_copy expand expand_as broadcast_to flatten unflatten "
     "ravel movedim moveaxis swapaxes swapdims atleast_1d atleast_2d atleast_3d view_as_real view_as_complex "
@@ -72,7 +73,7 @@ _FIRST: Final = AVERAGES | _names(
     "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn "
     "fft_ifftn fft_rfftn fft_irfftn fft_fftshift fft_ifftshift _fft_r2c _fft_c2c _fft_c2r"
 )
-#: "sum": in all operands together; "product": in each of them; "first": in the first alone
+#: function -> "sum": linear in all operands together; "product": in each of them; "first": in the first
 LINEAR: Final[dict[str, str]] = {
     **dict.fromkeys(_FIRST, "first"),
     **dict.fromkeys(_PRODUCTS, "product"),
@@ -80,7 +81,8 @@ LINEAR: Final[dict[str, str]] = {
 }
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    """Return an argument of a call by its place or its name."""
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
@@ -90,7 +92,7 @@ def _adds_no_number(*args: Any, **kwargs: Any) -> bool:
 
 
 def _divides_exactly(*args: Any, **kwargs: Any) -> bool:
-    return _argument(args, kwargs, 2, "rounding_mode", None) is None
+    return argument(args, kwargs, 2, "rounding_mode", None) is None
 
 
 def _keeps_its_dtype(*args: Any, **kwargs: Any) -> bool:
@@ -98,8 +100,8 @@ def _keeps_its_dtype(*args: Any, **kwargs: Any) -> bool:
 
 
 def _pads_with_zeros(*args: Any, **kwargs: Any) -> bool:
-    constant = _argument(args, kwargs, 2, "mode", "constant") == "constant"
-    return not (constant and _argument(args, kwargs, 3, "value", None))
+    constant = argument(args, kwargs, 2, "mode", "constant") == "constant"
+    return not (constant and argument(args, kwargs, 3, "value", None))
 
 
 def _of_one_tensor(*args: Any, **kwargs: Any) -> bool:
@@ -108,29 +110,29 @@ def _of_one_tensor(*args: Any, **kwargs: Any) -> bool:
 
 
 def _accumulates(*args: Any, **kwargs: Any) -> bool:
-    return _argument(args, kwargs, 3, "accumulate", False) is True
+    return argument(args, kwargs, 3, "accumulate", False) is True
 
 
 def _has_no_integers(*args: Any, **kwargs: Any) -> bool:
     return bool(args) and isinstance(args[0], torch.Tensor) and is_float(args[0].dtype)
 
 
-#: linear only of these arguments, which stand in the order of the parameters (`signatures.in_order`)
+#: function -> whether it is linear, given its arguments in the order of the parameters (`signatures.in_order`)
 WHEN: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_ADDS, _adds_no_number),
-    **dict.fromkeys(_names("div divide true_divide"), _divides_exactly),
-    "view": _keeps_its_dtype,  # else the same bits are other numbers
+    **dict.fromkeys(words("div divide true_divide"), _divides_exactly),
+    "view": _keeps_its_dtype,  # in another dtype the same bits are other numbers
     "pad": _pads_with_zeros,
-    "constant_pad_nd": lambda *args, **kwargs: not _argument(args, kwargs, 2, "value", 0),
-    "scatter_reduce": lambda *args, **kwargs: _argument(args, kwargs, 4, "reduce", "") == "sum",
-    **dict.fromkeys(_names("index_put _unsafe_index_put"), _accumulates),  # else any of several values is left
-    **dict.fromkeys(_names("diff atleast_1d atleast_2d atleast_3d"), _of_one_tensor),
+    "constant_pad_nd": lambda *args, **kwargs: not argument(args, kwargs, 2, "value", 0),
+    "scatter_reduce": lambda *args, **kwargs: argument(args, kwargs, 4, "reduce", "") == "sum",
+    **dict.fromkeys(words("index_put _unsafe_index_put"), _accumulates),  # otherwise one of several values remains
+    **dict.fromkeys(words("diff atleast_1d atleast_2d atleast_3d"), _of_one_tensor),
     **dict.fromkeys(AVERAGES, _has_no_integers),
 }
 
 
 def stay_sums(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether numbers of a dtype that become numbers of another one add up as before: no integers, and no truths.
+    """Whether sums stay sums if a dtype becomes another one: not if floats are rounded to integers, or made bool.
 
     >>> stay_sums(torch.int64, torch.float32), stay_sums(torch.float32, torch.int64), stay_sums(torch.int64, torch.bool)
     (True, False, False)
@@ -141,13 +143,13 @@ def stay_sums(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name of a function without what says that it is an operator, or writes into its operand.
+    """Return the name of a function without the underscores of operators and of writes.
 
     >>> plain_name("__iadd__"), plain_name("mul_"), plain_name("__rtruediv__"), plain_name("_fft_r2c")
     ('add', 'mul', 'rdiv', '_fft_r2c')
     """
     if name.startswith("__"):
         operator = name.strip("_")
-        found = OPERATORS.get(operator) or OPERATORS.get(operator.removeprefix("i"))
-        return (found and found[1]) or name
+        _, function = OPERATORS.get(operator) or OPERATORS.get(operator.removeprefix("i")) or ("", "")
+        return function or name
     return name.removesuffix("_")

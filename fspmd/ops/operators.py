@@ -10,13 +10,13 @@ _BINARY: Final = (
     *(("and", "&", "bitwise_and"), ("or", "|", "bitwise_or"), ("xor", "^", "bitwise_xor")),
     *(("lshift", "<<", "bitwise_left_shift"), ("rshift", ">>", "bitwise_right_shift")),
 )
-#: name without underscores -> (sign, torch function) of those with two operands
+#: binary operators: name without underscores -> (sign, torch function)
 BINARY: Final = {
     **{name: (sign, function) for name, sign, function in _BINARY},
     **{name: (sign, name) for name, sign in (("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))},
     **{name: (sign, name) for name, sign in (("eq", "=="), ("ne", "!="))},
 }
-#: the same with the operands the other way round, of which some are functions of their own
+#: the same with reflected operands; some have a torch function of their own
 REFLECTED: Final = {
     f"r{name}": (sign, {"sub": "rsub", "div": "rdiv", "pow": "rpow", "matmul": "", "remainder": "rmod"}.get(f, f))
     for name, sign, f in _BINARY

@@ -1,4 +1,4 @@
-"""What simulations, recorders and passes must know of an aten op, read from its schema."""
+"""Facts about aten ops for simulations, recorders and passes, read from schemas and tags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-#: ops that ask a tensor for plain numbers, and what they ask for
+#: ops that give Python numbers -> what the numbers are: a value, or sizes
 _ASKS = {
     "aten::_local_scalar_dense": "value",
     **dict.fromkeys(("aten::size", "aten::stride", "aten::storage_offset", "aten::numel"), "sizes"),
@@ -16,12 +16,18 @@ _RESIZES = ("resize_", "resize_as_", "set_", "set_data")
 
 
 class OpFacts:
-    """The traits of one op.
+    """The facts about one op.
 
-    ``writes``: the arguments it writes into, by position and name. ``view``: its result aliases its first argument.
-    ``pure``: it gives the same of the same, and does nothing else. ``gives_values``: to Python. ``dynamic_shape``: its
-    result has a shape that depends on values, or may have (`shape_of_values` tells of one call).
-    ``elementwise``: it takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
+    Attributes:
+        asks: ``"value"`` or ``"sizes"``: the op gives Python such numbers of a tensor. Otherwise ``""``.
+        dynamic_shape: The shape of the result may depend on values; `shape_of_values` answers for one call.
+        elementwise: It takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
+        gives_values: It gives Python values of a tensor.
+        pure: Equal operands give equal results, and there are no other effects.
+        random: It draws random numbers.
+        resizes: It may change the size of an operand.
+        view: Its result aliases its first argument.
+        writes: The arguments that it writes into, by position and name.
     """
 
     __slots__ = (
@@ -57,9 +63,9 @@ class OpFacts:
         self.view: bool = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The arguments of a call that it writes into."""
-        found = [args[i] for i, _ in self.writes if i < len(args)]
-        return found + [kwargs[name] for _, name in self.writes if name in kwargs]
+        """Return the arguments of a call that the op writes into."""
+        positional = [args[i] for i, _ in self.writes if i < len(args)]
+        return positional + [kwargs[name] for _, name in self.writes if name in kwargs]
 
     def shape_of_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the shape of the result of a call depends on values of its operands."""
@@ -71,7 +77,7 @@ def _has_mask(args: Sequence[Any], _: Mapping[str, Any]) -> bool:
     return any(isinstance(x, torch.Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
-#: of ops whose result has a shape that may depend on values: in which calls it does
+#: op whose result may have a shape that depends on values -> whether it has one in a call
 _BY_VALUES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
     "aten::index": _has_mask,
     "aten::repeat_interleave": lambda _, kwargs: kwargs.get("output_size") is None,
@@ -82,11 +88,11 @@ FACTS: dict[Any, OpFacts] = {}
 
 
 def learn(func: Any) -> OpFacts:
-    """The traits of an op seen for the first time."""
+    """Read the facts about an op, and keep them in `FACTS`."""
     facts = FACTS[func] = OpFacts(func)
     return facts
 
 
 def facts_of(func: Any) -> OpFacts:
-    """The traits of an op."""
+    """Return the facts about an op."""
     return FACTS.get(func) or learn(func)

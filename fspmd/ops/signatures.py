@@ -1,4 +1,4 @@
-"""The parameters of torch functions, and how the arguments of a call stand to them."""
+"""The parameters of torch functions, and the arguments of a call in their order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fspmd.ops.traits import name_of
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
 T = TypeVar("T")
-#: where a tensor stands: its number among the arguments (positional ones first), and in a list there
+#: the place of a tensor: the number of its argument (positional ones first), or that and its index in a list there
 Place = int | tuple[int, int]
-#: what torch's functions in C take for the names that their schemas have: its own, and NumPy's
+#: other names that torch's functions in C accept -> names in their schemas
 _ALSO: Final = {
     **dict.fromkeys(("input", "x", "a", "x1"), ("self", "input")),
     "x2": ("other",),
@@ -26,17 +26,17 @@ _ALSO: Final = {
 
 
 def at(values: Sequence[Any], place: Place) -> Any:
-    """What stands there."""
+    """Return the value at a place."""
     return values[place[0]][place[1]] if isinstance(place, tuple) else values[place]
 
 
 def argument_of(place: Place) -> int:
-    """The number of the argument that it is in."""
+    """Return the number of the argument that a place is in."""
     return place[0] if isinstance(place, tuple) else place
 
 
 def in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments in the order of the parameters, however they were named: positional up to the first left out.
+    """Return the arguments in the order of the parameters: positional up to the first that is missing.
 
     >>> in_order(torch.addmm, (), {"mat2": 3, "mat1": 2, "beta": 5, "input": 1})
     ((1, 2, 3, 5), {})
@@ -56,16 +56,16 @@ def in_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a function in C by the names that its schema has, of which rules know; the first without.
+    """Return the arguments of a function in C under the names of its schema; the first becomes positional.
 
     >>> by_own_names(torch.sum, (), {"keepdims": True, "axis": 1, "input": 0})
     ((0,), {'keepdim': True, 'dim': 1})
     """
-    own = parameters(func)
-    meant = {name: _parameter(own, name) for name in kwargs}
+    order = parameters(func)
+    meant = {name: _parameter(order, name) for name in kwargs}
     first = None
     if not args:
-        overloads = [[one.name for one in schema.arguments] for schema in schemas(func)]
+        overloads = [[argument.name for argument in schema.arguments] for schema in schemas(func)]
         first = next((names[0] for names in overloads if {*meant.values()} <= {*names}), "self")
     given = [kwargs[name] for name, parameter in meant.items() if parameter == first]
     rest = {name: parameter for name, parameter in meant.items() if parameter != first}
@@ -75,7 +75,7 @@ def by_own_names(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 def by_signature(
     func: Any, positional: int, names: list[str], operands: Sequence[tuple[Place, T]]
 ) -> Sequence[tuple[Place, T]] | None:
-    """The operands in the order of the parameters, however they were named; None where that is not known."""
+    """Return the operands in the order of the parameters; None if the names of some are unknown."""
     named = [operand for operand in operands if argument_of(operand[0]) >= positional]
     if len(named) < 2:
         return operands
@@ -84,11 +84,11 @@ def by_signature(
     if not {*order}.issuperset(by_name):
         return None
     ranks = sorted(range(len(named)), key=lambda i: order.index(by_name[i]))
-    return [*(one for one in operands if argument_of(one[0]) < positional), *(named[i] for i in ranks)]
+    return [*(each for each in operands if argument_of(each[0]) < positional), *(named[i] for i in ranks)]
 
 
 def stand_in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
-    """Whether keyword arguments can be given as positional ones, which is quicker: no overload has them elsewhere."""
+    """Whether keyword arguments can be passed as positional ones, which is quicker, in all overloads."""
     if not names:
         return True
     end, agree = positional + len(names), False
@@ -102,14 +102,14 @@ def stand_in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
 
 @functools.cache
 def may_view(func: Any) -> bool:
-    """Whether a result may be a view of an operand, as schemas say it, which say so of `reshape`, too."""
-    given = [returned.alias_info for schema in schemas(func) for returned in schema.returns]
-    return any(alias is not None and not alias.is_write for alias in given)
+    """Whether a result may be a view of an operand, by the schemas. Those of `reshape` say so too."""
+    aliases = [returned.alias_info for schema in schemas(func) for returned in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 @functools.cache
 def parameters(func: Any) -> list[str]:
-    """The names of a function's parameters; torch's own in C are known by their schemas."""
+    """Return the names of a function's parameters; those of a function in C come from its schemas."""
     if isinstance(func, OpOverload):
         return [argument.name for argument in func._schema.arguments]
     if isinstance(func, OpOverloadPacket):
@@ -125,39 +125,39 @@ def _of_any(schemas: list[Any]) -> list[str]:
 
 
 def required(func: Any) -> list[list[str]]:
-    """The types of the arguments that a call must have, of each overload; of a Python function all are tensors."""
-    if found := [func._schema] if isinstance(func, OpOverload) else schemas(func):
-        return [[str(one.type) for one in schema.arguments if not one.has_default_value()] for schema in found]
+    """Return the types of the required arguments of each overload. For a Python function all count as tensors."""
+    if overloads := [func._schema] if isinstance(func, OpOverload) else schemas(func):
+        return [[str(arg.type) for arg in schema.arguments if not arg.has_default_value()] for schema in overloads]
     try:
-        own = inspect.signature(func).parameters.values()
+        arguments = inspect.signature(func).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [["Tensor" for one in own if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]]
+    return [["Tensor" for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]]
 
 
 @functools.cache
 def _parameters_of(func: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The names of the parameters that may be positional, and of the others, of each overload that is known."""
+    """Return, for each known overload, the names of parameters that may be positional, and of keyword-only ones."""
     if isinstance(func, FunctionType):
         code = func.__code__
         every = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         return [(every[: code.co_argcount], every[code.co_argcount :])]
     if not isinstance(func, (BuiltinFunctionType, MethodDescriptorType)):
         return []
-    found = [[(one.name, one.kwarg_only) for one in schema.arguments] for schema in schemas(func)]
-    return [(tuple(x for x, only in one if not only), tuple(x for x, only in one if only)) for one in found]
+    overloads = [[(arg.name, arg.kwarg_only) for arg in schema.arguments] for schema in schemas(func)]
+    return [(tuple(x for x, only in args if not only), tuple(x for x, only in args if only)) for args in overloads]
 
 
 def schemas(func: Any) -> list[Any]:
-    """Of the overloads of torch's own functions in C."""
+    """Return the schemas of the overloads of a torch function in C."""
     packet: Any = getattr(torch.ops.aten, name_of(func), None)
-    known = isinstance(packet, OpOverloadPacket)  # not a method of the namespace, as `__eq__` is
+    known = isinstance(packet, OpOverloadPacket)  # `__eq__`, for example, is a method of the namespace itself
     return [getattr(packet, name)._schema for name in packet.overloads()] if known else []
 
 
 def _parameter(order: list[str], name: str) -> str:
-    """The parameter that an argument's name means."""
-    return name if name in order else next((one for one in _ALSO.get(name, ()) if one in order), name)
+    """Return the parameter that the name of an argument stands for."""
+    return name if name in order else next((other for other in _ALSO.get(name, ()) if other in order), name)
 
 
 def _rank(order: list[str]) -> Any:

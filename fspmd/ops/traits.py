@@ -1,12 +1,12 @@
-"""What the type tracker must know of a torch function beyond its operands: does it write, draw, branch, is it linear.
+"""The traits of torch functions for the type tracker: whether they write, draw, branch, or are linear.
 
-Data, by name: most torch functions need no row.
+Traits are data, by name. Most torch functions need no entry.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.ops.linearity import LINEAR, WHEN, plain_name
+from fspmd.ops.linearity import LINEAR, WHEN, Predicate, argument, plain_name, words
 from fspmd.torch_internals import (
     HigherOrderOperator,
     OpOverload,
@@ -24,8 +24,6 @@ from fspmd.torch_internals import (
 )
 from fspmd.variance import get_variance
 
-Predicate = Callable[..., bool]
-
 
 @dataclass(frozen=True, slots=True)
 class Traits:
@@ -33,54 +31,50 @@ class Traits:
 
     name: str
     special: bool = False
-    sometimes: Predicate | None = None  # special, given these arguments
+    sometimes: Predicate | None = None  # whether it is special, given its arguments
     asks: bool = False  # gives no tensor and reads no values: a shape, a dtype
-    python_value: Predicate | None = None  # gives Python one value, given these arguments: a branch
+    python_value: Predicate | None = None  # whether it gives Python one value, which Python may branch on
     writes: bool = False  # writes into an operand
-    draws: Predicate | None = None  # draws random numbers, given these arguments
-    ragged: Predicate | None = None  # the sizes of its result depend on values, given these arguments
+    draws: Predicate | None = None  # whether it draws random numbers
+    ragged: Predicate | None = None  # whether the sizes of its result depend on values
     indexes: bool = False  # takes indices that may be 0-d tensors
     elementwise: bool = False  # takes lists of tensors and treats the i-th of each together
-    backward: tuple[str, int, str] | None = None  # runs backward: its outputs' name, its cotangents' place and name
+    backward: tuple[str, int, str] | None = None  # runs backward: name of its outputs, place and name of its cotangents
     hook: bool = False  # registers a function of the gradient
     dual: bool = False  # gives the gradient of its operand
-    in_copies: bool = False  # writes into values it makes of its operands: in a simulation all must be held alike
+    in_copies: bool = False  # writes into values made of its operands: a simulation must hold all of them alike
     calls: str = ""  # the parameter that takes a function of tensors
     constant: bool = False  # takes only dtype and device of its first operand, and makes a value of other data
-    linear: str = ""  # sum, product, first (`linearity.py`), or metadata: see the table below
-    linear_when: Predicate = lambda *args, **kwargs: True  # it is that, given these arguments
+    linear: str = ""  # sum, product, first (`linearity.py`), or metadata (`_METADATA`)
+    linear_when: Predicate = lambda *args, **kwargs: True  # whether ``linear`` holds
 
     @property
     def shown(self) -> str:
-        """The call as a message names it."""
+        """The name of the call in messages."""
         return _SHOWN.get(self.name, f"{self.name}()")
 
     @property
     def instead(self) -> str:
-        """What to write instead of it, where the common advice does not fit."""
+        """The advice of messages about this function, where the common advice does not fit."""
         return _INSTEAD.get(self.name, "")
 
     @property
     def pure(self) -> bool:
-        """Whether a call computes new values of its operands and nothing else."""
+        """Whether a call computes new values of its operands and has no other effect."""
         special = self.special or self.sometimes or self.linear == "metadata"
         return self.name == "batch_norm" or self.in_copies or not special
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_PYTHON_VALUE: Final = _names(
+_PYTHON_VALUE: Final = words(
     "__bool__ __int__ __float__ __complex__ __index__ __array__ __contains__ item tolist numpy is_nonzero equal "
     "allclose"
 )
-#: take Python numbers: a tensor among their arguments is asked for one
-_OF_NUMBERS: Final = _names(
+#: functions of Python numbers: they read a tensor among their arguments as a number
+_OF_NUMBERS: Final = words(
     "zeros ones empty full rand randn randint randperm arange linspace logspace range eye empty_strided"
 )
-#: the same after their first operand
-_SIZED: Final = _names("view reshape expand repeat tile new_zeros new_ones new_empty new_full unflatten roll")
+#: the same for arguments after the first
+_SIZED: Final = words("view reshape expand repeat tile new_zeros new_ones new_empty new_full unflatten roll")
 _SHOWN: Final = {
     "__bool__": "a branch (if, while, and, or, not, assert)",
     **{f"__{name}__": f"{name}()" for name in ("int", "float", "complex")},
@@ -106,61 +100,60 @@ _INSTEAD: Final = {
     "instance_norm": _STATISTICS,
     "set grad": "the gradient of a value that is equal on all ranks is a sum over them: psum it first",
 }
-_NOT_WRITES: Final = _names("requires_grad_ detach_ share_memory_ rename_ coalesce_ is_shared_")
-_IN_PLACE_DUNDERS: Final = _names(
+_NOT_WRITES: Final = words("requires_grad_ detach_ share_memory_ rename_ coalesce_ is_shared_")
+_IN_PLACE_DUNDERS: Final = words(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
     "__ilshift__ __irshift__ __idiv__"
 )
-#: those that torch's tags do not tell of
-_RANDOM: Final = _names(
+#: random functions that torch does not tag as such
+_RANDOM: Final = words(
     "dropout1d dropout2d dropout3d gumbel_softmax trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
     "xavier_normal_ orthogonal_ sparse_ fractional_max_pool2d fractional_max_pool3d "
     "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices multi_head_attention_forward"
 )
-_RECURRENT: Final = _names("lstm gru rnn_tanh rnn_relu")
-_APART: Final = _RECURRENT | _names("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
+_RECURRENT: Final = words("lstm gru rnn_tanh rnn_relu")
+_APART: Final = _RECURRENT | words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
 _CALLS: Final = {"triplet_margin_with_distance_loss": "distance_function"}
-_RAGGED: Final = _names("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
-#: read no values, so every type passes
-_METADATA: Final = _names(
+_RAGGED: Final = words("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
+#: functions that read no values, so that operands may have any type
+_METADATA: Final = words(
     "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
     "is_complex is_signed is_conj is_neg is_inference requires_grad_ register_hook "
     "register_post_accumulate_grad_hook retain_grad backward __len__ __repr__ __format__ __hash__ get_device "
     "empty_like new_empty is_same_size is_pinned __deepcopy__ untyped_storage"
 )
-#: of these, the ones that give no tensor
-_ASKS: Final = _names(
+#: functions of `_METADATA` that give no tensor, and properties
+_ASKS: Final = words(
     "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
     "is_complex is_signed is_conj is_neg is_inference __len__ __hash__ get_device is_same_size is_pinned"
-) | {f"get {name}" for name in _names("shape ndim dtype device layout itemsize nbytes requires_grad is_leaf grad_fn")}
+) | {f"get {name}" for name in words("shape ndim dtype device layout itemsize nbytes requires_grad is_leaf grad_fn")}
 _ALWAYS: Final[Predicate] = lambda *args, **kwargs: True  # noqa: E731
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
 def _draws_in_attention(*args: Any, **kwargs: Any) -> bool:
-    return bool(_argument(args, kwargs, 4, "dropout_p", 0.0))
+    return bool(argument(args, kwargs, 4, "dropout_p", 0.0))
 
 
 def _draws_in_dropout(*args: Any, **kwargs: Any) -> bool:
-    training = _argument(args, kwargs, 2, "training", kwargs.get("train", True))
-    return bool(training) and bool(_argument(args, kwargs, 1, "p", 0.5))
+    training = argument(args, kwargs, 2, "training", kwargs.get("train", True))
+    return bool(training) and bool(argument(args, kwargs, 1, "p", 0.5))
 
 
 def _draws_in_recurrent(*args: Any, **kwargs: Any) -> bool:
-    """Dropout between layers: (input, hx, weights, biases, layers, dropout, train, ...); packed input has two parts."""
+    """Whether a recurrent layer drops out: (input, hx, weights, biases, layers, dropout, train, ...).
+
+    A packed input counts as two arguments.
+    """
     dropout, train = args[6:8] if isinstance(args[3], (tuple, list)) else args[5:7]
     return bool(dropout and train)
 
 
 def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
-    return bool(_argument(args, kwargs, 3, "training", False))
+    return bool(argument(args, kwargs, 3, "training", False))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among values, and in lists and tuples among them."""
+    """Yield the tensors among values, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -169,21 +162,21 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _tensor_as_size(*args: Any, **kwargs: Any) -> bool:
-    """A 0-d tensor that varies, after the first operand."""
+    """Whether an argument after the first is a 0-d tensor that varies."""
     return any(not x.ndim and get_variance(x).varying for x in tensors_in((*args[1:], *kwargs.values())))
 
 
 def _varies_later(*args: Any, **kwargs: Any) -> bool:
-    """A tensor that varies, after the first operand."""
+    """Whether an argument after the first is a tensor that varies."""
     return any(get_variance(x).varying for x in tensors_in((*args[1:], *kwargs.values())))
 
 
 def _of_list(*args: Any, **kwargs: Any) -> bool:
-    return isinstance(_argument(args, kwargs, 0, "data", None), (list, tuple))
+    return isinstance(argument(args, kwargs, 0, "data", None), (list, tuple))
 
 
 def _unknown_classes(*args: Any, **kwargs: Any) -> bool:
-    return bool(_argument(args, kwargs, 1, "num_classes", -1) == -1)
+    return bool(argument(args, kwargs, 1, "num_classes", -1) == -1)
 
 
 _BRANCHES: Final[dict[str, Predicate]] = {
@@ -191,15 +184,15 @@ _BRANCHES: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_SIZED, _tensor_as_size),
     "tensor_split": _varies_later,
     "one_hot": _unknown_classes,
-    **dict.fromkeys(("tensor", "as_tensor", "asarray"), _of_list),  # torch reads the numbers out of 0-d tensors
+    **dict.fromkeys(("tensor", "as_tensor", "asarray"), _of_list),  # torch reads 0-d tensors in a list as numbers
     "__format__": lambda *args, **kwargs: len(args) > 1 and args[1] != "",
 }
-#: which calls of them draw, where not all do
+#: random functions -> whether a call draws
 _DRAWS: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_RANDOM, _ALWAYS),
     "scaled_dot_product_attention": _draws_in_attention,
     **dict.fromkeys(
-        _names(
+        words(
             "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout "
             "feature_dropout_ feature_alpha_dropout feature_alpha_dropout_"
         ),
@@ -211,7 +204,7 @@ _DRAWS: Final[dict[str, Predicate]] = {
 
 
 def _draws(name: str, func: Any) -> Predicate | None:
-    """Which calls of a function draw random numbers."""
+    """Return the predicate that says which calls of a function draw random numbers, or None."""
     if name in _DRAWS:
         return _DRAWS[name]
     tagged = _SEEDED in func.tags if isinstance(func, OpOverload) else is_tagged(name, _SEEDED)
@@ -222,7 +215,7 @@ _SEEDED: Final = torch.Tag.nondeterministic_seeded
 
 
 def _ragged_index(*args: Any, **kwargs: Any) -> bool:
-    """An index by a mask, or by a slice between tensors."""
+    """Whether an index has a mask, or a slice with tensors as bounds."""
     index = args[1] if len(args) > 1 else None
     return any(
         any(isinstance(bound, Tensor) for bound in (entry.start, entry.stop, entry.step))
@@ -240,7 +233,7 @@ _RAGGED_WHEN: Final[dict[str, Predicate]] = {
 
 
 def _tensor_later(*args: Any, **kwargs: Any) -> bool:
-    """A tensor after the first operand."""
+    """Whether there is a tensor after the first argument."""
     return _any_tensor(args[1:]) or (bool(kwargs) and _any_tensor(kwargs.values()))
 
 
@@ -264,7 +257,7 @@ _BACKWARD: Final[dict[Any, tuple[str, int, str]]] = {
     Tensor.backward: ("self", 1, "gradient"),
 }
 
-#: what makes a call special that mostly is not; must hold wherever one of the predicates above does
+#: functions of which few calls are special -> whether a call is; true wherever one of the predicates above is
 _SOMETIMES: Final[dict[str, Predicate]] = {
     **dict.fromkeys((*_SIZED, "__getitem__", "narrow", "select", "tensor_split"), _tensor_later),
     "where": _RAGGED_WHEN["where"],
@@ -276,7 +269,7 @@ _SOMETIMES: Final[dict[str, Predicate]] = {
 OPS: Final[dict[Any, Traits]] = {}
 
 
-#: what to write in place of functions that torch compiles as a whole, with the functions that they run
+#: advice in errors for functions that torch compiles together with the functions that they call
 INSTEAD_OF_COMPILED = (
     "For while_loop, cond, scan and map write Python's own while, if and for, with x.item() for a condition; for "
     "flex_attention write F.scaled_dot_product_attention(q, k, v, attn_mask=...), or run it rank by rank: "
@@ -285,14 +278,14 @@ INSTEAD_OF_COMPILED = (
 
 
 def learn(func: Any) -> Traits:
-    """The traits of a torch function, method, property getter or op from ``torch.ops``; kept in `OPS`.
+    """Return the traits of a torch function, method, property getter or op of ``torch.ops``, and keep them in `OPS`.
 
     Raises:
-        ArgumentError: it runs functions that torch compiles; no types are known of what these compute.
+        ArgumentError: The function runs functions that torch compiles; the types of their results are unknown.
     """
     name = name_of(func)
     if isinstance(func, HigherOrderOperator) and func is not custom_function_call:
-        raise ArgumentError(f"{name}() runs functions that torch compiles, not in bodies. {INSTEAD_OF_COMPILED}")
+        raise ArgumentError(f"{name}() in a body runs functions that torch compiles. {INSTEAD_OF_COMPILED}")
     is_op = isinstance(func, (OpOverload, OpOverloadPacket))
     elementwise = name.startswith(("_foreach_", "_fused_"))
     writes = name not in _NOT_WRITES and (
@@ -326,7 +319,7 @@ def learn(func: Any) -> Traits:
 
 @functools.lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
-    """The name of a torch function, method, property or op; of a property that tells of its operand ``get name``."""
+    """Return the name of a torch function, method, property or op; of a property that is not linear, ``get name``."""
     if isinstance(func, (OpOverload, OpOverloadPacket)):
         qualified: str = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
         return qualified.removeprefix("aten::")
@@ -339,7 +332,7 @@ def name_of(func: Any) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def is_tagged(name: str, tag: torch.Tag) -> bool:
-    """Whether torch says something of an op of that name that gives tensors.
+    """Whether torch gives a tag to an op of this name whose result is a tensor.
 
     >>> is_tagged("relu", torch.Tag.pointwise), is_tagged("mm", torch.Tag.pointwise)
     (True, False)
@@ -352,12 +345,12 @@ def is_tagged(name: str, tag: torch.Tag) -> bool:
 
 
 def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that a call writes into."""
+    """Yield the tensors that a call writes into."""
     targets: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
     if op.name in ("batch_norm", "instance_norm"):
         functional = func is torch.nn.functional.batch_norm or func is torch.nn.functional.instance_norm
         training = ("training", False) if op.name == "batch_norm" else ("use_input_stats", True)
-        if _argument(args, kwargs, 5, *training):
+        if argument(args, kwargs, 5, *training):
             first = 1 if functional else 3
             targets += [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
     elif op.writes:
@@ -365,9 +358,9 @@ def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[
         for i, name in _written_arguments(func) if is_op else ((0, "input"),):
             targets.append(args[i] if i < len(args) else kwargs.get(name))
     for target in targets:
-        for one in target if isinstance(target, (list, tuple)) else (target,):
-            if isinstance(one, Tensor):
-                yield one
+        for x in target if isinstance(target, (list, tuple)) else (target,):
+            if isinstance(x, Tensor):
+                yield x
 
 
 @functools.lru_cache(maxsize=4096)
@@ -386,7 +379,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def autocasts() -> tuple[Any, ...]:
-    """Whether torch computes in other dtypes than it is asked to, and in which."""
+    """Return (device type, dtype) for each device with autocast."""
     if not is_any_autocast_enabled():
         return ()
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))

@@ -1,1 +1,1 @@
-"""How values come to lie on a mesh, are moved on it by their owner, and are measured there."""
+"""Values put on a mesh, moved between layouts and taken off; new values; helpers for processes."""

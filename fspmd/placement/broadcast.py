@@ -1,4 +1,4 @@
-"""Mesh-level helpers: `broadcast` of what one rank holds, `pad_to_blocks` and `unpad` for blocks of one size."""
+"""Helpers on a mesh: `broadcast` for the tensors of one rank, `pad_to_blocks` and `unpad` for even blocks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ T = TypeVar("T", Tensor, Sharded)
 def broadcast(tree: Any, *, src: int, mesh: Mesh | None = None) -> Any:
     """The tensors of the global rank ``src`` on every rank of a mesh, as new plain tensors.
 
-    Every rank passes a tree of the same structure, shapes and dtypes, which are compared before data moves. Where the
-    other ranks have no tensors, or each needs its blocks only, write `scatter`.
+    Every rank passes a tree of the same structure, shapes and dtypes. They are compared before data moves. If the other
+    ranks have no tensors, or need only their blocks, use `scatter`.
 
     Communication: the description of the tree, one all-reduce of a number, then a broadcast per tensor. Backward sends
-    nothing: outside bodies the gradient of a plain tensor is equal on all ranks. ``src`` keeps it; others get zeros.
+    nothing, because outside bodies the gradient of a plain tensor is equal on all ranks. ``src`` keeps it, and the
+    other ranks get zeros.
 
     Raises:
-        ShapeError: on all ranks alike, naming the first rank whose tree differs, and the leaf.
-        ArgumentError, MeshError: on all ranks alike: a leaf of ``src`` is no plain tensor; ``src`` is no rank of the
+        ShapeError: on all ranks alike, a tree differs. The error names the first rank that differs, and the leaf.
+        ArgumentError, MeshError: on all ranks alike, a leaf of ``src`` is no plain tensor, or ``src`` is no rank of the
             mesh.
 
     >>> from fspmd import make_mesh
@@ -50,15 +51,16 @@ def broadcast(tree: Any, *, src: int, mesh: Mesh | None = None) -> Any:
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     labels = leaf_paths(tree, "tree")
     mine = [tree_text(treedef), *map(_metadata, labels, leaves)]
-    theirs, follows = source.tell(lambda: (mine, [_follows(*leaf) for leaf in zip(labels, leaves, strict=True)]))
+    theirs, followed = source.tell(lambda: (mine, [_is_followed(*leaf) for leaf in zip(labels, leaves, strict=True)]))
     source.agree(
         lambda: next((source.against(*pair) for pair in zip(mine, theirs, strict=False) if len({*pair}) > 1), "")
     )
     if mesh.transport == "simulation":
         return treedef.unflatten(leaf.to(mesh.device, copy=True) for leaf in leaves)
-    begin = call("broadcast_invariant", mesh, mesh.axis_names, Options(root=source.position))
+    collective = call("broadcast_invariant", mesh, mesh.axis_names, Options(root=source.position))
     return treedef.unflatten(
-        apply(_following(leaf, follow).to(mesh.device), begin) for leaf, follow in zip(leaves, follows, strict=True)
+        apply(_with_grad(leaf, requires_grad).to(mesh.device), collective)
+        for leaf, requires_grad in zip(leaves, followed, strict=True)
     )
 
 
@@ -66,28 +68,32 @@ def _metadata(label: str, leaf: Any) -> str:
     return f"{label} as {describe(leaf.dtype, leaf.shape) if type(leaf) is Tensor else described(leaf)}"
 
 
-def _follows(label: str, leaf: Any) -> bool:
-    """Whether gradients come back to a leaf."""
+def _is_followed(label: str, leaf: Any) -> bool:
+    """Whether autograd follows a leaf of the source.
+
+    Raises:
+        ArgumentError: the leaf is no plain tensor.
+    """
     refuse_misfit(leaf, f"broadcast: {label} is")
     if not is_plain(leaf) or is_simulated(leaf):
         raise ArgumentError(
-            f"broadcast: {label} is {described(leaf)}; it takes plain tensors, which each rank has of its own: "
-            "reshard moves a Sharded"
+            f"broadcast: {label} is {described(leaf)}; pass plain tensors, of which each rank has its own, and move a "
+            "Sharded with reshard"
         )
     return leaf.requires_grad and torch.is_grad_enabled()
 
 
-def _following(leaf: Tensor, follow: bool) -> Tensor:
-    """The leaf with the graph that the source's has: backward is alike on all ranks."""
-    return leaf if leaf.requires_grad and follow else leaf.detach().requires_grad_(follow)
+def _with_grad(leaf: Tensor, requires_grad: bool) -> Tensor:
+    """A leaf that autograd follows if it follows the source's, so that backward is alike on all ranks."""
+    return leaf if leaf.requires_grad and requires_grad else leaf.detach().requires_grad_(requires_grad)
 
 
 def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:
-    """``x`` with zeros after the end of each dim that ``spec`` cuts, so that all blocks are of one size.
+    """``x`` with zeros after the end of each dim that ``spec`` cuts, so that blocks are even.
 
     Raises:
-        ArgumentError: ``x`` is not a tensor.
-        SpecError: the spec does not fit.
+        ArgumentError: ``x`` is no tensor.
+        SpecError: ``spec`` does not fit.
 
     >>> from fspmd import make_mesh
     >>> pad_to_blocks(torch.ones(5, 3), P("x"), make_mesh((4,), ("x",))).shape
@@ -97,12 +103,12 @@ def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:
     mesh = x.spec.mesh if isinstance(x, Sharded) and mesh is None else the_mesh(mesh, "pad_to_blocks")
     if wrong := complain(spec, mesh, x.ndim):
         raise SpecError(f"pad_to_blocks: a tensor of shape {tuple(x.shape)}: {wrong}")
-    lacks = [0] * x.ndim
+    missing = [0] * x.ndim
     for dim, entry in enumerate(spec):
-        lacks[dim] = -x.shape[dim] % prod(mesh.shape[axis] for axis in entry_axes(entry))
-    if not any(lacks):
+        missing[dim] = -x.shape[dim] % prod(mesh.shape[axis] for axis in entry_axes(entry))
+    if not any(missing):
         return x
-    padding = [n for lack in reversed(lacks) for n in (0, lack)]
+    padding = [n for count in reversed(missing) for n in (0, count)]
     padded: Any = torch.nn.functional.pad(x, padding)
     return padded  # type: ignore[no-any-return]
 
@@ -113,11 +119,11 @@ def _check_is_tensor(name: str, x: object) -> None:
 
 
 def unpad(x: T, shape: tuple[int, ...]) -> T:
-    """The first elements of each dim: what `pad_to_blocks` was given.
+    """The first elements of each dim: the inverse of `pad_to_blocks`, whose argument had this shape.
 
     Raises:
-        ArgumentError: ``x`` is not a tensor.
-        ShapeError: the shape has a different number of dims, or a larger dim.
+        ArgumentError: ``x`` is no tensor.
+        ShapeError: ``shape`` has another number of dims, or a larger dim.
 
     >>> unpad(torch.ones(8, 3), (5, 3)).shape
     torch.Size([5, 3])
@@ -127,5 +133,7 @@ def unpad(x: T, shape: tuple[int, ...]) -> T:
     fits = sizes is not None and len(sizes) == x.ndim and all(isinstance(n, Integral) for n in sizes)
     if not fits or any(not 0 <= new <= old for new, old in zip(shape, x.shape, strict=True)):
         given = described(shape) if sizes is None else f"the shape {sizes}"
-        raise ShapeError(f"unpad got {given} for a tensor of shape {tuple(x.shape)}; give it the shape before")
+        raise ShapeError(
+            f"unpad got {given} for a tensor of shape {tuple(x.shape)}; give it the shape before pad_to_blocks"
+        )
     return x[tuple(slice(0, n) for n in shape)]  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""The blocks of a `Sharded` as ``torch.distributed.checkpoint`` writes and reads them: chunks of the global tensor.
+"""The blocks of a `Sharded` for ``torch.distributed.checkpoint``, which writes and reads them as chunks.
 
-So a checkpoint holds global tensors, of which each rank writes its own blocks, and any mesh and layout can read them.
+A checkpoint has global tensors. Each rank writes its own blocks, and any mesh and layout can read them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Offsets = tuple[int, ...]
 
 
 def chunks_of(x: Sharded) -> Iterator[tuple[Offsets, Tensor]]:
-    """The different blocks that this process holds, and where each begins in the global tensor.
+    """The different blocks of this process, and the offsets at which each begins in the global tensor.
 
     Raises:
-        SpecError: a layout of which no block is a box of the global tensor.
+        SpecError: the blocks are no boxes of the global tensor.
     """
     spec, mesh = x.spec, x.spec.mesh
     if spec.partition.unreduced or spec.flat:
-        why = "its value is a sum that is pending" if not spec.flat else "its blocks are no boxes of the global tensor"
-        kept = P(*(None if spec.flat else entry for entry in spec.partition))
+        why = "its value is a pending sum" if not spec.flat else "its blocks are no boxes of the global tensor"
+        target = P(*(None if spec.flat else entry for entry in spec.partition))
         raise SpecError(
-            f"torch.distributed.checkpoint got {x!r}, of which no block can be saved or loaded: {why}; move it first: "
-            f"reshard(x, {kept!r})"
+            f"torch.distributed.checkpoint got {x!r}, whose blocks cannot be saved or loaded: {why}; move it first: "
+            f"reshard(x, {target!r})"
         )
     seen = set()
-    for at, block in placed_blocks(x.local, mesh):
-        coordinate = tuple(at.values())
+    for index, block in placed_blocks(x.local, mesh):
+        coordinate = tuple(index.values())
         offsets = spec.offset(coordinate)
         if (block.numel() or _writes_empty_tensor(spec, coordinate)) and offsets not in seen:
             seen.add(offsets)
@@ -43,25 +43,25 @@ def chunks_of(x: Sharded) -> Iterator[tuple[Offsets, Tensor]]:
 
 
 def _writes_empty_tensor(spec: TensorSpec, coordinate: tuple[int, ...]) -> bool:
-    """Whether a tensor without elements is written by whoever stands here."""
+    """Whether the rank at a coordinate writes a global tensor without elements."""
     return 0 in spec.shape and not any(coordinate)
 
 
 def create_write_items(x: Sharded, name: str, _: Any) -> list[Any]:
-    """What this process writes."""
+    """The items that this process writes: one for each block."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=x.dtype, requires_grad=x.requires_grad))
-    size, found = torch.Size(x.spec.shape), []
+    size, items = torch.Size(x.spec.shape), []
     for chunk in create_chunk_list(x):
         data = TensorWriteData(chunk, properties, size)
-        found.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-    return found
+        items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    return items
 
 
 def create_chunk_list(x: Sharded) -> list[Any]:
-    """What this process holds of the global tensor."""
+    """The chunks of the global tensor that this process has."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [ChunkStorageMetadata(torch.Size(offsets), block.shape) for offsets, block in chunks_of(x)]
@@ -69,14 +69,16 @@ def create_chunk_list(x: Sharded) -> list[Any]:
 
 def get_tensor_shard(x: Sharded, index: Any) -> Tensor:
     """The block that begins at an offset, to be read or written."""
-    found = next((block for offsets, block in chunks_of(x) if offsets == tuple(index.offset or ())), None)
-    if found is None:
-        raise ArgumentError(f"torch.distributed.checkpoint asked for the block of {x!r} at {index}, which is not here")
-    return found
+    for offsets, block in chunks_of(x):
+        if offsets == tuple(index.offset or ()):
+            return block
+    raise ArgumentError(
+        f"torch.distributed.checkpoint asked for the block of {x!r} at {index}, which this process does not have"
+    )
 
 
 def install() -> None:
-    """What ``torch.distributed.checkpoint`` asks of a tensor that has its own way to be saved."""
+    """Give `Sharded` the methods that ``torch.distributed.checkpoint`` calls on tensors that save themselves."""
     methods = (
         ("__create_write_items__", create_write_items),
         ("__create_chunk_list__", create_chunk_list),

@@ -1,8 +1,9 @@
-"""New `Sharded` values of a global shape, of which each rank makes its own block alone. Nothing moves.
+"""New `Sharded` values of a global shape. Each rank makes only its own block, and nothing moves.
 
-They take torch's arguments, and besides ``spec``, by default P(), and ``mesh``, by default that of `set_mesh`, on whose
-device they are. Random ones are the same global tensor on any mesh, under any spec. They advance torch's default
-generator (or ``generator``) by one draw, which must be alike on all ranks: ``torch.manual_seed(0)`` on each of them.
+The functions take torch's arguments, and ``spec``, by default P(), and ``mesh``, by default that of `set_mesh`. The
+values are on the device of the mesh. Random values are the same global tensor on any mesh, under any spec. They advance
+torch's default generator (or ``generator``) by one draw. Its state must be equal on all ranks: call
+``torch.manual_seed(0)`` on each of them.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ Size = int | tuple[int, ...] | list[int]
 
 
 class CreationOptions(TypedDict, total=False):
-    """What every function here takes besides."""
+    """The keyword arguments of every function here."""
 
     spec: P
     mesh: Mesh | None
     dtype: torch.dtype | None
-    device: torch.device | str | None  # the mesh's own
+    device: torch.device | str | None  # of the type of the mesh's devices
     requires_grad: bool
 
 
 class RandomOptions(CreationOptions, total=False):
-    """What those that draw take besides."""
+    """The keyword arguments of functions that draw random numbers."""
 
     generator: torch.Generator | None
 
@@ -52,7 +53,7 @@ def zeros(*size: Size, **options: Unpack[CreationOptions]) -> Sharded:
     >>> zeros(8, 4, spec=P("x"), mesh=make_mesh((4,), ("x",)))
     Sharded f32[8@x, 4] on mesh(x=4)
     """
-    return _made(torch.zeros, _spec(torch.zeros, size, options), options)
+    return _filled(torch.zeros, _spec(torch.zeros, size, options), options)
 
 
 def ones(*size: Size, **options: Unpack[CreationOptions]) -> Sharded:
@@ -62,34 +63,34 @@ def ones(*size: Size, **options: Unpack[CreationOptions]) -> Sharded:
     >>> device_get(ones(3, spec=P("x"), mesh=make_mesh((4,), ("x",))))
     tensor([1., 1., 1.])
     """
-    return _made(torch.ones, _spec(torch.ones, size, options), options)
+    return _filled(torch.ones, _spec(torch.ones, size, options), options)
 
 
 def empty(*size: Size, **options: Unpack[CreationOptions]) -> Sharded:
-    """Memory as it comes, to be written.
+    """Uninitialised values.
 
     >>> from fspmd import empty, make_mesh
     >>> empty((5, 2), spec=P("x"), mesh=make_mesh((4,), ("x",)))
     Sharded f32[5@x, 2] on mesh(x=4)
     """
-    return _made(torch.empty, _spec(torch.empty, size, options), options)
+    return _filled(torch.empty, _spec(torch.empty, size, options), options)
 
 
 def full(size: Size, fill_value: complex, **options: Unpack[CreationOptions]) -> Sharded:
-    """One number everywhere, which gives the dtype, as in torch.
+    """One number in all elements. By default its type gives the dtype, as in torch.
 
     >>> from fspmd import full, make_mesh
     >>> full((2, 3), 7, spec=P("x"), mesh=make_mesh((2,), ("x",)))
     Sharded i64[2@x, 3] on mesh(x=2)
     """
     shape = (size,) if isinstance(size, int) else size
-    return _made(torch.full, _spec(torch.full, (shape, fill_value), options), options, fill_value)
+    return _filled(torch.full, _spec(torch.full, (shape, fill_value), options), options, fill_value)
 
 
 def arange(*bounds: float, **options: Unpack[CreationOptions]) -> Sharded:
     """``arange(end)``, ``arange(start, end)`` or ``arange(start, end, step)``.
 
-    Integers are torch's; floats are ``start + i * step`` rounded once, where torch's may be a rounding off.
+    Integers are those of torch. Floats are ``start + i * step``, rounded once; torch's may differ by a rounding error.
 
     >>> from fspmd import arange, device_get, make_mesh
     >>> device_get(arange(1, 10, 2, spec=P("x"), mesh=make_mesh((4,), ("x",))))
@@ -98,13 +99,15 @@ def arange(*bounds: float, **options: Unpack[CreationOptions]) -> Sharded:
     spec = _spec(torch.arange, bounds, options)
     start, step = (0, 1) if len(bounds) == 1 else (bounds[0], bounds[2] if len(bounds) > 2 else 1)
     if not spec.dtype.is_floating_point and not spec.dtype.is_complex:
-        start, step = int(start), int(step)  # of dtype=torch.int64 and a fraction, as torch has it
+        start, step = int(start), int(step)  # torch truncates fractions, too
     exact = torch.int64 if isinstance(start + step, int) else torch.float64
     return _numbered(lambda index: index.to(exact).mul_(step).add_(start), spec, options)
 
 
 def linspace(start: float, end: float, steps: int, **options: Unpack[CreationOptions]) -> Sharded:
-    """``steps`` numbers from ``start`` to ``end``, both included; rounded once, where torch's may be a rounding off.
+    """``steps`` numbers from ``start`` to ``end``, both included.
+
+    Numbers are rounded once; torch's may differ by a rounding error.
 
     >>> from fspmd import device_get, linspace, make_mesh
     >>> device_get(linspace(0, 1, 5, spec=P("x"), mesh=make_mesh((4,), ("x",))))
@@ -123,7 +126,7 @@ def linspace(start: float, end: float, steps: int, **options: Unpack[CreationOpt
 
 
 def eye(n: int, m: int | None = None, **options: Unpack[CreationOptions]) -> Sharded:
-    """[n, m]: ones on the diagonal, elsewhere zeros.
+    """A matrix [n, m] with ones on the diagonal and zeros elsewhere.
 
     >>> from fspmd import device_get, eye, make_mesh
     >>> device_get(eye(2, 3, spec=P(None, "x"), mesh=make_mesh((2,), ("x",))))
@@ -133,13 +136,13 @@ def eye(n: int, m: int | None = None, **options: Unpack[CreationOptions]) -> Sha
     spec = _spec(torch.eye, (n, n if m is None else m), options)
 
     def make(block: Block) -> Tensor:
-        found = torch.zeros(block.shape, dtype=spec.dtype, device=spec.mesh.device)
-        right = block.offset[0] - block.offset[1]
-        if -block.shape[0] < right < block.shape[1]:
-            found.diagonal(right).fill_(1)
-        return found
+        x_block = torch.zeros(block.shape, dtype=spec.dtype, device=spec.mesh.device)
+        diagonal = block.offset[0] - block.offset[1]
+        if -block.shape[0] < diagonal < block.shape[1]:
+            x_block.diagonal(diagonal).fill_(1)
+        return x_block
 
-    return _followed(fill(spec, make, spec.mesh.device), options)
+    return _with_grad(fill(spec, make, spec.mesh.device), options)
 
 
 def rand(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
@@ -156,7 +159,7 @@ def rand(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
 
 
 def randn(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
-    """Normal, of mean 0 and variance 1.
+    """Normal with mean 0 and variance 1.
 
     >>> from fspmd import make_mesh, randn
     >>> randn(8, 6, spec=P(None, "x"), mesh=make_mesh((4,), ("x",)))
@@ -166,7 +169,10 @@ def randn(*size: Size, **options: Unpack[RandomOptions]) -> Sharded:
 
 
 def normal(mean: float, std: float, size: Size, **options: Unpack[RandomOptions]) -> Sharded:
-    """Normal, of that mean and standard deviation. Of `Sharded` ones call `torch.normal`.
+    """Normal with a mean and a standard deviation. For a `Sharded` mean or deviation call `torch.normal`.
+
+    Raises:
+        ArgumentError: ``mean`` or ``std`` is no number, or ``std`` is below 0.
 
     >>> from fspmd import make_mesh, normal
     >>> normal(1.0, 0.02, (4, 3), spec=P("x"), mesh=make_mesh((2,), ("x",)))
@@ -183,7 +189,7 @@ def normal(mean: float, std: float, size: Size, **options: Unpack[RandomOptions]
 
 
 def randint(*bounds_and_size: Any, **options: Unpack[RandomOptions]) -> Sharded:
-    """``randint(high, size)`` or ``randint(low, high, size)``: integers from ``low`` up to, without, ``high``.
+    """``randint(high, size)`` or ``randint(low, high, size)``: integers from ``low`` to ``high - 1``.
 
     >>> from fspmd import make_mesh, randint
     >>> randint(0, 10, (5,), spec=P("x"), mesh=make_mesh((4,), ("x",)))
@@ -195,7 +201,7 @@ def randint(*bounds_and_size: Any, **options: Unpack[RandomOptions]) -> Sharded:
 
 
 def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
-    """The integers below ``n`` in a random order, for which every rank draws and sorts n keys.
+    """The integers below ``n`` in a random order. Every rank draws and sorts n keys.
 
     >>> from fspmd import device_get, make_mesh, randperm
     >>> device_get(randperm(5, spec=P("x"), mesh=make_mesh((4,), ("x",)))).sort().values
@@ -208,38 +214,38 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
     def make(block: Block) -> Tensor:
         return order[block.offset[0] : block.offset[0] + block.shape[0]].to(spec.dtype, copy=True)
 
-    return _followed(fill(spec, make, device), options)
+    return _with_grad(fill(spec, make, device), options)
 
 
-# --- checks, and what the functions share ---------------------------------------------------------------------------
+# --- checks and helpers ---------------------------------------------------------------------------------------------
 
 
-_PLAIN: Final = frozenset(CreationOptions.__annotations__)
-_DRAWN: Final = frozenset(RandomOptions.__annotations__)
+_OPTIONS: Final = frozenset(CreationOptions.__annotations__)
+_RANDOM_OPTIONS: Final = frozenset(RandomOptions.__annotations__)
 _RANDOM: Final = frozenset((torch.rand, torch.randn, torch.randint, torch.randperm))
 
 
 def _spec(
     function: Callable[..., Tensor], args: tuple[Any, ...], options: CreationOptions, name: str = ""
 ) -> TensorSpec:
-    """How a new value lies, of the shape and dtype that torch's function gives of these arguments."""
+    """The layout of a new value. Its shape and dtype are those of the result of torch's function."""
     name = name or function.__name__
-    known = _DRAWN if function in _RANDOM else _PLAIN
+    known = _RANDOM_OPTIONS if function in _RANDOM else _OPTIONS
     if not options.keys() <= known:
         listed = ", ".join(key for key in RandomOptions.__annotations__ if key in known)
         raise ArgumentError(f"{name} got {min(options.keys() - known)}=; beside torch's arguments it takes {listed}")
     mesh = the_mesh(options.get("mesh"), name)
     partition, device = options.get("spec", _WHOLE), options.get("device")
-    parts = (function, name, mesh, partition, device, options.get("dtype"), torch.get_default_dtype(), *args)
+    key = (function, name, mesh, partition, device, options.get("dtype"), torch.get_default_dtype(), *args)
     if all(type(arg) is not tuple or all(type(n) is int for n in arg) for arg in args):
         try:
-            return _known(*parts)
-        except TypeError:  # of arguments that have no hash
+            return _cached_spec(*key)
+        except TypeError:  # an argument has no hash
             pass
-    return _found(*parts)
+    return _new_spec(*key)
 
 
-def _found(
+def _new_spec(
     function: Callable[..., Tensor],
     name: str,
     mesh: Mesh,
@@ -252,21 +258,21 @@ def _found(
     meta = _meta(function, *args, dtype=dtype)
     if device is not None and torch.device(device).type != mesh.device.type:
         raise ArgumentError(
-            f"{name} got device={device!r}, but {mesh!r} is of {mesh.device.type} devices; leave device out, or make a "
-            "mesh of others"
+            f"{name} got device={device!r}, but {mesh!r} has {mesh.device.type} devices; leave device out, or make a "
+            "mesh of other devices"
         )
     if wrong := complain(partition, mesh, meta.dim()):
         raise SpecError(f"{name}: a tensor of shape {tuple(meta.shape)}: {wrong}")
     return TensorSpec(mesh, partition, tuple(meta.shape), meta.dtype)
 
 
-_known: Final = functools.lru_cache(maxsize=1024, typed=True)(_found)
+_cached_spec: Final = functools.lru_cache(maxsize=1024, typed=True)(_new_spec)
 _WHOLE: Final = P()
 
 
 @hidden
 def _meta(function: Callable[..., Tensor], *args: Any, dtype: torch.dtype | None) -> Tensor:
-    """What torch makes of these arguments, without data: its shape and dtype, and its complaints."""
+    """The result of torch's function without data. Its error becomes an `ArgumentError`."""
     try:
         with DisableTorchFunction():
             return function(*args, dtype=dtype, device="meta")
@@ -278,29 +284,29 @@ def _meta(function: Callable[..., Tensor], *args: Any, dtype: torch.dtype | None
         ) from error
 
 
-def _made(function: Callable[..., Tensor], spec: TensorSpec, options: CreationOptions, *args: Any) -> Sharded:
-    """Blocks that torch's own function makes of their shape."""
+def _filled(function: Callable[..., Tensor], spec: TensorSpec, options: CreationOptions, *args: Any) -> Sharded:
+    """A value whose blocks torch's function makes, each of its own shape."""
     device = spec.mesh.device
-    made = fill(spec, lambda block: function(block.shape, *args, dtype=spec.dtype, device=device), device)
-    return _followed(made, options)
+    x = fill(spec, lambda block: function(block.shape, *args, dtype=spec.dtype, device=device), device)
+    return _with_grad(x, options)
 
 
 def _numbered(number: Callable[[Tensor], Tensor], spec: TensorSpec, options: CreationOptions) -> Sharded:
-    """A vector of which an element is a function of its index."""
+    """A vector. Each element is a function of its index."""
     device = spec.mesh.device
 
     def make(block: Block) -> Tensor:
         index = torch.arange(block.offset[0], block.offset[0] + block.shape[0], device=device)
         return number(index).to(spec.dtype)
 
-    return _followed(fill(spec, make, device), options)
+    return _with_grad(fill(spec, make, device), options)
 
 
 def _drawn(
     law: Law, spec: TensorSpec, options: RandomOptions, then: Callable[[Tensor], Tensor] | None = None
 ) -> Sharded:
-    return _followed(drawn(spec, law, spec.mesh.device, then, options.get("generator")), options)
+    return _with_grad(drawn(spec, law, spec.mesh.device, then, options.get("generator")), options)
 
 
-def _followed(made: Sharded, options: CreationOptions) -> Sharded:
-    return made.requires_grad_() if options.get("requires_grad") else made
+def _with_grad(x: Sharded, options: CreationOptions) -> Sharded:
+    return x.requires_grad_() if options.get("requires_grad") else x

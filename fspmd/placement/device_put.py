@@ -1,4 +1,4 @@
-"""Putting values on a mesh and taking them off: `device_put`, `device_get`, `from_local`, `from_callback`."""
+"""Values put on a mesh and taken off: `device_put`, `device_get`, `scatter`, `from_local`, `from_callback`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,23 @@ from fspmd.trees import adopt, broadcast_prefix, flatten_values, leaf_paths
 def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:
     """Lay a pytree of tensors out on a mesh.
 
-    ``specs`` is a pytree prefix of ``tree``. Without ``src`` every process holds the global tensors and keeps its
-    blocks: nothing moves. With ``src`` only that global rank holds them: see `scatter`. A `Sharded` leaf is
-    redistributed. Backward gathers the gradient. The result tells the strides of a new tensor, since processes may hold
-    one that lies otherwise. To plan without memory, pass a `TensorSpec` leaf, which becomes one
-    of the new layout; or, on a mesh of transport "abstract", a meta tensor, which becomes a `Sharded`.
+    To plan without memory, pass a `TensorSpec` leaf, which becomes a `TensorSpec` of the new layout. On a mesh of
+    transport "abstract" a meta tensor becomes a `Sharded`.
+
+    Args:
+        tree: A pytree of tensors. Without ``src`` every process passes the global tensors and keeps its blocks. A
+            `Sharded` leaf is moved as by `reshard`.
+        specs: A pytree prefix of ``tree``. A leaf whose spec is None stays as it is.
+        mesh: By default that of `set_mesh`.
+        src: The only global rank that has the tensors, as in `scatter`.
+
+    The result tells the strides of a new tensor, since a process may hold one that lies in another order.
+
+    Communication: forward, none for plain tensors without ``src``; backward, an all-gather of the gradient.
 
     Raises:
-        SpecError, TreeError, MeshError: naming every leaf that fails.
-        ArgumentError: a leaf is not a tensor, or is a meta tensor and the ranks need its values.
+        SpecError, TreeError, MeshError: a leaf does not fit. The error names all leaves that fail.
+        ArgumentError: a leaf is no tensor, or is a meta tensor where the ranks need values.
 
     >>> from fspmd import make_mesh
     >>> device_put({"w": torch.zeros(4, 3)}, P("x"), mesh=make_mesh((2,), ("x",)))
@@ -45,29 +53,31 @@ def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | No
     """
     if mesh is None and isinstance(specs, (Mesh, torch.device)):
         raise SpecError(
-            f"device_put got {described(specs)} for specs; write device_put(tree, P('x'), mesh=mesh): specs say how "
-            "tensors are cut, the mesh on which devices they lie"
+            f"device_put got {described(specs)} for specs; write device_put(tree, P('x'), mesh=mesh), where specs are "
+            "the axes that cut each dim, and mesh has the devices"
         )
     return put(tree, specs, the_mesh(mesh, "device_put"), src, "device_put")
 
 
 def put(tree: Any, specs: Any, mesh: Mesh, src: int | None, what: str) -> Any:
-    """`device_put` for a function that errors name."""
+    """`device_put`; errors name the function ``what``."""
     return _put_tree(tree, specs, mesh, what) if src is None else _put_from(tree, specs, mesh, src, what)
 
 
 def scatter(tree: Any, specs: Any, *, src: int, mesh: Mesh | None = None) -> Any:
-    """Lay out on a mesh a tree that only the global rank ``src`` holds. Each rank receives only its own blocks.
+    """Lay out on a mesh a tree that only the global rank ``src`` has. Each rank receives only its own blocks.
 
     The other ranks pass None, or a tree of the same structure, whose values are ignored. All ranks pass ``specs``, a
     pytree prefix of the tree. Structure, shapes, dtypes and layouts are compared before data moves.
 
     Communication: the description of the tree, one all-reduce of a number, then each block from ``src`` to its rank.
-    Backward sends the blocks of the gradient to ``src``; no other rank has a gradient.
+    Backward sends the blocks of the gradient to ``src``. No other rank has a gradient.
 
     Raises:
-        SpecError, TreeError, ArgumentError, MeshError: on all ranks alike, naming every leaf of ``src`` that fails.
-        ShapeError: on all ranks alike, naming the first rank that differs, and where.
+        SpecError, TreeError, ArgumentError, MeshError: on all ranks alike, a leaf of ``src`` does not fit. The error
+            names all leaves that fail.
+        ShapeError: on all ranks alike, a rank differs from ``src``. The error names the first such rank and the
+            difference.
 
     >>> from fspmd import make_mesh
     >>> scatter({"w": torch.zeros(5, 3)}, P("x"), src=1, mesh=make_mesh((2,), ("x",)))
@@ -80,15 +90,14 @@ def _put_from(tree: Any, specs: Any, mesh: Mesh, src: int, what: str) -> Any:
     source = source_of(src, mesh, what)
     if mesh.transport != "simulation":
         return scatter_from(tree, specs, source)
-    description(tree, specs, source)  # for its checks: the one process has all that ranks hold
+    description(tree, specs, source)  # checks the arguments; the one process has the values of all ranks
     return _put_tree(tree, specs, mesh, what)
 
 
 def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     leaves, treedef = flatten_values(tree)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
-    labels, taken = leaf_paths(tree, "tree"), (Tensor, TensorSpec)
-    check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what, taken)
+    check_leaves(leaves, partitions, leaf_paths(tree, "tree"), [mesh] * len(leaves), what, (Tensor, TensorSpec))
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
         for leaf, partition in zip(leaves, partitions, strict=True)
@@ -104,15 +113,18 @@ def _put(leaf: Tensor | Sharded | TensorSpec, partition: P, mesh: Mesh) -> Shard
         return alike(redistribute(leaf.local, leaf.spec, target), leaf, target)
     spec = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
     x = borrowed_blocks(leaf if leaf.is_meta or leaf.device == mesh.device else leaf.to(mesh.device), spec)
-    # in memory of its own: an optimizer may write into the global tensor; empty blocks, too, have strides of their own
+    # The block gets its own memory, since an optimizer may write into the global tensor. Empty blocks are copied, too,
+    # since they have other strides.
     order = torch.contiguous_format if x.is_contiguous() or not spec.even else torch.preserve_format
     return Sharded(x.clone(memory_format=order), spec)
 
 
 def device_get(tree: Any) -> Any:
-    """The global tensors of a pytree of `Sharded`, on every rank: an all-gather per sharded dim. Backward: a slice.
+    """The global tensors of a pytree of `Sharded` values, on every rank.
 
-    Unreduced values are summed. Plain tensors and other leaves stay as they are. The result has memory of its own.
+    Plain tensors and other leaves stay as they are. A result shares no memory with its operand.
+
+    Communication: forward, an all-gather per sharded dim, and an all-reduce for a pending sum; backward, none.
 
     Raises:
         ArgumentError: the call is inside a body.
@@ -128,9 +140,9 @@ def device_get(tree: Any) -> Any:
 
 
 def _get(local: Tensor, spec: TensorSpec) -> Tensor:
-    whole = from_blocks(local, spec)
-    moved = spec.partition.axes | spec.partition.unreduced
-    return whole if any(spec.mesh.shape[axis] > 1 for axis in moved) else whole.clone()  # never a view of the block
+    x_full = from_blocks(local, spec)
+    axes = spec.partition.axes | spec.partition.unreduced
+    return x_full if any(spec.mesh.shape[axis] > 1 for axis in axes) else x_full.clone()  # never a view of the block
 
 
 def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None) -> Sharded:
@@ -139,7 +151,9 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
     With a ``P`` the global shape is inferred from all blocks.
 
     Raises:
-        ShapeError: on all ranks alike, naming the rank whose block does not fit.
+        SpecError: the spec does not fit the mesh.
+        ArgumentError: ``local`` is no plain tensor.
+        ShapeError: on all ranks alike, a block does not fit. The error names the rank.
 
     >>> from fspmd import make_mesh
     >>> from_local(torch.zeros(2, 3), P(), mesh=make_mesh((4,), ("x",)))
@@ -152,17 +166,17 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
     if wrong := complain(partition, mesh, None):
         raise SpecError(f"from_local: {wrong}")
     if not is_plain(local) or misfit(local):
-        if mesh.transport != "simulation":  # the others wait for this rank's shape
+        if mesh.transport != "simulation":  # the other ranks wait for this rank's shape
             transport_of(mesh).layouts([None], mesh)
         refuse_misfit(local, "from_local got for local")
         raise ArgumentError(f"from_local got {described(local)} for local; expected this rank's block, a tensor")
-    found = spec_of_blocks(local, partition, mesh, "from_local")
-    if isinstance(spec, TensorSpec) and found is not spec:
+    inferred = spec_of_blocks(local, partition, mesh, "from_local")
+    if isinstance(spec, TensorSpec) and inferred is not spec:
         raise ShapeError(
-            f"from_local got the spec {spec!r}, but the blocks of all ranks make {found!r}; "
+            f"from_local got the spec {spec!r}, but the blocks of all ranks make {inferred!r}; "
             "pass blocks of its shape, or a P to have the global shape inferred"
         )
-    return Sharded(local, found)
+    return Sharded(local, inferred)
 
 
 def from_callback(
@@ -171,8 +185,9 @@ def from_callback(
     """Make a `Sharded` whose blocks each rank computes: ``fn(index)`` returns the block at a tuple of slices.
 
     Raises:
-        ArgumentError: a block requires grad.
-        ShapeError: on all ranks alike, if a block has a wrong shape or dtype.
+        SpecError: the spec does not fit.
+        ArgumentError: an argument is wrong, or a block requires grad.
+        ShapeError: on all ranks alike, a block has a wrong shape or dtype.
 
     >>> from fspmd import make_mesh
     >>> whole = torch.arange(6.0)
@@ -188,63 +203,67 @@ def from_callback(
         raise SpecError(f"from_callback: a tensor of shape {tuple(shape)}: {wrong}")
     layout = TensorSpec(mesh, spec, shape, torch.float32)
     simulated = mesh.transport == "simulation"
-    held = frame(mesh, layout.partition.axes | layout.partition.unreduced if simulated else mesh.axis_names)
-    where = [_coordinate(mesh, held.axes, at) for at in held.coordinates()]
+    block_frame = frame(mesh, layout.partition.axes | layout.partition.unreduced if simulated else mesh.axis_names)
+    coordinates = [_coordinate(mesh, block_frame.axes, index) for index in block_frame.coordinates()]
     if simulated:
-        made = [_call_for_block(fn, layout, at) for at in where]
-        found = [(x.dtype, tuple(x.shape)) if is_plain(x) else None for x in made]
+        results = [_call_for_block(fn, layout, coordinate) for coordinate in coordinates]
+        layouts = [(x.dtype, tuple(x.shape)) if is_plain(x) else None for x in results]
     else:
-        made, failure = [None], None
+        results, failure = [None], None
         try:
-            made = [_call_for_block(fn, layout, mesh.coordinate() or ())]
-        except Exception as error:  # the other ranks wait to hear of this one's block
+            results = [_call_for_block(fn, layout, mesh.coordinate() or ())]
+        except Exception as error:  # the other ranks wait for the layout of this block
             failure = error
-        told = transport_of(mesh).layouts([x if is_plain(x) else None for x in made], mesh)
+        gathered = transport_of(mesh).layouts([x if is_plain(x) else None for x in results], mesh)
         if failure is not None:
             raise failure
-        found = [block for (block,) in told]
-    _check_made(layout, where, found)
-    blocks = [x.to(mesh.device) for x in made if is_plain(x)]
-    local = local_tensor(blocks, held) if simulated else blocks[0]
+        layouts = [block for (block,) in gathered]
+    _check_results(layout, coordinates, layouts)
+    blocks = [x.to(mesh.device) for x in results if is_plain(x)]
+    local = local_tensor(blocks, block_frame) if simulated else blocks[0]
     return Sharded(local, TensorSpec(mesh, spec, shape, local.dtype))
 
 
-def _coordinate(mesh: Mesh, axes: tuple[str, ...], at: tuple[int, ...]) -> tuple[int, ...]:
-    full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(axes, at, strict=True))
+def _coordinate(mesh: Mesh, axes: tuple[str, ...], index: tuple[int, ...]) -> tuple[int, ...]:
+    """The mesh coordinate with an index along some axes, and 0 along the others."""
+    full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(axes, index, strict=True))
     return tuple(full.values())
 
 
-def _call_for_block(fn: Callable[[tuple[slice, ...]], Tensor], layout: TensorSpec, at: tuple[int, ...]) -> Any:
-    spans = zip(layout.offset(at), layout.local_shape(at), strict=True)
+def _call_for_block(fn: Callable[[tuple[slice, ...]], Tensor], layout: TensorSpec, coordinate: tuple[int, ...]) -> Any:
+    spans = zip(layout.offset(coordinate), layout.local_shape(coordinate), strict=True)
     block = fn(tuple(slice(start, start + length) for start, length in spans))
     refuse_misfit(block, "from_callback: the callback returned")
     if is_plain(block) and block.requires_grad:
         raise ArgumentError(
-            "from_callback: the callback returned a tensor that requires grad, but its blocks are data that no "
-            "gradient goes back through; return block.detach(), or use device_put, which is differentiable"
+            "from_callback: the callback returned a tensor that requires grad, but no gradient goes back through "
+            "from_callback; return block.detach(), or use device_put, which is differentiable"
         )
     return block
 
 
-def _check_made(
-    layout: TensorSpec, where: list[tuple[int, ...]], found: list[tuple[torch.dtype, tuple[int, ...]] | None]
+def _check_results(
+    layout: TensorSpec,
+    coordinates: list[tuple[int, ...]],
+    blocks: list[tuple[torch.dtype, tuple[int, ...]] | None],
 ) -> None:
-    """Every block a tensor of its shape, and of one dtype."""
-    for at, block in zip(where, found, strict=True):
-        expected = layout.local_shape(at)
+    """Check that every block is a tensor of its shape, and that all have one dtype."""
+    for coordinate, block in zip(coordinates, blocks, strict=True):
+        expected = layout.local_shape(coordinate)
         if block is None or block[1] != expected:
             given = "no tensor" if block is None else f"a tensor of shape {block[1]}"
             raise ShapeError(
-                f"from_callback: at {_place(layout, at)} the callback returned {given}, but there the block of "
-                f"{layout!r} has shape {expected}; of a global tensor return whole[index]"
+                f"from_callback: at {_shown(layout, coordinate)} the callback returned {given}, but the block of "
+                f"{layout!r} has shape {expected} there; of a global tensor return x[index]"
             )
-        if found[0] is not None and block[0] != found[0][0]:
+        if blocks[0] is not None and block[0] != blocks[0][0]:
             raise ShapeError(
-                f"from_callback: the callback returned {short_dtype(found[0][0])} at {_place(layout, where[0])}, but "
-                f"{short_dtype(block[0])} at {_place(layout, at)}; all blocks must have one dtype"
+                f"from_callback: the callback returned {short_dtype(blocks[0][0])} at "
+                f"{_shown(layout, coordinates[0])}, but {short_dtype(block[0])} at {_shown(layout, coordinate)}; "
+                "return blocks of one dtype"
             )
 
 
-def _place(layout: TensorSpec, at: tuple[int, ...]) -> str:
-    """``x=1, y=0``."""
-    return ", ".join(f"{axis}={i}" for axis, i in zip(layout.mesh.axis_names, at, strict=True))
+def _shown(layout: TensorSpec, coordinate: tuple[int, ...]) -> str:
+    """A coordinate in an error, ``x=1, y=0``."""
+    return ", ".join(f"{axis}={i}" for axis, i in zip(layout.mesh.axis_names, coordinate, strict=True))

@@ -1,7 +1,7 @@
-"""torch's DTensor to `Sharded` and back: the same block, another name for its layout.
+"""torch's DTensor to `Sharded` and back: the same block with another description of its layout.
 
-A DTensor says for each mesh axis what it does to the tensor; a spec says for each dim which axes cut it. Both are
-compared by the indices that each rank holds of a dim, so a layout without an exact equal is refused.
+The placements of a DTensor have an entry for each mesh axis, a spec has an entry for each dim. Both are compared by the
+indices of a dim that each rank has. A layout without an exact equal is therefore an error.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-Cut = tuple[str, int]  # an axis, and into how many pieces the dim is cut first, each of which the axis cuts
+Cut = tuple[str, int]  # an axis, and the number of pieces of the dim that it cuts, each by itself
 Runs = tuple[tuple[int, int], ...]  # indices of a dim: start and length of each run
 
 
 def from_dtensor(tree: Any, *, mesh: Mesh | None = None) -> Any:
-    """A pytree of ``DTensor`` as `Sharded` values of the same blocks; nothing is copied, nothing moves.
+    """A pytree of ``DTensor`` as `Sharded` values with the same blocks. Nothing is copied, and nothing moves.
 
-    ``Shard``, ``Replicate``, ``Partial("sum")`` and strided shards have an equal, several on one dim and uneven ones
-    too. Leaves that are no DTensor stay as they are.
+    ``Shard``, ``Replicate``, ``Partial("sum")`` and strided shards are converted, also uneven ones, and several on one
+    dim. Leaves that are no DTensor stay as they are.
+
+    It is differentiable, as ``to_local`` is: the gradient is a DTensor with the same placements, with ``Replicate`` in
+    place of ``Partial``. To get a leaf, call ``x.detach()`` first. Backward moves nothing.
 
     Args:
-        tree: A DTensor, or for example a ``state_dict()``.
-        mesh: For a DeviceMesh whose dims have no names: a mesh of the same shape and ranks that has.
-
-    Differentiable as ``to_local`` is: the gradient is a DTensor with the same placements, ``Replicate`` for
-    ``Partial``. ``x.detach()`` first makes a leaf. Backward moves nothing.
+        tree: A DTensor, or a tree of them such as a ``state_dict()``.
+        mesh: A mesh of the same shape and ranks, for a DeviceMesh whose dims have no names.
 
     Raises:
-        SpecError: a layout without an equal, such as ``Partial("max")``.
-        MeshError: no names, or another ``mesh``; this process is no member.
+        SpecError: a layout has no equal, such as ``Partial("max")``.
+        MeshError: the DeviceMesh has no names, ``mesh`` does not agree with it, or this process is no member.
 
     >>> from_dtensor({"scale": 2.0})
     {'scale': 2.0}
@@ -55,21 +55,21 @@ def from_dtensor(tree: Any, *, mesh: Mesh | None = None) -> Any:
     check_outside("from_dtensor")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"from_dtensor got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
-    return optree.tree_map(lambda x: _taken(x, mesh), tree, none_is_leaf=True)
+    return optree.tree_map(lambda x: _from_dtensor(x, mesh), tree, none_is_leaf=True)
 
 
 def to_dtensor(tree: Any) -> Any:
-    """A pytree of `Sharded` values as ``DTensor`` of the same blocks; nothing is copied, nothing moves.
+    """A pytree of `Sharded` values as ``DTensor`` with the same blocks. Nothing is copied, and nothing moves.
 
-    An axis that is unreduced becomes ``Partial()``; a dim that is cut otherwise than in the order of the mesh, or is
-    `Flat`, strided shards. Leaves that are no Sharded stay as they are.
+    An unreduced axis becomes ``Partial()``. A dim that is `Flat`, or that axes cut in another order than that of the
+    mesh, becomes strided shards. Leaves that are no `Sharded` stay as they are.
 
-    Differentiable as ``DTensor.from_local`` is: what reaches the Sharded lies as it does; where it does not DTensor
-    moves it.
+    It is differentiable, as ``DTensor.from_local`` is. The gradient of the `Sharded` has its layout; DTensor moves a
+    gradient with another layout.
 
     Raises:
-        MeshError: a simulated or abstract mesh, which has no process per block.
-        SpecError: a layout that no DTensor has, such as an axis that is reduced.
+        MeshError: the mesh is simulated or abstract, so that it has no process per block.
+        SpecError: no DTensor has the layout, such as that of a reduced value.
 
     >>> import torch
     >>> from fspmd import device_put, make_mesh
@@ -78,37 +78,44 @@ def to_dtensor(tree: Any) -> Any:
     fspmd.errors.MeshError: to_dtensor got Sharded f32[4@x] on mesh(x=2), whose ranks are simulated in this process; ...
     """
     check_outside("to_dtensor")
-    return optree.tree_map(lambda x: _given(x) if isinstance(x, Sharded) else x, tree, none_is_leaf=True)
+    return optree.tree_map(lambda x: _to_dtensor(x) if isinstance(x, Sharded) else x, tree, none_is_leaf=True)
 
 
-def _taken(x: Any, mesh: Mesh | None) -> Any:
+def _from_dtensor(x: Any, mesh: Mesh | None) -> Any:
+    """One leaf of `from_dtensor`."""
     name = foreign_name(x)
     if name == "ShardedTensor":
-        raise SpecError("from_dtensor got a ShardedTensor, whose blocks lie anywhere; take its local_tensor()")
+        raise SpecError("from_dtensor got a ShardedTensor, whose blocks have no layout; pass its local_tensor()")
     if not name:
         return x
     from torch.distributed.tensor import Replicate
 
-    on = _mesh_of(x, mesh)
-    spec = TensorSpec(on, _partition(x, on), tuple(x.shape), x.dtype)
+    mesh = _mesh_of(x, mesh)
+    spec = TensorSpec(mesh, _partition(x, mesh), tuple(x.shape), x.dtype)
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     local = x.to_local(grad_placements=placements)
-    if hasattr(local, "trigger_wait"):  # a collective of DTensor's is under way, for which a copy waits
+    if hasattr(local, "trigger_wait"):  # a collective of DTensor is under way; a copy waits for it
         local = local.clone()
-    if tuple(local.shape) != (expected := spec.local_shape(on.coordinate() or ())):
+    if tuple(local.shape) != (expected := spec.local_shape(mesh.coordinate() or ())):
         raise SpecError(
-            f"from_dtensor got {_shown(x)}, whose block here has shape {tuple(local.shape)}; of that layout it would "
-            f"have {expected}"
+            f"from_dtensor got {_shown(x)}, whose block has shape {tuple(local.shape)} on this rank; with that layout "
+            f"it must have {expected}"
         )
     return Sharded(local, spec)
 
 
 def _mesh_of(x: DTensor, mesh: Mesh | None) -> Mesh:
-    theirs = x.device_mesh
+    """The mesh of a DTensor; ``mesh`` if it is given, which must agree."""
+    device_mesh = x.device_mesh
     if mesh is None:
-        mesh = Mesh.from_device_mesh(theirs)
-    elif tuple(mesh.shape.values()) != tuple(theirs.shape) or list(mesh.ranks) != theirs.mesh.flatten().tolist():
-        raise MeshError(f"from_dtensor got {mesh!r} of the ranks {list(mesh.ranks)} for {theirs}; they must agree")
+        mesh = Mesh.from_device_mesh(device_mesh)
+    elif (
+        tuple(mesh.shape.values()) != tuple(device_mesh.shape)
+        or list(mesh.ranks) != device_mesh.mesh.flatten().tolist()
+    ):
+        raise MeshError(
+            f"from_dtensor got {mesh!r} with the ranks {list(mesh.ranks)} for {device_mesh}; they must agree"
+        )
     if mesh.coordinate() is None:
         raise MeshError(
             f"from_dtensor: this process is not a member of {mesh!r}; call it on members only: "
@@ -122,7 +129,11 @@ def _shown(x: DTensor) -> str:
 
 
 def _partition(x: DTensor, mesh: Mesh) -> P:
-    """The spec of a DTensor's placements; raises `SpecError` where there is none."""
+    """The spec of a DTensor's placements.
+
+    Raises:
+        SpecError: no spec is equal.
+    """
     cuts: dict[int, list[Cut]] = {}
     pending = set()
     placement: Any
@@ -134,14 +145,14 @@ def _partition(x: DTensor, mesh: Mesh) -> P:
             pending.add(axis)
         elif kind != "Replicate":
             raise SpecError(
-                f"from_dtensor got {_shown(x)}: {placement!r} has no equal, for a spec knows Shard, Replicate and "
+                f"from_dtensor got {_shown(x)}: {placement!r} has no equal, since a spec knows Shard, Replicate and "
                 'Partial("sum"); move it first: x.redistribute(placements=[...])'
             )
     for dim, axes in _orders(x, mesh):
         cuts[dim] = [(axis, 1) for axis in axes]
     entries: list[Entry] = [None] * x.ndim
-    for dim, found in cuts.items():
-        entry = _entry_of_cuts(x.shape[dim], tuple(found), tuple((axis, mesh.shape[axis]) for axis, _ in found))
+    for dim, dim_cuts in cuts.items():
+        entry = _entry_of_cuts(x.shape[dim], tuple(dim_cuts), tuple((axis, mesh.shape[axis]) for axis, _ in dim_cuts))
         if entry is None:
             raise SpecError(
                 f"from_dtensor got {_shown(x)}: no spec gives each rank the same indices of dim {dim}, of size "
@@ -152,25 +163,27 @@ def _partition(x: DTensor, mesh: Mesh) -> P:
 
 
 def _orders(x: DTensor, mesh: Mesh) -> Iterator[tuple[int, list[str]]]:
-    """Dims that plain shards cut in another order than that of the mesh; some versions of torch have these."""
-    for one in getattr(x._spec, "shard_order", None) or ():
-        if list(one.mesh_dims) != sorted(one.mesh_dims):
-            yield one.tensor_dim, [mesh.axis_names[i] for i in one.mesh_dims]
+    """The dims that plain shards cut in another order than that of the mesh, and the order. Some versions of torch
+    have these."""
+    for order in getattr(x._spec, "shard_order", None) or ():
+        if list(order.mesh_dims) != sorted(order.mesh_dims):
+            yield order.tensor_dim, [mesh.axis_names[i] for i in order.mesh_dims]
 
 
-def _given(x: Sharded) -> Any:
+def _to_dtensor(x: Sharded) -> Any:
+    """One leaf of `to_dtensor`."""
     from torch.distributed.tensor import DTensor
 
     spec, mesh = x.spec, x.spec.mesh
     if mesh.transport != "process_group":
-        what = "whose ranks are simulated in this process" if mesh.transport == "simulation" else "which has no ranks"
+        ranks = "whose ranks are simulated in this process" if mesh.transport == "simulation" else "which has no ranks"
         raise MeshError(
-            f"to_dtensor got {x!r}, {what}; a DTensor has a process for each block: start them with torchrun"
+            f"to_dtensor got {x!r}, {ranks}; a DTensor has a process for each block: start them with torchrun"
         )
     if spec.partition.reduced:
         raise SpecError(
-            f"to_dtensor got {x!r}: no DTensor says that a gradient is a pending sum where its value is not; cast it "
-            f"first: reshard(x, {P(*spec.partition, unreduced=spec.partition.unreduced)!r})"
+            f"to_dtensor got {x!r}, which is reduced: no DTensor has a gradient that is a pending sum beside a value "
+            f"that is none; cast it first: reshard(x, {P(*spec.partition, unreduced=spec.partition.unreduced)!r})"
         )
     device_mesh = mesh.to_device_mesh()
     return DTensor.from_local(
@@ -182,7 +195,7 @@ def _placements(x: Sharded) -> list[Placement]:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     spec, mesh = x.spec, x.spec.mesh
-    found: dict[str, Placement] = {axis: Partial() for axis in spec.partition.unreduced}
+    by_axis: dict[str, Placement] = {axis: Partial() for axis in spec.partition.unreduced}
     for dim, entry in enumerate(spec.partition):
         axes = mesh.ordered(axes_within(entry))
         cuts = _cuts_of_entry(spec.shape[dim], entry, tuple((axis, mesh.shape[axis]) for axis in axes))
@@ -192,48 +205,48 @@ def _placements(x: Sharded) -> list[Placement]:
                 f"reshard(x, P(...)), with {entry_of(axes)!r} for that dim"
             )
         for axis, pieces in cuts:
-            found[axis] = Shard(dim) if pieces == 1 else strided_shard(dim, pieces)
-    return [found.get(axis) or Replicate() for axis in mesh.axis_names]
+            by_axis[axis] = Shard(dim) if pieces == 1 else strided_shard(dim, pieces)
+    return [by_axis.get(axis) or Replicate() for axis in mesh.axis_names]
 
 
 def _global_stride(x: Sharded) -> tuple[int, ...]:
-    """Of the global tensor whose dims lie in memory in the order of the block's."""
+    """The strides of the global tensor, whose dims have the order in memory of the block's dims."""
     with DisableTorchFunction():
-        own = x.local.stride()
+        block_stride = x.local.stride()
     stride, step = [1] * x.ndim, 1
-    for dim in sorted(range(x.ndim), key=lambda d: (own[d], -d)):
+    for dim in sorted(range(x.ndim), key=lambda d: (block_stride[d], -d)):
         stride[dim], step = step, step * max(x.shape[dim], 1)
     return tuple(stride)
 
 
-# --- one dim: axes in the order of the mesh and how each cuts it, or an entry -----------------------------------------
+# --- one dim: the cuts of placements, or the entry of a spec ----------------------------------------------------------
 
-Sizes = tuple[tuple[str, int], ...]  # of the axes, in the order in which they cut
+Sizes = tuple[tuple[str, int], ...]  # the axes in the order in which they cut, and their sizes
 
 
 @functools.lru_cache(maxsize=4096)
 def _entry_of_cuts(size: int, cuts: tuple[Cut, ...], sizes: Sizes) -> tuple[Entry] | None:
-    """The entry under which each rank holds what it holds after these cuts, in a tuple; None: there is none."""
-    axes, of_mesh = tuple(axis for axis, _ in cuts), dict(sizes)
+    """The entry, in a tuple, that gives each rank the same indices as these cuts; None if there is none."""
+    axes, axis_sizes = tuple(axis for axis, _ in cuts), dict(sizes)
     if all(pieces == 1 for _, pieces in cuts):
         return (entry_of(axes),)
     candidates: list[Entry] = [entry_of(order) for order in itertools.permutations(axes)]
-    if size and (factors := _factors(size, cuts, of_mesh)) is not None:
-        candidates.insert(0, joined(factors, of_mesh))
+    if size and (factors := _factors(size, cuts, axis_sizes)) is not None:
+        candidates.insert(0, joined(factors, axis_sizes))
     return next(((entry,) for entry in candidates if _alike(size, cuts, entry, sizes)), None)
 
 
 @functools.lru_cache(maxsize=4096)
 def _cuts_of_entry(size: int, entry: Entry, sizes: Sizes) -> tuple[Cut, ...] | None:
-    """How axes cut a dim one after another, for the blocks of an entry."""
-    of_mesh, order = dict(sizes), [axis for axis, _ in sizes]
+    """The cuts by axes, one after another, that give each rank the same indices as an entry; None if there are none."""
+    axis_sizes = dict(sizes)
     digits = [
         digit
         for n, axes in factors_of(entry, size)
-        for digit in (*((of_mesh[a], a) for a in axes), (max(1, -(-n // prod(of_mesh[a] for a in axes))), ""))
+        for digit in (*((axis_sizes[a], a) for a in axes), (max(1, -(-n // prod(axis_sizes[a] for a in axes))), ""))
     ]
     cuts = []
-    for axis in order:
+    for axis in axis_sizes:
         at = next(i for i, (_, name) in enumerate(digits) if name == axis)
         cuts.append((axis, prod(n for n, _ in digits[:at])))
         del digits[at]
@@ -241,34 +254,34 @@ def _cuts_of_entry(size: int, entry: Entry, sizes: Sizes) -> tuple[Cut, ...] | N
 
 
 def _alike(size: int, cuts: Sequence[Cut], entry: Entry, sizes: Sizes) -> bool:
-    """Whether each rank holds the same, and torch itself has but one reading of the cuts.
+    """Whether cuts and an entry give each rank the same indices, and torch reads the cuts unambiguously.
 
-    Of a dim that several axes leave in pieces, uneven or by two strided shards, ``full_tensor`` puts together another
-    tensor than was taken apart (seen in torch 2.13).
+    ``full_tensor`` of torch 2.13 returns a wrong tensor for a dim whose blocks are in pieces, if several axes cut it
+    and the blocks are uneven or two shards are strided. Cuts of this kind count as unequal.
     """
     uneven = size % prod(n for _, n in sizes)
     if isinstance(entry, Flat) and len(cuts) > 1 and (uneven or sum(pieces > 1 for _, pieces in cuts) > 1):
         return False
-    return list(_held_after(size, cuts, dict(sizes))) == list(_held_under(size, entry, sizes))
+    return list(_indices_of_cuts(size, cuts, dict(sizes))) == list(_indices_of_entry(size, entry, sizes))
 
 
-def _factors(size: int, cuts: Iterable[Cut], of_mesh: Mapping[str, int]) -> Factors | None:
-    """What the dim is made of, so that each cut is one of a whole factor; None where sizes do not divide so."""
+def _factors(size: int, cuts: Iterable[Cut], axis_sizes: Mapping[str, int]) -> Factors | None:
+    """The factors of the dim for which each cut is a cut of one factor; None where the sizes do not divide."""
     digits: list[tuple[int, tuple[str, ...]]] = [(size, ())]
     for axis, pieces in cuts:
         at, left = 0, pieces
         while left > 1 and at < len(digits):
             n, axes = digits[at]
-            each = prod(of_mesh[a] for a in axes)
-            here = n // each
-            if n % each:
+            ranks = prod(axis_sizes[a] for a in axes)
+            length = n // ranks
+            if n % ranks:
                 return None
-            if left % here:  # the pieces end within this factor
-                if here % left:
+            if left % length:  # the pieces end within this factor
+                if length % left:
                     return None
-                digits[at : at + 1] = [(left * each, axes), (here // left, ())]
-                here = left
-            left //= here
+                digits[at : at + 1] = [(left * ranks, axes), (length // left, ())]
+                length = left
+            left //= length
             at += 1
         if at == len(digits):
             return None
@@ -276,51 +289,53 @@ def _factors(size: int, cuts: Iterable[Cut], of_mesh: Mapping[str, int]) -> Fact
     return tuple(digits)
 
 
-def _held_after(size: int, cuts: Sequence[Cut], of_mesh: Mapping[str, int]) -> Iterator[Runs]:
-    """The indices that each coordinate of the axes holds: cut into pieces, and each of these by the axis."""
-    for at in itertools.product(*(range(of_mesh[axis]) for axis, _ in cuts)):
-        held: Runs = ((0, size),) if size else ()
-        for index, (axis, pieces) in zip(at, cuts, strict=True):
-            held = _merged(run for i in range(pieces) for run in _part(_part(held, pieces, i), of_mesh[axis], index))
-        yield held
+def _indices_of_cuts(size: int, cuts: Sequence[Cut], axis_sizes: Mapping[str, int]) -> Iterator[Runs]:
+    """The indices of each coordinate of the axes after cuts: each cuts all pieces of the indices left before it."""
+    for coordinate in itertools.product(*(range(axis_sizes[axis]) for axis, _ in cuts)):
+        runs: Runs = ((0, size),) if size else ()
+        for index, (axis, pieces) in zip(coordinate, cuts, strict=True):
+            runs = _merged(
+                run for i in range(pieces) for run in _chunk(_chunk(runs, pieces, i), axis_sizes[axis], index)
+            )
+        yield runs
 
 
-def _held_under(size: int, entry: Entry, sizes: Sizes) -> Iterator[Runs]:
-    """The indices that each coordinate holds of a dim with that entry."""
-    of_mesh = dict(sizes)
-    for at in itertools.product(*(range(n) for _, n in sizes)):
-        index = dict(zip(of_mesh, at, strict=True))
-        held: list[tuple[int, int]] = [(0, 1)]
+def _indices_of_entry(size: int, entry: Entry, sizes: Sizes) -> Iterator[Runs]:
+    """The indices of each coordinate of the axes for a dim with an entry."""
+    axis_sizes = dict(sizes)
+    for coordinate in itertools.product(*(range(n) for _, n in sizes)):
+        index = dict(zip(axis_sizes, coordinate, strict=True))
+        runs: list[tuple[int, int]] = [(0, 1)]
         for n, axes in factors_of(entry, size):
             place = 0
             for axis in axes:
-                place = place * of_mesh[axis] + index[axis]
-            start, length = blocks(n, tuple(of_mesh[axis] for axis in axes))[place]
-            held = [(i * n + start, length) for first, count in held for i in range(first, first + count)]
-        yield _merged(held)
+                place = place * axis_sizes[axis] + index[axis]
+            start, length = blocks(n, tuple(axis_sizes[axis] for axis in axes))[place]
+            runs = [(i * n + start, length) for first, count in runs for i in range(first, first + count)]
+        yield _merged(runs)
 
 
-def _part(runs: Iterable[tuple[int, int]], parts: int, index: int) -> Runs:
-    """The same of a list of indices that ``torch.chunk`` gives of a tensor."""
+def _chunk(runs: Iterable[tuple[int, int]], chunks: int, index: int) -> Runs:
+    """One chunk of a list of indices, cut as ``torch.chunk`` cuts a tensor."""
     runs = tuple(runs)
     total = sum(length for _, length in runs)
-    step = -(-total // parts)
+    step = -(-total // chunks)
     low, high = index * step, (index + 1) * step
-    found, before = [], 0
+    chunk, before = [], 0
     for start, length in runs:
         first, last = max(low - before, 0), min(high - before, length)
         if first < last:
-            found.append((start + first, last - first))
+            chunk.append((start + first, last - first))
         before += length
-    return tuple(found)
+    return tuple(chunk)
 
 
 def _merged(runs: Iterable[tuple[int, int]]) -> Runs:
-    """The same indices in the same order, in as few runs as can be."""
-    found: list[tuple[int, int]] = []
+    """The same indices in the same order, in as few runs as possible."""
+    merged: list[tuple[int, int]] = []
     for start, length in runs:
-        if found and length and sum(found[-1]) == start:
-            found[-1] = (found[-1][0], found[-1][1] + length)
+        if merged and length and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
         elif length:
-            found.append((start, length))
-    return tuple(found)
+            merged.append((start, length))
+    return tuple(merged)

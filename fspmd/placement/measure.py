@@ -1,4 +1,4 @@
-"""The links of a mesh, measured by timed collectives."""
+"""`measure_topology`: the links of a mesh, measured by timed collectives."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Link, Topology, topology
 from fspmd.transport import Options, transport_of
 
-_SECONDS: Final = 1.0  # for all axes together, beside what starting their groups takes
-_SMALL: Final = 8  # bytes
-_LARGE: Final = range(16, 29, 2)  # powers of two: bytes of a block, until one takes long enough to tell
+_SECONDS: Final = 1.0  # for all axes together, without the start of their groups
+_SMALL: Final = 8  # bytes of a block
+_LARGE: Final = range(16, 29, 2)  # exponents of two: bytes of a block, tried until a gather takes `_LONG`
 _LONG: Final = 20e3  # µs
 _REPEATS: Final = 3
 
-#: transports that take no time
-_STILL: Final = {
+#: transport without links -> the reason why it cannot be measured
+_NO_LINKS: Final = {
     "simulation": "is simulated in one process, where nothing moves between ranks",
     "abstract": "is abstract: it has no ranks, and nothing to measure",
 }
 
 
 def measure_topology(mesh: Mesh | None = None) -> Topology:
-    """What collectives over each axis of a mesh take, for `set_topology`; every rank gets the same figures.
+    """Measure the links along each axis of a mesh, for `set_topology`. Every rank returns the same figures.
 
-    Each axis of more than one rank has an all-gather timed, on all its groups at once: of 8 bytes for the latency, of
-    blocks that grow until one takes 20 ms for the bandwidth, in about a second altogether. Each time is the best of
-    three, of which each is that of the slowest rank. ``launch`` is the time in which a collective is begun, ``memory``
-    that of a copy. What is not measured is as in the present `topology()`.
+    For each axis of more than one rank all-gathers are timed, on all groups of the axis at once. A block of 8 bytes
+    gives the latency. Blocks that grow until a gather takes 20 ms give the bandwidth. All axes together take about a
+    second. Each time is the best of three, and each of the three is that of the slowest rank. ``launch`` is the time to
+    begin a collective, ``memory`` the speed of a copy. Other figures are those of the present `topology()`.
 
     Communication: all-gathers of up to 256 MiB a rank over each axis, and all-reduces of one number.
 
     Raises:
-        MeshError: on a simulated mesh, where nothing moves, or an abstract one, which has no ranks.
+        MeshError: the mesh is simulated, so that nothing moves, or abstract, so that it has no ranks.
 
     >>> from fspmd import make_mesh
     >>> measure_topology(make_mesh((4,), ("x",)))
@@ -48,9 +48,9 @@ def measure_topology(mesh: Mesh | None = None) -> Topology:
 ranks; measure under torchrun, or give figures: set_topology(Topology(inside=Link(latency=2.0, bandwidth=450e3)))
     """
     mesh = the_mesh(mesh, "measure_topology")
-    if mesh.transport in _STILL:
+    if mesh.transport in _NO_LINKS:
         raise MeshError(
-            f"measure_topology: {mesh!r} {_STILL[mesh.transport]}; measure under torchrun, or give figures: "
+            f"measure_topology: {mesh!r} {_NO_LINKS[mesh.transport]}; measure under torchrun, or give figures: "
             "set_topology(Topology(inside=Link(latency=2.0, bandwidth=450e3)))"
         )
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
@@ -67,10 +67,10 @@ ranks; measure under torchrun, or give figures: set_topology(Topology(inside=Lin
 
 
 def _link(gather: Call, small: float, begun: float, seconds: float) -> Link:
-    """Of one axis: latency from a small gather, bandwidth from what a large one takes more."""
+    """The link of one axis: its latency from a small gather, its bandwidth from the extra time of a large one."""
     rounds, spent = gather.mesh.axis_size(gather.axes) - 1, 0.0
     for power in _LARGE:
-        large = _time(gather, 1 << power)  # the same on all ranks, and so is where they stop
+        large = _time(gather, 1 << power)  # the same on all ranks, so that all stop at the same size
         spent += (_REPEATS + 1) * large
         if large > _LONG or 4 * spent > seconds * 1e6:
             break
@@ -79,7 +79,7 @@ def _link(gather: Call, small: float, begun: float, seconds: float) -> Link:
 
 
 def _time(gather: Call, size: int, *, begin: bool = False) -> float:
-    """µs of a gather of blocks of so many bytes; ``begin``: until it is begun."""
+    """The time in µs of a gather of blocks of ``size`` bytes; with ``begin`` only the time to begin it."""
     mesh = gather.mesh
     x = torch.zeros(size, dtype=torch.uint8, device=mesh.device)
     gather.run(x)
@@ -97,7 +97,7 @@ def _time(gather: Call, size: int, *, begin: bool = False) -> float:
 
 
 def _memory(mesh: Mesh) -> float:
-    """Bytes per µs that a copy reads and writes."""
+    """The bytes per µs that a copy reads and writes."""
     x = torch.zeros(1 << 24, dtype=torch.uint8, device=mesh.device)
     best = float("inf")
     for _ in range(_REPEATS):
@@ -110,9 +110,9 @@ def _memory(mesh: Mesh) -> float:
 
 
 def _slowest(figure: float, mesh: Mesh) -> float:
-    """The largest of all ranks."""
-    told = torch.tensor([figure], dtype=torch.float32, device=mesh.device)
-    return float(transport_of(mesh).reduce(told, mesh, mesh.axis_names, Options(op="max")).wait())
+    """The largest figure of all ranks."""
+    x = torch.tensor([figure], dtype=torch.float32, device=mesh.device)
+    return float(transport_of(mesh).reduce(x, mesh, mesh.axis_names, Options(op="max")).wait())
 
 
 def _settle(mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""How a `Sharded` is shown: its values in text, and which rank holds which part, as text and as HTML."""
+"""Pictures of a `Sharded`: its values as text, and the ranks that have each part, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from fspmd.tracing import is_recording
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import BLOCKS, expand, placed_blocks
 
-_MOST: Final = 16  # rows and columns of a picture; of more the first and the last are shown
+_MOST: Final = 16  # rows, and columns, of a picture; if there are more, the first and the last are shown
 _COLOURS: Final = ("#cfe2f3", "#d9ead3", "#fff2cc", "#f4cccc", "#d9d2e9", "#fce5cd", "#d0e0e3", "#ead1dc")
 _CELL: Final = "border:1px solid #888;padding:6px 12px;text-align:center;color:#000;background:"
 
 
 def visualize_sharding(x: Sharded | TensorSpec) -> Picture:
-    """A picture of which ranks hold which part of a tensor: text where printed, HTML in a notebook. Nothing moves.
+    """A picture of the ranks that have each part of a tensor: text where printed, HTML in a notebook. Nothing moves.
 
-    It is JAX's ``visualize_array_sharding``, for any number of dims: down the side stand the parts of all dims that
-    are cut but the last of them, along the top those of the last. ``+`` stands between ranks that hold terms of a
-    pending sum. A mesh without ranks (``transport="abstract"``) will do.
+    It is JAX's ``visualize_array_sharding`` for any number of dims. The columns are the parts of the last cut dim, the
+    rows those of the other cut dims. ``+`` stands between ranks that have different terms of a pending sum. The mesh
+    may be one without ranks (``transport="abstract"``).
 
     Raises:
-        ArgumentError: neither a `Sharded` nor a `TensorSpec`.
+        ArgumentError: ``x`` is neither a `Sharded` nor a `TensorSpec`.
 
     >>> from fspmd import P, make_mesh, zeros
     >>> mesh = make_mesh((2, 2, 2), ("dp", "tp", "pp"))
@@ -55,7 +55,7 @@ def visualize_sharding(x: Sharded | TensorSpec) -> Picture:
 
 
 class Picture:
-    """What `visualize_sharding` gives: printed it is text; ``html`` is a table, which notebooks show."""
+    """The result of `visualize_sharding`. Printed, it is text; ``html`` is a table, which notebooks show."""
 
     __slots__ = ("spec",)
 
@@ -63,7 +63,7 @@ class Picture:
         self.spec = spec
 
     def __repr__(self) -> str:
-        sides, tops, cells, nothing = _table(self.spec)
+        sides, tops, cells, notes = _table(self.spec)
         inside = max(map(len, (*tops, *itertools.chain(*cells)))) + 2
         margin = max(map(len, sides)) + 1
 
@@ -78,18 +78,18 @@ class Picture:
             lines += [rule("├", "┼", "┤")] if i else []
             lines.append(f"{side:<{margin}}│{'│'.join(f'{cell:^{inside}}' for cell in row)}│")
         lines.append(rule("└", "┴", "┘"))
-        return "\n".join(line.rstrip() for line in (*lines, *nothing))
+        return "\n".join(line.rstrip() for line in (*lines, *notes))
 
     @property
     def html(self) -> str:
-        """A table, each part in a colour of its own."""
-        sides, tops, cells, nothing = _table(self.spec)
+        """A table, in which neighbouring parts have different colours."""
+        sides, tops, cells, notes = _table(self.spec)
         colours = itertools.cycle(_COLOURS)
         rows = [f"<tr><th></th>{''.join(f'<th>{top}</th>' for top in tops)}</tr>"] if any(tops) else []
         for side, row in zip(sides, cells, strict=True):
             parts = "".join(f'<td style="{_CELL}{next(colours)}">{escape(cell)}</td>' for cell in row)
             rows.append(f"<tr><th>{side}</th>{parts}</tr>")
-        text = "".join(f"<div>{escape(line)}</div>" for line in nothing)
+        text = "".join(f"<div>{escape(line)}</div>" for line in notes)
         table = f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
         return f"<div><code>{escape(repr(self.spec))}</code>{table}{text}</div>"
 
@@ -97,23 +97,23 @@ class Picture:
         return self.html
 
 
-Part = tuple[tuple[int, int], ...]  # of each dim where it begins and ends
+Part = tuple[tuple[int, int], ...]  # for each dim, where the part begins and ends
 
 
 def _table(spec: TensorSpec) -> tuple[list[str], list[str], list[list[str]], list[str]]:
-    """Labels of rows and columns, the ranks in each cell, and a line on ranks that hold nothing."""
+    """The labels of the rows, the labels of the columns, the ranks in each cell, and a note on ranks without a part."""
     spec = spec.unflattened
     holders: dict[Part, list[tuple[int, tuple[int, ...]]]] = {}
     empty: list[int] = []
-    for place, rank in zip(frame(spec.mesh, spec.mesh.axis_names).coordinates(), spec.mesh.ranks, strict=True):
-        spans = zip(spec.offset(place), spec.local_shape(place), strict=True)
+    for coordinate, rank in zip(frame(spec.mesh, spec.mesh.axis_names).coordinates(), spec.mesh.ranks, strict=True):
+        spans = zip(spec.offset(coordinate), spec.local_shape(coordinate), strict=True)
         part = tuple((start, start + length) for start, length in spans)
-        if 0 in spec.local_shape(place) and 0 not in spec.shape:
+        if 0 in spec.local_shape(coordinate) and 0 not in spec.shape:
             empty.append(rank)
         else:
-            holders.setdefault(part, []).append((rank, place))
+            holders.setdefault(part, []).append((rank, coordinate))
     across = max((dim for dim, _, _ in spec.cuts), default=spec.ndim)
-    if not across and spec.ndim > 1:  # rows of a matrix stand one below the other
+    if not across and spec.ndim > 1:  # the rows of a matrix stand one below the other
         across = spec.ndim
     rows = _few(sorted({part[:across] for part in holders}))
     columns = _few(sorted({part[across:] for part in holders}))
@@ -124,34 +124,34 @@ def _table(spec: TensorSpec) -> tuple[list[str], list[str], list[list[str]], lis
     down = {dim for dim, _, _ in spec.cuts if dim != across}
     sides = [_label(row, down, 0, spec) for row in rows]
     tops = [_label(column, {across} & {*range(spec.ndim)}, across, spec) for column in columns]
-    nothing = [f"no part of it: {_listed(empty)}"] if empty else []
-    return sides, tops, [[cell(row, column) for column in columns] for row in rows], nothing
+    notes = [f"no part of it: {_listed(empty)}"] if empty else []
+    return sides, tops, [[cell(row, column) for column in columns] for row in rows], notes
 
 
 def _few(parts: Sequence[Part]) -> list[Part | None]:
-    """Those that are shown; None stands for what is left out."""
+    """The parts that are shown, with None in place of parts that are left out."""
     return list(parts) if len(parts) <= _MOST else [*parts[: _MOST // 2], None, *parts[-_MOST // 2 :]]
 
 
 def _label(part: Part | None, dims: set[int], first: int, spec: TensorSpec) -> str:
-    """``[0:4, :, :]``; "" of what is not cut."""
+    """The label of a part, ``[0:4, :, :]``; "" where no dim is cut."""
     if not dims or part is None:
         return "…" if part is None else ""
     spans = {dim: f"{start}:{end}" for dim, (start, end) in enumerate(part, first) if dim in dims}
     return f"[{', '.join(spans.get(dim, ':') for dim in range(spec.ndim))}]"
 
 
-def _ranks(held: Iterable[tuple[int, tuple[int, ...]]], spec: TensorSpec) -> str:
-    """``0, 1 + 2, 3``: ranks that have the same, and between them those with other terms of a pending sum."""
+def _ranks(holders: Iterable[tuple[int, tuple[int, ...]]], spec: TensorSpec) -> str:
+    """The ranks that have a part. In ``0, 1 + 2, 3`` ranks 0 and 1 have one term of a pending sum, 2 and 3 another."""
     terms: dict[tuple[int, ...], list[int]] = {}
     pending = [i for i, axis in enumerate(spec.mesh.axis_names) if axis in spec.partition.unreduced]
-    for rank, place in held:
-        terms.setdefault(tuple(place[i] for i in pending), []).append(rank)
+    for rank, coordinate in holders:
+        terms.setdefault(tuple(coordinate[i] for i in pending), []).append(rank)
     return " + ".join(map(_listed, terms.values()))
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """``0, 4`` of few, ``0-7`` of many in a row."""
+    """``0, 4`` for a few ranks, ``0-7`` for consecutive ones, ``0, 2 … 14`` for many."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
@@ -161,15 +161,16 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def text(x: Sharded) -> str:
-    """What ``print(x)`` shows: the number, of a scalar that all ranks have; else the layout, and below it values.
+    """The text of ``print(x)``: the number for a scalar that all ranks have, else the layout and below it the values.
 
-    A process shows its own block, a simulation the whole. Nothing moves. Where values are not there (in a record, a
-    transform or a body, on a mesh without ranks) it is the layout alone.
+    A process shows its own block, a simulation the global tensor. Nothing moves. Where there are no values (in a
+    record, a transform or a body, or on a mesh without ranks) the text is the layout alone.
     """
     return "\n".join(filter(None, (_caption(x), _values(x))))
 
 
 def _caption(x: Sharded) -> str:
+    """The line above the values."""
     if not _has_values(x):
         return repr(x)
     if is_number(x):
@@ -177,9 +178,11 @@ def _caption(x: Sharded) -> str:
     mesh, here = x.spec.mesh, x.spec.mesh.coordinate()
     if mesh.transport != "process_group" or here is None:
         return repr(x)
+    if not x.spec.partition.mentioned:
+        return repr(x)
     pending = quoted(axis for axis in mesh.axis_names if axis in x.spec.partition.unreduced)
-    what = f"its term of the sum over {pending}" if pending else f"rank {mesh.rank_at(here)}'s block"
-    return repr(x) if not x.spec.partition.mentioned else f"{x!r}, {what}:"
+    part = f"its term of the sum over {pending}" if pending else f"rank {mesh.rank_at(here)}'s block"
+    return f"{x!r}, {part}:"
 
 
 def _values(x: Sharded) -> str:
@@ -200,31 +203,31 @@ def _has_values(x: Sharded) -> bool:
 
 
 def is_number(x: Sharded) -> bool:
-    """Whether it is a scalar that this process has."""
+    """Whether ``x`` is a scalar whose value this process has."""
     return not x.spec.shape and not x.spec.partition.unreduced and _has_values(x)
 
 
 def _global_tensor(x: Tensor, spec: TensorSpec) -> Tensor:
-    """The global tensor, of the blocks of a simulation; of a process its block."""
+    """The global tensor of a simulation, from its blocks; the block of a process."""
     if spec.mesh.transport != "simulation":
         return x
     view, mesh = spec.unflattened, spec.mesh
-    held = frame(mesh, view.partition.axes | view.partition.unreduced)
-    whole = torch.zeros(view.shape, dtype=spec.dtype, device=x.device)
-    for at, block in placed_blocks(expand(x, held), mesh):
-        if any(i for axis, i in at.items() if axis not in held.axes):
-            continue  # of axes over which it is equal the first rank's
-        sizes = view.local_shape(tuple(at.values()))
-        spans = zip(view.offset(tuple(at.values())), sizes, strict=True)
-        part = whole[tuple(slice(start, start + length) for start, length in spans)]
+    value_frame = frame(mesh, view.partition.axes | view.partition.unreduced)
+    x_full = torch.zeros(view.shape, dtype=spec.dtype, device=x.device)
+    for index, block in placed_blocks(expand(x, value_frame), mesh):
+        if any(i for axis, i in index.items() if axis not in value_frame.axes):
+            continue  # the first rank along this axis has the same block
+        sizes = view.local_shape(tuple(index.values()))
+        spans = zip(view.offset(tuple(index.values())), sizes, strict=True)
+        part = x_full[tuple(slice(start, start + length) for start, length in spans)]
         if view.partition.unreduced and part.dtype is not torch.bool:
             part.add_(block.reshape(sizes))
         else:
             part.copy_(block.reshape(sizes))
-    return whole.view(spec.shape)
+    return x_full.view(spec.shape)
 
 
 def html(x: Sharded) -> str:
-    """What a notebook shows: the picture of its layout, and its values."""
+    """The HTML of a `Sharded` in a notebook: the picture of its layout, and its values."""
     caption = f"<pre>{escape(_values(x))}</pre>"
     return f"<div>{Picture(x.spec).html}{caption}</div>"

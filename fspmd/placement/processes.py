@@ -1,4 +1,5 @@
-"""What processes do together, each with values of its own: meet, compare, gather, lay out what each has loaded."""
+"""Helpers for processes, each with its own values: `barrier`, `assert_equal`, `process_allgather` and
+`from_process_local`."""
 
 from __future__ import annotations
 
@@ -28,70 +29,71 @@ from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
 
 
 def barrier(name: str = "barrier", *, mesh: Mesh | None = None) -> None:
-    """Wait until every process has come here, with this ``name``: JAX's ``sync_global_devices``.
+    """Wait until every process has called this with the same ``name``: JAX's ``sync_global_devices``.
 
-    The processes are those of ``mesh``, by default that of `set_mesh`, or else all. In a simulation there is one.
+    The processes are those of ``mesh``, by default that of `set_mesh`, or else all. A simulation has one.
 
     Communication: one all-gather of the names.
 
     Raises:
-        ArgumentError: on all ranks alike, of a rank that waits elsewhere.
+        ArgumentError: on all ranks alike, a rank waits at another barrier.
 
     >>> barrier("checkpoint written")
     """
     mesh = _processes(mesh, "barrier")
     names = _hear("barrier", lambda: str(name), mesh)
-    for at, other in zip(_places(mesh), names, strict=True):
+    for coordinate, other in zip(_coordinates(mesh), names, strict=True):
         if other != names[0]:
             raise ArgumentError(
-                f"barrier: {where_is(mesh, at)} waits at {other!r}, but the first rank at {names[0]!r}; all ranks must "
-                "call the same barriers in the same order"
+                f"barrier: {where_is(mesh, coordinate)} waits at {other!r}, but the first rank at {names[0]!r}; all "
+                "ranks must call the same barriers in the same order"
             )
 
 
 def assert_equal(tree: Any, message: str = "", *, mesh: Mesh | None = None) -> None:
-    """Raise unless every process has this tree with the same values, to the bit.
+    """Raise an error unless every process has this tree with the same values, to the bit.
 
-    A `Sharded` is compared where its spec says that blocks are equal: on ranks that differ in the other axes only.
-    Leaves that are no tensors are compared by their repr. The processes are those of ``mesh``, by default that of
-    `set_mesh`, or else all. A simulation has one process, which is equal to itself.
+    The blocks of a `Sharded` are compared between ranks for which its spec promises equal blocks. Leaves that are no
+    tensors are compared by their repr. The processes are those of ``mesh``, by default that of `set_mesh`, or else all.
+    A simulation has one process, which is equal to itself.
 
     Communication: one all-gather of a number per leaf.
 
     Raises:
-        VarianceError: on all ranks alike, naming the first rank that differs, and the leaf; it begins with ``message``.
+        VarianceError: on all ranks alike, a rank differs. The error begins with ``message``, and names the first rank
+            that differs and the leaf.
 
     >>> assert_equal({"step": 3, "w": torch.ones(2)}, "after loading")
     """
     mesh = _processes(mesh, "assert_equal")
-    heard = _hear("assert_equal", lambda: _facts(tree), mesh)
-    for at, (text, rows) in zip(_places(mesh), heard, strict=True):
-        differs = f"has the tree {text}" if text != heard[0][0] else ""
-        for i, row in enumerate(() if differs else rows):
-            first = heard[0][1][i]
-            same = next(others[i] for _, others in heard if others[i].place == row.place)
+    reports = _hear("assert_equal", lambda: _reports(tree), mesh)
+    for coordinate, (text, rows) in zip(_coordinates(mesh), reports, strict=True):
+        difference = f"has the tree {text}" if text != reports[0][0] else ""
+        for i, row in enumerate(() if difference else rows):
+            first = reports[0][1][i]
+            same = next(others[i] for _, others in reports if others[i].place == row.place)
             if row.what != first.what or row.digest != same.digest:
-                differs = f"has {row.label}: {row.what}{', with other values' if row.what == first.what else ''}"
+                difference = f"has {row.label}: {row.what}{', with other values' if row.what == first.what else ''}"
                 break
-        if differs:
+        if difference:
             raise VarianceError(
-                f"{message or 'assert_equal'}: {where_is(mesh, at)} {differs}, unlike ranks before it; what all ranks "
-                "should have, one can give to the others: broadcast(tree, src=0)"
+                f"{message or 'assert_equal'}: {where_is(mesh, coordinate)} {difference}, unlike ranks before it; to "
+                "give the values of one rank to all, write broadcast(tree, src=0)"
             )
 
 
 def process_allgather(tree: Any, *, tiled: bool = False, mesh: Mesh | None = None) -> Any:
-    """Every process's tensors, on all of them: stacked in a new dim 0, or joined along dim 0 where ``tiled``.
+    """The tensors of every process, on all processes: stacked in a new dim 0, or joined along dim 0 if ``tiled``.
 
-    Numbers become tensors. The whole of a `Sharded` is the same on all, so it is gathered as `device_get` does.
-    The processes are those of ``mesh``, by default that of `set_mesh`, or else all; in a simulation there is one, so
-    each tensor gets a dim of size 1. Joined tensors may differ in their size of dim 0. Not differentiable.
+    Numbers become tensors. A `Sharded` becomes its global tensor, as with `device_get`. The processes are those of
+    ``mesh``, by default that of `set_mesh`, or else all. A simulation has one process, so a stacked tensor gets a dim
+    of size 1. Joined tensors may differ in the size of dim 0. The function is not differentiable.
 
-    Communication: one all-gather of what there is to know of the trees, then one per tensor.
+    Communication: one all-gather of the descriptions of the trees, then one all-gather per tensor.
 
     Raises:
-        TreeError, ShapeError: on all ranks alike, naming the first rank whose tree, shape or dtype differs.
-        ArgumentError: a leaf is no tensor and no number.
+        TreeError, ShapeError: on all ranks alike, a tree, shape or dtype differs. The error names the first rank.
+        ArgumentError: a leaf is neither a tensor nor a number.
 
     >>> process_allgather({"loss": 0.5, "seen": torch.tensor([1, 2])})
     {'loss': tensor([0.5000]), 'seen': tensor([[1, 2]])}
@@ -102,13 +104,15 @@ def process_allgather(tree: Any, *, tiled: bool = False, mesh: Mesh | None = Non
     leaves, treedef = flatten_values(tree, none_is_leaf=False)
     labels = leaf_paths(tree, "tree", none_is_leaf=False)
 
-    def facts() -> Any:
+    def layouts() -> Any:
         tensors = [_tensor(*pair, tiled) for pair in zip(leaves, labels, strict=True)]
-        kept = [leaf.spec if isinstance(leaf, Sharded) else None for leaf in leaves]
-        return tree_text(treedef), [(x.dtype, tuple(x.shape), repr(k)) for x, k in zip(tensors, kept, strict=True)]
+        specs = [leaf.spec if isinstance(leaf, Sharded) else None for leaf in leaves]
+        return tree_text(treedef), [
+            (x.dtype, tuple(x.shape), repr(spec)) for x, spec in zip(tensors, specs, strict=True)
+        ]
 
-    heard = _hear("process_allgather", facts, mesh)
-    _check_gathered(heard, labels, mesh, tiled)
+    reports = _hear("process_allgather", layouts, mesh)
+    _check_gathered(reports, labels, mesh, tiled)
 
     def gathered(i: int, leaf: Any) -> Any:
         if isinstance(leaf, Sharded):
@@ -117,7 +121,7 @@ def process_allgather(tree: Any, *, tiled: bool = False, mesh: Mesh | None = Non
         block = x if tiled else x.unsqueeze(0)
         if mesh.transport != "process_group":
             return block.clone()
-        sizes = tuple(layouts[i][1][0] for _, layouts in heard) if tiled else None
+        sizes = tuple(rows[i][1][0] for _, rows in reports) if tiled else None
         options = Options(sizes=None if sizes is None or len({*sizes}) == 1 else sizes)
         return transport_of(mesh).gather(block.to(mesh.device), mesh, mesh.axis_names, options).wait().to(x.device)
 
@@ -125,22 +129,29 @@ def process_allgather(tree: Any, *, tiled: bool = False, mesh: Mesh | None = Non
 
 
 def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check: bool = True) -> Any:
-    """Lay out what each process has loaded: a DataLoader's batch becomes `Sharded` values, in one call.
+    """Lay out the tensors that each process has loaded, such as a DataLoader's batch, as `Sharded` values.
 
-    It is JAX's ``make_array_from_process_local_data``, for whole trees. ``specs`` is a pytree prefix of ``tree``. A
-    process holds its block of each tensor: where a spec leaves an axis out, ranks along it must pass equal tensors.
-    Along an unreduced axis each passes its own term: the global tensor is their sum, and they need not be equal. A
-    simulation is one process, which passes the whole tensors, as to `device_put`: of a pending sum the sum. A leaf
-    whose spec is None stays as it is; arrays of NumPy are taken as tensors. Blocks share the memory of what was passed,
-    if it is on the device.
+    It is JAX's ``make_array_from_process_local_data`` for whole trees. Each process passes its block of each tensor.
+    Ranks along an axis that a spec leaves out must pass equal tensors. Along an unreduced axis each rank passes its own
+    term, and the global tensor is the sum. A simulation is one process, which passes global tensors, as to
+    `device_put`; for a pending sum it passes the sum.
 
-    With ``check`` the processes compare trees, shapes, dtypes and, where blocks must be equal, values: one all-gather
-    of numbers for the whole tree, which the host waits for. Without it nothing is sent, and blocks are taken to be as
-    large everywhere as here. Blocks may be uneven, as ``torch.chunk`` cuts, with ``check`` only.
+    Blocks share the memory of the tensors passed, if these are on the device.
+
+    Args:
+        tree: A pytree of tensors and NumPy arrays.
+        specs: A pytree prefix of ``tree``. A leaf whose spec is None stays as it is.
+        mesh: By default that of `set_mesh`.
+        check: The processes compare trees, shapes and dtypes, and the values of blocks that must be equal. Without it
+            nothing is sent, and all blocks are assumed to have the shape of this process's block. Blocks may be uneven,
+            as ``torch.chunk`` cuts, only with ``check``.
+
+    Communication: with ``check`` one all-gather of numbers for the whole tree, which the host waits for.
 
     Raises:
-        SpecError, TreeError, ShapeError, ArgumentError: on all ranks alike, naming the rank and the leaf that differ.
-        VarianceError: on all ranks alike: tensors that should be equal are not.
+        SpecError, TreeError, ShapeError, ArgumentError: on all ranks alike, a rank differs. The error names the rank
+            and the leaf.
+        VarianceError: on all ranks alike, tensors that must be equal are not.
 
     >>> mesh = make_mesh((4,), ("dp",))
     >>> loader = torch.utils.data.DataLoader([(torch.ones(3), i) for i in range(16)], batch_size=8)
@@ -158,7 +169,7 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
     _refuse_record(what)
     partitions: list[Any] = []
 
-    def facts() -> Any:
+    def reports_of_leaves() -> Any:
         leaves[:] = map(_of_array, leaves, labels)
         partitions[:] = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
         check_leaves(leaves, partitions, labels, [mesh] * len(leaves), what)
@@ -176,46 +187,47 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
                 )
         return tree_text(treedef), rows
 
-    heard = _hear(what, facts, mesh) if check else [facts()] * mesh.size
+    reports = _hear(what, reports_of_leaves, mesh) if check else [reports_of_leaves()] * mesh.size
     if check:
-        _check_parts(heard, mesh)
-    found = []
+        _check_parts(reports, mesh)
+    results = []
     for i, (x, partition) in enumerate(zip(leaves, partitions, strict=True)):
         if x is not None and partition is not None:
-            layouts = [rows[i].layout for _, rows in heard]
+            layouts = [rows[i].layout for _, rows in reports]
             spec = spec_of_layouts(layouts, partition, mesh, f"{what}: {labels[i]}")
-            found.append(Sharded(x.to(mesh.device), spec))
+            results.append(Sharded(x.to(mesh.device), spec))
         else:
-            found.append(x)
-    return treedef.unflatten(found)
+            results.append(x)
+    return treedef.unflatten(results)
 
 
-# --- what processes tell each other of a tree -----------------------------------------------------------------------
+# --- reports on trees, which processes exchange -----------------------------------------------------------------------
 
 
-def _hear(what: str, facts: Callable[[], Any], mesh: Mesh) -> list[Any]:
-    """The facts of every process, which all must be at the same call."""
-    heard = hear_all(lambda: (what, facts()), mesh)
-    for at, (other, _) in zip(_places(mesh), heard, strict=True):
-        if other != heard[0][0]:
+def _hear(what: str, report: Callable[[], Any], mesh: Mesh) -> list[Any]:
+    """The reports of all processes, which must make the same call ``what``."""
+    reports = hear_all(lambda: (what, report()), mesh)
+    for coordinate, (other, _) in zip(_coordinates(mesh), reports, strict=True):
+        if other != reports[0][0]:
             raise ArgumentError(
-                f"{what}: {where_is(mesh, at)} calls {other}, but the first rank {heard[0][0]}; all ranks must make "
-                "the same calls in the same order"
+                f"{what}: {where_is(mesh, coordinate)} calls {other}, but the first rank {reports[0][0]}; all ranks "
+                "must make the same calls in the same order"
             )
-    return [found for _, found in heard]
+    return [text for _, text in reports]
 
 
 class _LeafReport(NamedTuple):
-    """What the other processes hear of one leaf."""
+    """The report of a process on one leaf."""
 
     label: str
-    what: str  # in words
-    place: tuple[tuple[str, int], ...] = ()  # where the process is along axes that values differ over
-    digest: tuple[int, ...] = ()  # of the values
+    what: str  # a description, or the spec
+    place: tuple[tuple[str, int], ...] = ()  # the coordinate of the process along axes over which blocks differ
+    digest: tuple[int, ...] = ()  # digests of the values
     layout: tuple[torch.dtype, tuple[int, ...]] | None = None
 
 
-def _facts(tree: Any) -> tuple[str, list[_LeafReport]]:
+def _reports(tree: Any) -> tuple[str, list[_LeafReport]]:
+    """The report of this process on a tree."""
     leaves, treedef = flatten_values(tree)
     rows = []
     for leaf, label in zip(leaves, leaf_paths(tree, "tree"), strict=True):
@@ -232,26 +244,27 @@ def _facts(tree: Any) -> tuple[str, list[_LeafReport]]:
 
 
 def _place(partition: P, mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    """Where this process is along the axes over which the blocks of a layout differ."""
+    """The coordinate of this process along the axes over which the blocks of a layout differ."""
     here = zip(mesh.axis_names, mesh.coordinate() or (), strict=False)
     return tuple((axis, i) for axis, i in here if axis in partition.axes or axis in partition.unreduced)
 
 
-def _check_parts(heard: list[tuple[str, list[_LeafReport | None]]], mesh: Mesh) -> None:
-    """The same tree and specs on all ranks, and equal values where blocks must be equal."""
-    text, first = heard[0]
-    for at, (other, rows) in zip(_places(mesh), heard, strict=True):
-        here = f"from_process_local: {where_is(mesh, at)}"
-        specs, wanted = ([None if row is None else row.what for row in side] for side in (rows, first))
-        if other != text or specs != wanted:
+def _check_parts(reports: list[tuple[str, list[_LeafReport | None]]], mesh: Mesh) -> None:
+    """Check that all ranks have one tree with the same specs, and equal values where blocks must be equal."""
+    first_text, first_rows = reports[0]
+    first_specs = [None if row is None else row.what for row in first_rows]
+    for coordinate, (text, rows) in zip(_coordinates(mesh), reports, strict=True):
+        here = f"from_process_local: {where_is(mesh, coordinate)}"
+        specs = [None if row is None else row.what for row in rows]
+        if text != first_text or specs != first_specs:
             raise TreeError(
-                f"{here} has the tree {other} with the specs {specs}, but the first rank {text} with {wanted}; pass "
-                "trees of one structure, and the same specs, on all ranks"
+                f"{here} has the tree {text} with the specs {specs}, but the first rank {first_text} with "
+                f"{first_specs}; pass trees of one structure, and the same specs, on all ranks"
             )
         for i, row in enumerate(rows):
             if row is None:
                 continue
-            same = next(found for _, others in heard if (found := others[i]) is not None and found.place == row.place)
+            same = next(other for _, others in reports if (other := others[i]) is not None and other.place == row.place)
             if row.layout == same.layout and row.digest != same.digest:
                 raise VarianceError(
                     f"{here} has other values for {row.label} than a rank before it that should have the same: its "
@@ -260,31 +273,34 @@ def _check_parts(heard: list[tuple[str, list[_LeafReport | None]]], mesh: Mesh) 
                 )
 
 
-def _check_gathered(heard: list[tuple[str, list[Any]]], labels: list[str], mesh: Mesh, tiled: bool) -> None:
-    """The same tree on all ranks; then the same dtypes and shapes."""
-    text, wanted = heard[0]
-    for at, (other, _) in zip(_places(mesh), heard, strict=True):
-        if other != text:
+def _check_gathered(reports: list[tuple[str, list[Any]]], labels: list[str], mesh: Mesh, tiled: bool) -> None:
+    """Check that all ranks have one tree, and then the same layouts, dtypes and shapes."""
+    first_text, first_rows = reports[0]
+    for coordinate, (text, _) in zip(_coordinates(mesh), reports, strict=True):
+        if text != first_text:
             raise TreeError(
-                f"process_allgather: {where_is(mesh, at)} has the tree {other}, but the first rank {text}; pass trees "
-                "of one structure"
+                f"process_allgather: {where_is(mesh, coordinate)} has the tree {text}, but the first rank "
+                f"{first_text}; pass trees of one structure"
             )
-    for at, (_, layouts) in zip(_places(mesh), heard, strict=True):
-        for label, (dtype, shape, spec), (kind, first, like) in zip(labels, layouts, wanted, strict=True):
-            here = f"process_allgather: {where_is(mesh, at)} has {label}"
-            if spec != like:
-                lies, should = ("a tensor of its own" if x == "None" else f"the Sharded {x}" for x in (spec, like))
-                raise ShapeError(f"{here}, {lies}, but the first rank {should}; give them one layout")
-            rest, others = (shape[1:], first[1:]) if tiled else (shape, first)
-            if dtype is not kind or rest != others:
+    for coordinate, (_, rows) in zip(_coordinates(mesh), reports, strict=True):
+        for label, row, first_row in zip(labels, rows, first_rows, strict=True):
+            (dtype, shape, spec), (first_dtype, first_shape, first_spec) = row, first_row
+            here = f"process_allgather: {where_is(mesh, coordinate)} has {label}"
+            if spec != first_spec:
+                kind, first_kind = (
+                    "a tensor of its own" if text == "None" else f"the Sharded {text}" for text in (spec, first_spec)
+                )
+                raise ShapeError(f"{here}, {kind}, but the first rank {first_kind}; give them one layout")
+            compared, expected = (shape[1:], first_shape[1:]) if tiled else (shape, first_shape)
+            if dtype is not first_dtype or compared != expected:
                 raise ShapeError(
-                    f"{here} of shape {shape} and {dtype}, but the first rank {first} and {kind}; "
+                    f"{here} of shape {shape} and {dtype}, but the first rank {first_shape} and {first_dtype}; "
                     f"{'only dim 0 may differ' if tiled else 'give them one shape, or tiled=True to join dim 0'}"
                 )
 
 
 def _tensor(leaf: Any, label: str, tiled: bool) -> Tensor:
-    """A leaf to be gathered; of a `Sharded` its block stands for it."""
+    """A leaf as a tensor to be gathered. An empty tensor stands for a `Sharded`."""
     if isinstance(leaf, Sharded):
         return torch.empty((0,) if tiled else (), dtype=leaf.dtype)
     if not isinstance(leaf, (Tensor, bool, int, float, complex)) and type(leaf).__name__ != "ndarray":
@@ -300,7 +316,7 @@ def _tensor(leaf: Any, label: str, tiled: bool) -> Tensor:
 
 
 def _of_array(leaf: Any, label: str) -> Any:
-    """An array of NumPy as a tensor, and whatever else as it is."""
+    """A NumPy array as a tensor; any other leaf as it is."""
     if type(leaf).__name__ != "ndarray":
         return leaf
     try:
@@ -314,13 +330,13 @@ _FACTORS: Final = (-0x61C8864680B583EB, -0x4B47D1B3A1E0D4A5)  # odd, as in split
 
 
 def _digest(x: Tensor) -> tuple[int, ...]:
-    """Of each block 64 bits, which differ where values or their order do."""
+    """64 bits for each block. They differ where values or their order differ, up to chance."""
     with torch.no_grad(), DisableTorchFunction():
         return tuple(map(_sum_by_place, blocks_of(x)))
 
 
 def _sum_by_place(x: Tensor) -> int:
-    """Each value times a number of its place, summed modulo 2⁶⁴."""
+    """The sum, modulo 2⁶⁴, of the bits of each value times a hash of its place."""
     flat = x.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
     numbers = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
     place = torch.arange(1, len(numbers) + 1, device=x.device).mul_(_FACTORS[0])
@@ -328,19 +344,19 @@ def _sum_by_place(x: Tensor) -> int:
     return int((numbers * place).sum())
 
 
-# --- which processes ------------------------------------------------------------------------------------------------
+# --- the processes of a call ------------------------------------------------------------------------------------------
 
 
 def _processes(mesh: Mesh | None, what: str) -> Mesh:
-    """The mesh of a call; by default all processes."""
+    """The mesh of a call. By default its ranks are all processes."""
     _refuse_record(what)
     if mesh is None and current_mesh() is None:
         mesh = make_mesh((world.world_size(),), ("process",))
     return the_mesh(mesh, what)
 
 
-def _places(mesh: Mesh) -> list[tuple[int, ...]]:
-    """Where each process is on a mesh, row-major; in a simulation there is one."""
+def _coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
+    """The coordinate of each process on a mesh, row-major. A simulation has one process."""
     coordinates = list(frame(mesh, mesh.axis_names).coordinates())
     return coordinates if mesh.transport == "process_group" else coordinates[:1]
 
@@ -348,5 +364,5 @@ def _places(mesh: Mesh) -> list[tuple[int, ...]]:
 def _refuse_record(what: str) -> None:
     if is_recording():
         raise RecordError(
-            f"{what} was called within jit, where values are not known; call it before or after the jitted function"
+            f"{what} was called within jit, where values are unknown; call it before or after the jitted function"
         )

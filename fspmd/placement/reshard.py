@@ -1,4 +1,4 @@
-"""Values from one layout to another: `reshard`, `with_spec`, and `explain`, which tells what that costs."""
+"""Values from one layout to another: `reshard`, `with_spec`, and `explain`, which gives the price."""
 
 from __future__ import annotations
 
@@ -37,27 +37,29 @@ def reshard(
     backward_dtype: torch.dtype | None = None,
     wait: bool = True,
 ) -> Any:
-    """Move a pytree of `Sharded` to other layouts: any spec to any spec, on their own mesh or on another.
+    """Move a pytree of `Sharded` values to other layouts: from any spec to any spec, on their mesh or on another.
 
-    ``specs`` is a pytree prefix of ``tree``; where it is None a leaf stays as it is. The cheapest sequence of
-    collectives is found once for each pair of layouts (`explain` prints it); each rank receives what it lacks. With
-    ``mesh`` values move to a mesh of other axes, another order of ranks, or other ranks: the members of both meshes
-    call it together, and a process outside one of them has an empty block there. A plain tensor is a global value
-    that every process has, cut without communication. Results may share memory with their operands.
+    The cheapest sequence of collectives is found once for each pair of layouts; `explain` prints it. Each rank receives
+    only elements that it lacks. A plain tensor is a global value that every process has; it is cut without
+    communication. Results may share memory with their operands.
 
-    Communication: forward that of the plan, backward its transpose step by step: gather ↔ slice, all-reduce ↔
+    Communication: forward, the collectives of the route; backward, their transposes: gather ↔ slice, all-reduce ↔
     nothing, reduce-scatter ↔ gather, all-to-all ↔ all-to-all.
 
     Args:
-        forward_dtype: What floating values are cast to before they move; the result has that dtype.
-        backward_dtype: What gradients are cast to before they go back, by default the operand's; they arrive in the
-            operand's. So float32 weights are gathered in bfloat16 and their gradients added up in float32, or the
-            other way round. As in ``DTensor.redistribute``.
-        wait: False gives a handle while the last collective is under way: ``handle.wait()`` is the result.
+        tree: A pytree of `Sharded` values and plain tensors.
+        specs: A pytree prefix of ``tree``. A leaf whose spec is None stays as it is.
+        mesh: Another mesh for the values. It may have other axes, another order of ranks, or other ranks. The members
+            of both meshes call `reshard` together. A process outside one of them has an empty block there.
+        forward_dtype: Floating values are cast to this dtype before they move. The result has it.
+        backward_dtype: Gradients are cast to this dtype before they move, by default the operand's. They arrive in the
+            operand's dtype. For example float32 weights are gathered in bfloat16 while their gradients are summed in
+            float32. As in ``DTensor.redistribute``.
+        wait: False returns a handle while the last collective runs; ``handle.wait()`` returns the result.
 
     Raises:
-        SpecError, TreeError, ArgumentError, MeshError: naming every leaf that fails; or inside a body;
-            two dtypes for the two ways from one mesh to another.
+        SpecError, TreeError, ArgumentError, MeshError: a leaf does not fit; the error names all of them. Or the call is
+            inside a body, or the two dtypes differ between meshes.
 
     >>> from fspmd import device_put, make_mesh
     >>> line, grid = make_mesh((4,), ("x",)), make_mesh((2, 2), ("a", "b"))
@@ -67,39 +69,43 @@ def reshard(
     """
     if wait is True and forward_dtype is None and backward_dtype is None:
         return _laid_out(tree, specs, mesh, "reshard")
-    treedef, waiting = _each(tree, specs, mesh, "reshard", _how(forward_dtype, backward_dtype, wait))
+    treedef, pending = _begin(tree, specs, mesh, "reshard", _options(forward_dtype, backward_dtype, wait))
 
     def finish() -> Any:
-        return treedef.unflatten(landed() for landed in waiting)
+        return treedef.unflatten(landed() for landed in pending)
 
     return finish() if wait else Handle(finish)
 
 
-class _How(NamedTuple):
-    """How values move: dtypes on the way forward and back, None for their own, and whether that is waited for."""
+class _MoveOptions(NamedTuple):
+    """The dtypes of values and gradients while they move (None: their own), and whether the call waits."""
 
     forward: torch.dtype | None
     backward: torch.dtype | None
     wait: bool
 
 
-def _how(forward: Any, backward: Any, wait: Any) -> _How:
+def _options(forward: Any, backward: Any, wait: Any) -> _MoveOptions:
     for name, dtype in (("forward_dtype", forward), ("backward_dtype", backward)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentError(f"reshard got {described(dtype)} for {name}; expected one such as torch.bfloat16")
+            raise ArgumentError(
+                f"reshard got {described(dtype)} for {name}; expected a floating dtype such as torch.bfloat16"
+            )
     if wait is not True and wait is not False:
         raise ArgumentError(f"reshard got {described(wait)} for wait; expected True, or False for a handle")
-    return _How(forward, backward, wait)
+    return _MoveOptions(forward, backward, wait)
 
 
 def with_spec(tree: Any, specs: Any) -> Any:
-    """Say inside a function how intermediate values lie, like ``jax.lax.with_sharding_constraint``.
+    """Set the layouts of intermediate values of a function, like ``jax.lax.with_sharding_constraint``.
 
-    `Sharded` leaves are moved as by `reshard`. A plain tensor is cut for the mesh that `set_mesh` has set; where none
-    is, it stays as it is, so that a function written for a mesh runs on plain tensors without one, too.
+    `Sharded` leaves are moved as by `reshard`. A plain tensor is cut for the mesh of `set_mesh`. Without a mesh it
+    stays as it is, so that a function written for a mesh also runs on plain tensors.
+
+    Communication: that of `reshard`.
 
     Raises:
-        As `reshard`.
+        SpecError, TreeError, ArgumentError, MeshError: as `reshard`.
 
     >>> from fspmd import device_put, make_mesh
     >>> def layer(x, w):
@@ -113,100 +119,109 @@ def with_spec(tree: Any, specs: Any) -> Any:
 
 
 def _laid_out(tree: Any, specs: Any, mesh: Mesh | None, what: str) -> Any:
-    if type(tree) is Sharded and type(specs) is P and mesh is None and state.body is None and _told is None:
+    """The tree in other layouts, with a fast path for one `Sharded` and one spec."""
+    if type(tree) is Sharded and type(specs) is P and mesh is None and state.body is None and _replacement is None:
         target = _target(tree.spec, specs)
         if target is not None and target.mesh.coordinate() is not None:
             return alike(redistribute(tree.local, tree.spec, target), tree, target)
-    treedef, waiting = _each(tree, specs, mesh, what, None)
-    return treedef.unflatten(landed() for landed in waiting)
+    treedef, pending = _begin(tree, specs, mesh, what, None)
+    return treedef.unflatten(landed() for landed in pending)
 
 
-def _each(
-    tree: Any, specs: Any, mesh: Mesh | None, what: str, how: _How | None
+def _begin(
+    tree: Any, specs: Any, mesh: Mesh | None, what: str, options: _MoveOptions | None
 ) -> tuple[optree.PyTreeSpec, list[Callable[[], Any]]]:
-    """For each leaf what gives it as it is to lie; all have begun to move."""
+    """Begin to move all leaves. Return the treedef, and for each leaf a function that returns it when it has landed."""
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_value, none_is_leaf=True)
     partitions, meshes = _checked(tree, leaves, specs, mesh, what)
-    waiting = [
+    pending = [
         functools.partial(_same, leaf)
-        if leaf is None or partition is None or on is None
-        else _begun(leaf, partition, on, how)
-        for leaf, partition, on in zip(leaves, partitions, meshes, strict=True)
+        if leaf is None or partition is None or leaf_mesh is None
+        else _begun(leaf, partition, leaf_mesh, options)
+        for leaf, partition, leaf_mesh in zip(leaves, partitions, meshes, strict=True)
     ]
-    return treedef, waiting
+    return treedef, pending
 
 
 def _same(x: Any) -> Any:
     return x
 
 
-def _begun(leaf: Tensor | Sharded, partition: P, mesh: Mesh, how: _How | None) -> Callable[[], Sharded]:
-    """A leaf on its way, as ``how`` says: None, or of what is no floating `Sharded`, at once."""
-    if how is not None and type(leaf) is not Sharded and how.forward is not None and leaf.is_floating_point():
-        leaf = leaf.to(how.forward)
-    if how is None or _told is not None or type(leaf) is not Sharded or not leaf.spec.dtype.is_floating_point:
+def _begun(leaf: Tensor | Sharded, partition: P, mesh: Mesh, options: _MoveOptions | None) -> Callable[[], Sharded]:
+    """Begin to move a leaf. Without options, and if it is no floating `Sharded`, it is moved at once."""
+    if options is not None and type(leaf) is not Sharded and options.forward is not None and leaf.is_floating_point():
+        leaf = leaf.to(options.forward)
+    if (
+        options is None
+        or _replacement is not None
+        or type(leaf) is not Sharded
+        or not leaf.spec.dtype.is_floating_point
+    ):
         return functools.partial(_same, _moved(leaf, partition, mesh))
     source = leaf.spec
-    forward = how.forward or source.dtype
-    backward = how.backward or source.dtype
+    forward = options.forward or source.dtype
+    backward = options.backward or source.dtype
     if source.mesh != mesh and backward != forward:
         raise ArgumentError(
-            f"reshard got another mesh, {forward} for the way forward and {backward} for the way back; between meshes "
-            "both are one: give the same backward_dtype, or move the value first, and reshard it there"
+            f"reshard to another mesh got forward_dtype={forward} and backward_dtype={backward}, which must be equal "
+            "there; give the same backward_dtype, or move the value first, and reshard it on its new mesh"
         )
     target = TensorSpec(mesh, partition, source.shape, forward)
-    landed = begun(leaf.local, source, target, forward, backward, how.wait)
+    landed = begun(leaf.local, source, target, forward, backward, options.wait)
     return lambda: alike(landed(), leaf, target)
 
 
-_told: Callable[[Sharded, TensorSpec], Sharded] | None = None
+_replacement: Callable[[Sharded, TensorSpec], Sharded] | None = None
 
 
 @contextmanager
-def with_reshard_as(told: Callable[[Sharded, TensorSpec], Sharded]) -> Iterator[None]:
-    """While the block runs, ``told`` has the `Sharded` that are to lie in some way, and gives what they become."""
-    global _told
-    _told = told
+def with_reshard_as(move: Callable[[Sharded, TensorSpec], Sharded]) -> Iterator[None]:
+    """Within the context ``move(x, target)`` moves the `Sharded` leaves of `reshard` and `with_spec`."""
+    global _replacement
+    _replacement = move
     try:
         yield
     finally:
-        _told = None
+        _replacement = None
 
 
 @functools.lru_cache(maxsize=8192)
 def _target(source: TensorSpec, partition: P) -> TensorSpec | None:
-    """The same tensor under another partition, None where it does not fit."""
+    """The layout of the same tensor with another partition; None where this does not fit."""
     return None if complain(partition, source.mesh, source.ndim) else source.with_partition(partition)
 
 
 def _moved(leaf: Tensor | Sharded, partition: P, mesh: Mesh) -> Sharded:
     target = TensorSpec(mesh, partition, tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, Sharded):
-        return _told(leaf, target) if _told else alike(redistribute(leaf.local, leaf.spec, target), leaf, target)
+        if _replacement is not None:
+            return _replacement(leaf, target)
+        return alike(redistribute(leaf.local, leaf.spec, target), leaf, target)
     return Sharded(to_blocks(leaf.to(mesh.device), target), target)
 
 
 def _checked(tree: Any, leaves: list[Any], specs: Any, mesh: Mesh | None, what: str) -> tuple[list[Any], list[Any]]:
-    """For each leaf where it is to lie: its partition, and its mesh (None: a plain tensor stays as it is)."""
+    """The partition and the mesh of each leaf, checked. Without a mesh a plain tensor stays as it is."""
     check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     meshes = [_mesh_of(leaf, partition, mesh, what) for leaf, partition in zip(leaves, partitions, strict=True)]
     check_leaves(leaves, partitions, leaf_paths(tree, "tree"), meshes, what)
-    for leaf, on in zip(leaves, meshes, strict=True):
-        if on is None:
+    for leaf, target in zip(leaves, meshes, strict=True):
+        if target is None:
             continue
-        held = leaf.spec.mesh if isinstance(leaf, Sharded) else on
-        if on.coordinate() is None and held.coordinate() is None:
+        source = leaf.spec.mesh if isinstance(leaf, Sharded) else target
+        if target.coordinate() is None and source.coordinate() is None:
             raise MeshError(
-                f"{what}: this process is a member neither of {held!r} nor of {on!r}; call it on members only: "
+                f"{what}: this process is a member neither of {source!r} nor of {target!r}; call it on members only: "
                 "if mesh.coordinate() is not None: ..."
             )
     return partitions, meshes
 
 
 def _mesh_of(leaf: Any, partition: P | None, mesh: Mesh | None, what: str) -> Mesh | None:
+    """The mesh that a leaf moves to; None where it stays as it is."""
     if partition is None or mesh is not None:
         return mesh
     if isinstance(leaf, Sharded):
@@ -222,31 +237,32 @@ def _is_value(x: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a redistribution does: for each leaf its name and `Route`. Printing it shows the steps."""
+    """The routes of a redistribution: for each leaf its name and `Route`. Printed, it shows the steps."""
 
     routes: tuple[tuple[str, Route], ...]
 
     @property
     def price(self) -> Price:
-        """Of all leaves, one after the other."""
-        return sum((way.price for _, way in self.routes), FREE)
+        """The price of all leaves, moved one after the other."""
+        return sum((route.price for _, route in self.routes), FREE)
 
     def __str__(self) -> str:
         if len(self.routes) == 1:
             return str(self.routes[0][1])
-        return "\n".join([*(f"{label}: {way}" for label, way in self.routes), f"all: {self.price}"])
+        return "\n".join([*(f"{label}: {route}" for label, route in self.routes), f"all: {self.price}"])
 
     __repr__ = __str__
 
 
 def explain(tree: Any, specs: Any, mesh: Mesh | None = None) -> Explanation:
-    """What `reshard` would do with a pytree of `Sharded` or `TensorSpec`, step by step; nothing moves.
+    """The steps in which `reshard` would move a pytree of `Sharded` or `TensorSpec` leaves. Nothing moves.
 
-    Each step with the bytes that a rank sends, its time in µs, and the bytes that a rank holds, by the figures of
-    `set_topology`. The result's ``price`` and ``routes`` have the same as numbers.
+    Each step has the bytes that a rank sends, its time in µs, and the bytes that a rank holds, by the figures of
+    `set_topology`. ``price`` and ``routes`` of the result have them as numbers.
 
     Raises:
-        As `reshard`; of a plain tensor, too, which has no layout.
+        SpecError, TreeError, ArgumentError, MeshError: as `reshard`. A plain tensor is an error, since it has no
+            layout.
 
     >>> from fspmd import device_put, make_mesh
     >>> x = device_put(torch.zeros(512, 512), P("x"), mesh=make_mesh((4,), ("x",)))
@@ -257,20 +273,18 @@ def explain(tree: Any, specs: Any, mesh: Mesh | None = None) -> Explanation:
     """
     leaves, _ = optree.tree_flatten(tree, is_leaf=_is_value, none_is_leaf=True)
     labels = leaf_paths(tree, "tree")
-    values = [Sharded(_NOTHING, leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
+    values = [Sharded(_EMPTY, leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
     for label, leaf in zip(labels, values, strict=True):
         if leaf is not None and not isinstance(leaf, Sharded):
             raise ArgumentError(f"explain: {label} is {described(leaf)}; give it a Sharded, or a TensorSpec")
     partitions, meshes = _checked(tree, values, specs, mesh, "explain")
-    follows = torch.is_grad_enabled()
-    return Explanation(
-        tuple(
-            (label, moves(x.spec, target, (), topology(), x.requires_grad and follows).route)
-            for label, x, partition, on in zip(labels, values, partitions, meshes, strict=True)
-            if x is not None and partition is not None
-            for target in [TensorSpec(on, partition, x.shape, x.dtype)]
-        )
-    )
+    routes = []
+    for label, x, partition, target_mesh in zip(labels, values, partitions, meshes, strict=True):
+        if x is not None and partition is not None:
+            target = TensorSpec(target_mesh, partition, x.shape, x.dtype)
+            has_gradient = x.requires_grad and torch.is_grad_enabled()
+            routes.append((label, moves(x.spec, target, (), topology(), has_gradient).route))
+    return Explanation(tuple(routes))
 
 
-_NOTHING = torch.empty(0)
+_EMPTY = torch.empty(0)

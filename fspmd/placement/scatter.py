@@ -1,4 +1,4 @@
-"""Putting values that one rank holds on a mesh: each rank is sent its own blocks, and its gradients are sent back."""
+"""Values of one rank, laid out on a mesh: each rank is sent its own blocks, and sends their gradients back."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
 
 @dataclass(frozen=True, slots=True)
 class ScatterRoute:
-    """How the blocks of one tensor go from the source to every rank, and their gradients back."""
+    """The blocks of one tensor on the way from the source to every rank, and their gradients on the way back.
+
+    A position is an index among the ranks of the mesh, row-major.
+    """
 
     spec: TensorSpec
-    source: int  # position of the source among the ranks of the mesh
-    place: int  # position of this rank
-    device: torch.device  # of the source's tensor
+    source: int  # the position of the source
+    place: int  # the position of this rank
+    device: torch.device  # the device of the source's tensor
 
     @property
     def at_source(self) -> bool:
-        """True on the rank that holds the whole tensor."""
+        """Whether this rank is the source, which has the global tensor."""
         return self.place == self.source
 
     def coordinate(self, position: int) -> tuple[int, ...]:
         """The mesh coordinate of a position."""
-        found = []
+        coordinate = []
         for size in reversed(tuple(self.spec.mesh.shape.values())):
             position, index = divmod(position, size)
-            found.append(index)
-        return tuple(reversed(found))
+            coordinate.append(index)
+        return tuple(reversed(coordinate))
 
     def window(self, position: int) -> tuple[slice, ...]:
-        """Where the block of a position lies in the whole tensor."""
-        at = self.coordinate(position)
-        spans = zip(self.spec.offset(at), self.spec.local_shape(at), strict=True)
+        """The slices of the global tensor that are the block of a position."""
+        coordinate = self.coordinate(position)
+        spans = zip(self.spec.offset(coordinate), self.spec.local_shape(coordinate), strict=True)
         return tuple(slice(start, start + length) for start, length in spans)
 
     def shape(self, position: int) -> tuple[int, ...]:
@@ -57,18 +60,18 @@ class ScatterRoute:
         return self.spec.local_shape(self.coordinate(position))
 
     def holds(self, position: int) -> bool:
-        """False where an unreduced value's pending sum has zero: everywhere but at the first rank."""
+        """Whether the position gets values. Of a pending sum only the first rank does; the others have zeros."""
         return not any(self._along(position, self.spec.partition.unreduced))
 
     def answers(self, position: int) -> bool:
-        """Whether the position's gradient is wanted: of equal ones the source's own, of a pending sum every term."""
+        """Whether the position sends its gradient. Of equal gradients one is sent, of a pending sum every term."""
         partition = self.spec.partition
         equal = frozenset(self.spec.mesh.axis_names) - partition.axes - partition.reduced
         return self._along(position, equal) == self._along(self.source, equal)
 
     def _along(self, position: int, axes: frozenset[str]) -> tuple[int, ...]:
-        at = zip(self.spec.mesh.axis_names, self.coordinate(position), strict=True)
-        return tuple(index for axis, index in at if axis in axes)
+        coordinate = zip(self.spec.mesh.axis_names, self.coordinate(position), strict=True)
+        return tuple(index for axis, index in coordinate if axis in axes)
 
 
 def check_leaves(
@@ -77,14 +80,17 @@ def check_leaves(
     labels: list[str],
     meshes: Sequence[Mesh | None],
     what: str,
-    taken: tuple[Any, ...] = (Tensor, Sharded),
+    types: tuple[Any, ...] = (Tensor, Sharded),
 ) -> None:
-    """Every leaf a tensor, every spec fitting it and its mesh, where it has one; all failures in one message."""
+    """Check that every leaf is a tensor, and that its spec fits it and its mesh, if it has one.
+
+    One error has all failures. A leaf without a spec is not checked.
+    """
     failures = []
     for leaf, partition, label, mesh in zip(leaves, partitions, labels, meshes, strict=True):
         if leaf is None or partition is None:
             continue
-        if not isinstance(leaf, taken):
+        if not isinstance(leaf, types):
             failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
         elif found := misfit(leaf):
             failures.append(Failure(f"{label} is {found[0]}", ArgumentError, found[1]))
@@ -103,13 +109,14 @@ PLANNED: Final = "to plan without memory write make_mesh(..., transport='abstrac
 
 
 def lacks_values(leaf: Any, mesh: Mesh | None) -> bool:
-    """Whether a leaf is on the meta device, and its mesh's ranks need values."""
+    """Whether a leaf is on the meta device, and the ranks of its mesh need values."""
     if mesh is None or mesh.transport == "abstract" or isinstance(leaf, Sharded):
         return False
     return is_plain(leaf) and leaf.is_meta
 
 
 def _as_tensor(leaf: Any) -> str:
+    """Advice for a leaf that is no tensor."""
     if isinstance(leaf, (int, float, complex)):
         return f"write torch.tensor({leaf!r}), or give it None in specs to leave it as it is"
     if type(leaf).__name__ == "ndarray":
@@ -122,17 +129,17 @@ def _as_tensor(leaf: Any) -> str:
 
 
 class AnnouncedLeaf(NamedTuple):
-    """What the other ranks hear of one leaf."""
+    """The source's description of one leaf for the other ranks."""
 
     label: str
     partition: P | None
-    value: Any = None  # of a leaf that stays as it is
-    shape: tuple[int, ...] | None = None  # of a tensor that is sent
+    value: Any = None  # the value of a leaf that stays as it is
+    shape: tuple[int, ...] | None = None  # the shape of a tensor that is sent
     dtype: torch.dtype = torch.float32
-    follow: bool = False  # gradients come back
+    has_gradient: bool = False
 
     def differs(self, leaf: Any, partition: P | None, source: Source) -> str:
-        """How the spec that a rank gives and its own leaf, if it is a tensor, differ from what the source has."""
+        """The difference between a rank's spec, and its leaf if it is a tensor, and those of the source; "" if none."""
         if self._layout(partition, source.mesh) != self._layout(self.partition, source.mesh):
             return source.against(f"the spec {partition!r} for {self.label}", f"{self.partition!r}")
         if self.shape is None or not isinstance(leaf, Tensor):
@@ -149,19 +156,19 @@ class AnnouncedLeaf(NamedTuple):
 
 
 def scatter_from(tree: Any, specs: Any, source: Source) -> Any:
-    """Blocks of what the source alone holds; the other ranks pass None, or a tree of the same structure.
+    """The source's tree, laid out. The other ranks pass None, or a tree of the same structure.
 
-    The structure, shapes, dtypes and specs are told and compared, then each rank is sent its own blocks: no rank but
-    the source ever holds a whole tensor. Backward sends the blocks' gradients back.
+    The source describes structure, shapes, dtypes and specs, and the other ranks compare. Then each rank is sent its
+    own blocks, so that no rank but the source has a whole tensor. Backward sends the gradients of the blocks back.
 
     Raises:
-        SpecError, TreeError, ArgumentError: of the tree and specs that the source passed, on all ranks alike.
-        ShapeError: of those that another rank passed, on all ranks alike, naming it.
+        SpecError, TreeError, ArgumentError: on all ranks alike, the tree and specs of the source do not fit.
+        ShapeError: on all ranks alike, another rank differs. The error names it.
     """
     treedef, rows = source.tell(lambda: description(tree, specs, source))
     source.agree(lambda: _difference(tree, specs, treedef, rows, source))
     leaves = _flat(tree)[0] if source.here else [None] * len(rows)
-    return treedef.unflatten([_place(row, leaf, source) for row, leaf in zip(rows, leaves, strict=True)])
+    return treedef.unflatten([_scattered(row, leaf, source) for row, leaf in zip(rows, leaves, strict=True)])
 
 
 def _flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -170,7 +177,7 @@ def _flat(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpec, list[AnnouncedLeaf]]:
-    """All that the other ranks need to know of the leaves, on the source."""
+    """The treedef and the description of each leaf, on the source."""
     what, mesh = source.what, source.mesh
     if tree is None:
         raise ArgumentError(
@@ -197,14 +204,14 @@ def description(tree: Any, specs: Any, source: Source) -> tuple[optree.PyTreeSpe
         pickle.loads(pickle.dumps((treedef, rows)))
     except Exception as error:
         raise TreeError(
-            f"{what} with src={source.rank} tells the other ranks the structure of the tree and its static leaves, "
+            f"{what} with src={source.rank} sends the other ranks the structure of the tree and its static leaves, "
             f"which cannot be pickled: {error}; use containers and static leaves that can"
         ) from None
     return treedef, rows
 
 
 def _difference(tree: Any, specs: Any, treedef: optree.PyTreeSpec, rows: list[AnnouncedLeaf], source: Source) -> str:
-    """What this rank passes that does not fit, in words."""
+    """The difference between the arguments of this rank and those of the source; "" if there is none."""
     leaves: list[Any] = [None] * len(rows)
     if tree is not None:
         leaves, mine = _flat(tree)
@@ -213,45 +220,46 @@ def _difference(tree: Any, specs: Any, treedef: optree.PyTreeSpec, rows: list[An
     skeleton = treedef.unflatten(range(len(rows)))
     partitions = broadcast_prefix(specs, skeleton, "specs", "tree", "specs that do not match the tree")
     given = zip(rows, leaves, partitions, strict=True)
-    found = (row.differs(leaf, partition, source) for row, leaf, partition in given)
-    return next(filter(None, found), "")
+    differences = (row.differs(leaf, partition, source) for row, leaf, partition in given)
+    return next(filter(None, differences), "")
 
 
-def _place(row: AnnouncedLeaf, leaf: Any, source: Source) -> Any:
+def _scattered(row: AnnouncedLeaf, leaf: Any, source: Source) -> Any:
+    """One leaf, laid out. Ranks other than the source pass None."""
     if row.shape is None or row.partition is None:
         return row.value if leaf is None else leaf
     mesh = source.mesh
     spec = TensorSpec(mesh, row.partition, row.shape, row.dtype)
     route = ScatterRoute(spec, source.position, source.place, leaf.device if is_plain(leaf) else mesh.device)
-    whole = leaf
+    x_full = leaf
     if leaf is None:
-        whole = torch.empty(0, dtype=row.dtype, device=mesh.device, requires_grad=row.follow)
-    return Sharded(_Scatter.apply(whole, route), spec)
+        x_full = torch.empty(0, dtype=row.dtype, device=mesh.device, requires_grad=row.has_gradient)
+    return Sharded(_Scatter.apply(x_full, route), spec)
 
 
-def scatter(whole: Tensor, route: ScatterRoute) -> Tensor:
-    """This rank's block of what the source holds; ``whole`` is looked at on the source only."""
+def scatter(x_full: Tensor, route: ScatterRoute) -> Tensor:
+    """This rank's block of the source's tensor. Ranks other than the source do not read ``x_full``."""
     mesh, dtype = route.spec.mesh, route.spec.dtype
     sends: list[tuple[int, Tensor]] = []
     receives: list[tuple[int, Tensor]] = []
     if route.at_source:
         others = (i for i in range(mesh.size) if i != route.place and route.holds(i))
-        sends = [(i, whole[route.window(i)].to(mesh.device).contiguous()) for i in others]
+        sends = [(i, x_full[route.window(i)].to(mesh.device).contiguous()) for i in others]
     if not route.holds(route.place):
-        mine = torch.zeros(route.shape(route.place), dtype=dtype, device=mesh.device)
+        block = torch.zeros(route.shape(route.place), dtype=dtype, device=mesh.device)
     elif route.at_source:
-        mine = whole[route.window(route.place)].to(mesh.device, copy=True, memory_format=torch.contiguous_format)
+        block = x_full[route.window(route.place)].to(mesh.device, copy=True, memory_format=torch.contiguous_format)
     else:
-        mine = torch.empty(route.shape(route.place), dtype=dtype, device=mesh.device)
-        receives = [(route.source, mine)]
+        block = torch.empty(route.shape(route.place), dtype=dtype, device=mesh.device)
+        receives = [(route.source, block)]
     messages = [*sends, *receives]
-    announce("scatter", mesh, mine, len(messages), sum(part.nbytes for _, part in messages))
+    announce("scatter", mesh, block, len(messages), sum(part.nbytes for _, part in messages))
     transport_of(mesh).transfer(sends, receives, mesh).wait()
-    return mine
+    return block
 
 
 def collect(block: Tensor, route: ScatterRoute) -> Tensor:
-    """The transpose of `scatter`: the whole tensor on the source, of size zero elsewhere."""
+    """The transpose of `scatter`: the global tensor on the source, an empty tensor on the other ranks."""
     spec, count = route.spec, route.spec.mesh.size
     if not route.at_source:
         sends = [(route.source, block.contiguous())] if route.answers(route.place) else []
@@ -262,18 +270,18 @@ def collect(block: Tensor, route: ScatterRoute) -> Tensor:
     received = [(i, block.new_empty(route.shape(i))) for i in senders]
     announce("collect", spec.mesh, block, len(received), sum(part.nbytes for _, part in received))
     transport_of(spec.mesh).transfer([], received, spec.mesh).wait()
-    whole = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.mesh.device)
-    mine = [(route.place, block)] if route.answers(route.place) else []
-    for position, part in sorted([*mine, *received], key=lambda pair: pair[0]):
-        whole[route.window(position)] += part
-    return whole.to(route.device)
+    x_full = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.mesh.device)
+    parts = [(route.place, block), *received] if route.answers(route.place) else received
+    for position, part in sorted(parts, key=lambda pair: pair[0]):
+        x_full[route.window(position)] += part
+    return x_full.to(route.device)
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, route: ScatterRoute) -> Tensor:
+    def forward(ctx: Any, x_full: Tensor, route: ScatterRoute) -> Tensor:
         ctx.route = route
-        return scatter(whole, route)
+        return scatter(x_full, route)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:

@@ -1,4 +1,4 @@
-"""One rank whose values all others get: every rank hears what that rank has, and all agree on it before data moves."""
+"""The source rank, whose values all other ranks get: it describes them to all ranks, which agree before data moves."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ from fspmd.transport import Options, transport_of
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The rank that has the values, as the first rank of a mesh names it."""
+    """The source rank of a call. The first rank of the mesh decides it."""
 
     what: str  # the function that is called
     mesh: Mesh
-    rank: int  # global
-    position: int  # among the ranks of the mesh, row-major
-    place: int  # position of this process
-    differs: str  # what this process named instead
+    rank: int  # the global rank
+    position: int  # its position among the ranks of the mesh, row-major
+    place: int  # the position of this process
+    differs: str  # the error if this process named another source; else ""
 
     @property
     def here(self) -> bool:
-        """Whether this process has the values; in a simulation, where one process is every rank, always."""
+        """Whether this process has the values. In a simulation one process is every rank and has them."""
         return self.place == self.position or self.mesh.transport == "simulation"
 
     def tell(self, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives on the source, known to all ranks; an `FspmdError` it raises there, raised on all."""
+        """Call ``make`` on the source and return its result on all ranks. Its `FspmdError` is raised on all ranks."""
         return _told(make, self.mesh, self.position)
 
     def agree(self, differs: Callable[[], str]) -> None:
-        """Raise `ShapeError` on all ranks with what the first rank that differs says; "" says that nothing does."""
+        """Compare all ranks with the source.
+
+        ``differs`` returns the difference of this rank, or "" for none.
+
+        Raises:
+            ShapeError: on all ranks, with the difference of the first rank that has one.
+        """
         if self.mesh.transport == "simulation":
             return
-        complaint = self.differs
-        if not complaint and not self.here:
+        difference = self.differs
+        if not difference and not self.here:
             try:
-                complaint = differs()
+                difference = differs()
             except FspmdError as error:
-                complaint = str(error)
-        if found := transport_of(self.mesh).agree(complaint and f"{self._me} passes {complaint}", self.mesh):
-            raise ShapeError(f"{self.what}: {found}; pass the same src on all ranks, and trees and specs that agree")
+                difference = str(error)
+        text = difference and f"rank {self.mesh.ranks[self.place]} passes {difference}"
+        if first := transport_of(self.mesh).agree(text, self.mesh):
+            raise ShapeError(f"{self.what}: {first}; pass the same src on all ranks, and trees and specs that agree")
 
     def against(self, mine: str, theirs: str) -> str:
-        """What differs, in words."""
+        """The text of a difference between this rank and the source."""
         return f"{mine}, but rank {self.rank} {theirs}"
-
-    @property
-    def _me(self) -> str:
-        return f"rank {self.mesh.ranks[self.place]}"
 
 
 def source_of(src: Any, mesh: Mesh, what: str) -> Source:
     """The source of a call on all ranks of a mesh.
 
     Raises:
-        ArgumentError, MeshError: on all ranks alike, where the first rank names no rank of the mesh.
+        ArgumentError, MeshError: on all ranks alike, the first rank names no rank of the mesh.
     """
     position = _told(lambda: _position(mesh, src, what), mesh, 0)
     rank, place = mesh.ranks[position], row_major(mesh.coordinate() or (), mesh.shape.values())
@@ -71,31 +74,32 @@ def source_of(src: Any, mesh: Mesh, what: str) -> Source:
 
 
 def hear_all(make: Callable[[], Any], mesh: Mesh) -> list[Any]:
-    """What ``make`` gives on each rank, row-major, known to all; the first `FspmdError` among it is raised on all.
+    """Call ``make`` on each rank and return the results of all, row-major. The first `FspmdError` is raised on all.
 
-    In a simulation, where there is one process, a list of one.
+    A simulation is one process, so its list has one result.
     """
     if mesh.transport != "process_group":
         return [make()]
     failure: Exception | None = None
     try:
-        mine = pickle.dumps(make())
-    except Exception as error:  # the others wait to hear of it
+        message = pickle.dumps(make())
+    except Exception as error:  # the other ranks wait for this message
         failure = error
-        mine = pickle.dumps(error if isinstance(error, FspmdError) else ArgumentError(f"a rank failed: {error!r}"))
-    transport, sent = transport_of(mesh), torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(mesh.device)
-    sizes = tuple(layout[1][0] for (layout,) in transport.layouts([sent], mesh) if layout is not None)
-    heard = transport.gather(sent, mesh, mesh.axis_names, Options(sizes=sizes)).wait()
+        message = pickle.dumps(error if isinstance(error, FspmdError) else ArgumentError(f"a rank failed: {error!r}"))
+    transport, block = transport_of(mesh), torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
+    sizes = tuple(layout[1][0] for (layout,) in transport.layouts([block], mesh) if layout is not None)
+    messages = transport.gather(block, mesh, mesh.axis_names, Options(sizes=sizes)).wait()
     if failure is not None:
         raise failure
-    found = [pickle.loads(bytes(part.tolist())) for part in heard.cpu().split(sizes)]
-    for one in found:
-        if isinstance(one, FspmdError):
-            raise one
-    return found
+    results = [pickle.loads(bytes(part.tolist())) for part in messages.cpu().split(sizes)]
+    for result in results:
+        if isinstance(result, FspmdError):
+            raise result
+    return results
 
 
 def _told(make: Callable[[], Any], mesh: Mesh, position: int) -> Any:
+    """Call ``make`` on the rank at a position, and return its result or raise its error on all ranks."""
     if mesh.transport == "simulation":
         return make()
     message = b""
@@ -104,18 +108,22 @@ def _told(make: Callable[[], Any], mesh: Mesh, position: int) -> Any:
             message = pickle.dumps(make())
         except FspmdError as error:
             message = pickle.dumps(error)
-    told = pickle.loads(transport_of(mesh).tell(message, mesh, position))
-    if isinstance(told, FspmdError):
-        raise told
-    return told
+    result = pickle.loads(transport_of(mesh).tell(message, mesh, position))
+    if isinstance(result, FspmdError):
+        raise result
+    return result
 
 
 def _position(mesh: Mesh, src: Any, what: str) -> int:
-    """The place of a global rank on the mesh, row-major; raises `MeshError` where it has none."""
+    """The position of a global rank on the mesh, row-major.
+
+    Raises:
+        ArgumentError, MeshError: ``src`` is no rank of the mesh.
+    """
     if isinstance(src, bool) or not hasattr(src, "__index__"):
         raise ArgumentError(f"{what} got src={src!r} of type {type(src).__name__}; expected a global rank")
     rank = operator.index(src)
-    at = mesh.coordinate(rank) if rank >= 0 else None
-    if at is None:
-        raise MeshError(f"{what} got src={rank}, which is no rank of {mesh!r}: its ranks are {mesh.ranks!r}")
-    return row_major(at, mesh.shape.values())
+    coordinate = mesh.coordinate(rank) if rank >= 0 else None
+    if coordinate is None:
+        raise MeshError(f"{what} got src={rank}, which is no rank of {mesh!r}; its ranks are {mesh.ranks!r}")
+    return row_major(coordinate, mesh.shape.values())

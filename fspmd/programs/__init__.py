@@ -1,1 +1,1 @@
-"""Recorded programs: the steps of a function below autograd, recorded once and run again."""
+"""Recorded programs: the steps of a function below autograd, which are recorded once and run in every call."""

@@ -14,7 +14,7 @@ from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.programs.cuda_graphs import by_cuda_graphs, check_device
 from fspmd.programs.program import value_of
-from fspmd.programs.replay import Maker, ProgramPart, compiled, taken
+from fspmd.programs.replay import Maker, ProgramPart, compiled, from_lists
 from fspmd.programs.segments import is_plain, local_steps, segmented
 from fspmd.torch_internals import OpOverload, inductor
 from fspmd.transport.frame import Frame, spread
@@ -28,33 +28,33 @@ def maker(backend: Backend) -> Maker:
     """The maker of a backend.
 
     Raises:
-        ArgumentError: there is no such backend, or not on this machine.
+        ArgumentError: the backend does not exist, or needs a GPU that this machine lacks.
     """
     if callable(backend):
         return partial(_by_function, backend)
-    if (found := _BY_NAME.get(backend)) is None:
+    if (make := _BY_NAME.get(backend)) is None:
         raise ArgumentError(
-            f"jit got {described(backend)} for backend, which is 'replay', 'inductor', 'cudagraphs', or a function of "
-            "a torch.fx.GraphModule and example inputs that gives a function of such inputs"
+            f"jit got {described(backend)} for backend; write 'replay', 'inductor', 'cudagraphs', or a function of a "
+            "torch.fx.GraphModule and example inputs that returns a function of such inputs"
         )
-    if found is by_cuda_graphs:
+    if make is by_cuda_graphs:
         check_device()
-    return found
+    return make
 
 
 def _by_function(backend: Compiler, part: ProgramPart) -> Callable[..., Any]:
-    """A function made by the user's backend, when the steps first run."""
+    """A function that the user's backend makes when the steps first run."""
     module, count = module_of(part), len(part.outputs)
     made: list[Callable[..., Any]] = []
 
     def run(*values: Any) -> Any:
         function = made[0] if made else backend(module, list(values))
         if not callable(function):
-            raise ArgumentError(f"the backend of jit gave {described(function)}; it must give a function")
+            raise ArgumentError(f"the backend of jit returned {described(function)}; it must return a function")
         out = function(*values)
         if not isinstance(out, (tuple, list)) or len(out) != count:
             raise ArgumentError(
-                f"the function made by the backend of jit gave {described(out)}; it must give a tuple of {count} "
+                f"the function made by the backend of jit returned {described(out)}; it must return a tuple of {count} "
                 "values, as the graph does"
             )
         if not made:
@@ -63,22 +63,22 @@ def _by_function(backend: Compiler, part: ProgramPart) -> Callable[..., Any]:
             made.append(function)
         return tuple(out)
 
-    return taken(run) if part.donated else run
+    return from_lists(run) if part.donated else run
 
 
 def _check_result(i: int, x: Any, node: Any) -> None:
-    """Raise `ArgumentError` where a result has another shape or dtype than the graph gives."""
+    """Raise `ArgumentError` where a result has another shape or dtype than in the graph."""
     expected = node.meta.get("value") if isinstance(node, fx.Node) else None
     if expected is not None and (not isinstance(x, Tensor) or value_of(x) != expected):
         given = f"a tensor {value_of(x)}" if isinstance(x, Tensor) else described(x)
         raise ArgumentError(
-            f"the function made by the backend of jit gave {given} for result {i}; expected a tensor {expected}, "
-            "as the graph gives"
+            f"the function made by the backend of jit returned {given} for result {i}; it must return a tensor "
+            f"{expected}, as the graph does"
         )
 
 
 def module_of(part: ProgramPart) -> fx.GraphModule:
-    """Steps as a module. Collectives, and other steps that are no functions of torch, are `Opaque`."""
+    """Steps as a module. Steps that are no functions of torch, such as collectives, are `Opaque`."""
     graph = fx.Graph()
     attributes: dict[str, Tensor] = {}
     known = {node: graph.placeholder(node.name) for node in part.inputs}
@@ -90,19 +90,19 @@ def module_of(part: ProgramPart) -> fx.GraphModule:
         return known[node]
 
     for step in part.steps:
-        torchs = step.target is getitem or isinstance(step.target, OpOverload)
-        if torchs and all(map(is_plain, (*step.args, *step.kwargs.values()))):
+        is_torch = step.target is getitem or isinstance(step.target, OpOverload)
+        if is_torch and all(map(is_plain, (*step.args, *step.kwargs.values()))):
             known[step] = graph.node_copy(step, placed)
         else:
             given = tuple(map(placed, step.all_input_nodes))
             known[step] = graph.create_node("call_function", Opaque(step), given, name=step.name)
             known[step].meta = dict(step.meta)
-    graph.output(tuple(placed(one) if isinstance(one, fx.Node) else one for one in part.outputs))
+    graph.output(tuple(placed(output) if isinstance(output, fx.Node) else output for output in part.outputs))
     return fx.GraphModule(attributes, graph)
 
 
 class Opaque:
-    """A step as a function of its operands alone, with a name that Python can write."""
+    """A step as a function of its operands alone, with a name that is a Python identifier."""
 
     def __init__(self, step: fx.Node) -> None:
         call = step.meta.get("call")
@@ -121,19 +121,19 @@ def _filled(arg: Any, given: dict[fx.Node, Any]) -> Any:
     if isinstance(arg, fx.Node):
         return given[arg]
     if isinstance(arg, dict):
-        return {name: _filled(one, given) for name, one in arg.items()}
-    if isinstance(arg, list) or type(arg) is tuple:  # fx has list types of its own
-        return (list if isinstance(arg, list) else tuple)(_filled(one, given) for one in arg)
+        return {name: _filled(entry, given) for name, entry in arg.items()}
+    if isinstance(arg, list) or type(arg) is tuple:  # fx has its own list types
+        return (list if isinstance(arg, list) else tuple)(_filled(entry, given) for entry in arg)
     return arg
 
 
 def by_inductor(part: ProgramPart) -> Callable[..., Any]:
-    """Like `replay.compiled`, with segments that inductor compiles when they first run."""
+    """Like `replay.compiled`. Inductor compiles each segment when it first runs."""
     return segmented(part, local_steps(part.steps), Segment)
 
 
 class Segment:
-    """A segment as a function of tensors; in a simulation it runs rank by rank."""
+    """A segment as a function of tensors. In a simulation it runs rank by rank."""
 
     def __init__(self, part: ProgramPart) -> None:
         self.__name__ = "segment"
@@ -150,24 +150,27 @@ class Segment:
             )
             reach[step] = frozenset[int]().union(*(reach[x] for x in step.all_input_nodes))
         self.graph.output(tuple(known[node] for node in part.outputs))
-        self.reach = [sorted(reach[node]) for node in part.outputs]  # the inputs of each output
+        self.reach = [sorted(reach[node]) for node in part.outputs]  # places of the inputs of each output
         self.made: dict[Any, Callable[..., Any]] = {}  # by shapes and strides of the inputs
 
     def __call__(self, *values: Tensor) -> Sequence[Tensor]:
-        held = common_frame(values, None)
-        if held is None:
+        frame = common_frame(values, None)
+        if frame is None:
             return self.run(values)
-        rows = zip(*(shards_of(x, held) for x in values), strict=True)
+        rows = zip(*(shards_of(x, frame) for x in values), strict=True)
         columns = list(zip(*map(self.run, rows), strict=True))
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         for column, reach in zip(columns, self.reach, strict=True):
-            own = common_frame([values[i] for i in reach], None)
-            if own is None:
-                found.append(column[0])
+            frame_of_result = common_frame([values[i] for i in reach], None)
+            if frame_of_result is None:
+                results.append(column[0])
                 continue
-            shards = list(column) if own is held else [column[i] for i in _firsts(own, held)]
-            found.append(local_tensor(shards, own, any(getattr(values[i], "borrowed", False) for i in reach)))
-        return found
+            shards = list(column)
+            if frame_of_result is not frame:
+                shards = [column[i] for i in _firsts(frame_of_result, frame)]
+            is_borrowed = any(getattr(values[i], "borrowed", False) for i in reach)
+            results.append(local_tensor(shards, frame_of_result, is_borrowed))
+        return results
 
     def run(self, values: Sequence[Tensor]) -> Sequence[Tensor]:
         """The outputs for the blocks of one rank."""
@@ -175,14 +178,14 @@ class Segment:
         run = self.made.get(key)
         if run is None:
             run = self.made[key] = _compiled(fx.GraphModule({}, self.graph), values)
-        found: Sequence[Tensor] = run(*values)
-        return found
+        outputs: Sequence[Tensor] = run(*values)
+        return outputs
 
 
-def _firsts(own: Frame, held: Frame) -> list[int]:
-    """For each shard of a frame the first equal shard of a larger frame."""
-    places = spread(own, held)
-    return [places.index(i) for i in range(own.volume)]
+def _firsts(smaller: Frame, larger: Frame) -> list[int]:
+    """For each shard of a frame, the place of the first equal shard of a larger frame."""
+    places = spread(smaller, larger)
+    return [places.index(i) for i in range(smaller.volume)]
 
 
 def _compiled(module: fx.GraphModule, values: Sequence[Tensor]) -> Callable[..., Any]:
@@ -191,7 +194,7 @@ def _compiled(module: fx.GraphModule, values: Sequence[Tensor]) -> Callable[...,
         return torch_inductor.compile(copy.deepcopy(module), list(values))  # type: ignore[no-any-return]
     except torch_inductor.exc.InvalidCxxCompiler as error:
         raise ArgumentError(
-            "jit(backend='inductor') needs a C++ compiler for tensors on the CPU, and found none; install g++ or "
+            "jit(backend='inductor') needs a C++ compiler for tensors on the CPU, but found none; install g++ or "
             "clang, set CXX, or write backend='replay'"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Programs whose results autograd follows: a forward part, and a backward part that runs when asked."""
+"""Programs whose results autograd follows: a forward part, and a backward part that computes gradients on demand."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from fspmd.transport.randomness import go_on, kept_states
 
 @dataclass(frozen=True, slots=True)
 class AutogradFacts:
-    """The facts that autograd needs of a program whose results it follows."""
+    """The facts about a program that autograd needs. Places are of tensors among inputs and results."""
 
     closed: tuple[Tensor, ...]  # tensors closed over that have a gradient
-    results: int
-    chosen: tuple[int, ...]  # results with a gradient that backward computes
-    constants: frozenset[int]  # results without a gradient; torch refuses the gradients of all others
-    with_gradient: tuple[int, ...]  # inputs with a gradient, by place
+    results: int  # the number of results
+    chosen: tuple[int, ...]  # places of results whose gradient backward can compute
+    constants: frozenset[int]  # places of results without a gradient; torch has no gradient for the remaining ones
+    with_gradient: tuple[int, ...]  # places of inputs with a gradient
     zeros: tuple[Tensor, ...]  # default cotangents
-    reach: tuple[frozenset[int], ...]  # for each of ``chosen`` the inputs among these that it depends on
+    reach: tuple[frozenset[int], ...]  # for each of ``chosen``, the entries of ``with_gradient`` that it depends on
 
 
 @dataclass(frozen=True, slots=True)
 class Halves(AutogradFacts):
-    """Both parts as functions. Forward gives results and kept values; backward takes these and the cotangents."""
+    """Both parts as functions. Forward gives results and kept values; backward takes kept values and cotangents."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]  # takes each kept value out of a list, and frees it
-    again: Callable[..., list[Tensor]]  # the recorded function, of the tensors among its leaves
-    draws: bool  # random numbers
+    again: Callable[..., list[Tensor]]  # the recorded function, from tensors of arguments to tensors of results
+    draws: bool  # whether forward draws random numbers
     moved: tuple[Communication, ...]  # the communication of backward
-    shared: tuple[int, ...]  # kept values that share memory with results
-    aliased: tuple[int, ...]  # results that share memory with another one or an argument
+    shared: tuple[int, ...]  # places of kept values that share memory with results
+    aliased: tuple[int, ...]  # places of results that share memory with an earlier result or an argument
 
 
 def differentiated(
@@ -58,16 +58,22 @@ def differentiated(
     outputs: list[fx.Node],
     reduced: Sequence[Frame | None],
 ) -> tuple[Program, AutogradFacts]:
-    """Record the backward pass of a recorded forward pass, down to leaves that no graph of the caller reaches.
+    """Record the backward pass of a recorded forward pass.
 
-    ``reduced``: for each result the simulated axes over which it is reduced.
+    Args:
+        recorder: the recorder of the forward pass.
+        leaves: the tensors among the arguments, which no graph of the caller reaches.
+        inputs: the nodes of ``leaves``.
+        results: the tensors among the results.
+        outputs: the nodes of ``results``.
+        reduced: for each result the simulated axes over which it is reduced.
     """
     closed = {node: x for node, x in recorder.captured.items() if x.requires_grad}
     for node, x in closed.items():
         if x.grad_fn is not None and _is_downstream([x], [y for other, y in closed.items() if other is not node]):
             raise RecordError(
-                f"jit cannot record a function that closes over a tensor of shape {tuple(x.shape)} and over another "
-                "that it was computed from; pass them as arguments, or compute the one from the other in the function"
+                "jit cannot record a function that closes over a tensor and over another tensor computed from it, of "
+                f"shape {tuple(x.shape)}; pass both as arguments, or compute the second tensor in the function"
             )
     values = [*leaves, *closed.values()]
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
@@ -76,20 +82,21 @@ def differentiated(
     if not wanted:
         raise RecordError(
             f"jit cannot record a function whose result of shape {tuple(results[followed[0]].shape)} has a gradient "
-            "with respect to nothing but tensors that it makes; return result.detach(), or pass them as arguments"
+            "only with respect to tensors that the function makes; return result.detach(), or pass these tensors as "
+            "arguments"
         )
-    chosen = [values[i] for i in wanted]
-    refused = _refused([results[i] for i in followed], chosen)
-    followed = [i for at, i in enumerate(followed) if at not in refused]
+    sources = [values[i] for i in wanted]
+    no_derivative = _without_derivative([results[i] for i in followed], sources)
+    followed = [i for place, i in enumerate(followed) if place not in no_derivative]
     with recorder.pause(), torch.no_grad():
         cotangents = [_cotangent(results[i], reduced[i]) for i in followed]
     with recorder.real(), torch.no_grad():
         zeros = tuple(map(_zeros_like, cotangents))
     given = [recorder.argument(x) for x in cotangents]
-    recorder.deferred = True  # no process may wait for others here: they may replay
-    with _hooks_aside(closed.values()):
-        found = _gradients([results[i] for i in followed], chosen, cotangents, retain_graph=True)
-    gradients = [None if g is None else recorder.node_of(g) for g in found]
+    recorder.deferred = True  # processes run no collectives here, since other processes may replay meanwhile
+    with _without_hooks(closed.values()):
+        computed = _gradients([results[i] for i in followed], sources, cotangents, retain_graph=True)
+    gradients = [None if g is None else recorder.node_of(g) for g in computed]
     recorder.deferred = False
     read = {node: x for node, x in recorder.captured.items() if node not in closed}
     program = Program.of(recorder.graph, [*inputs, *closed], outputs, read, given, gradients)
@@ -100,27 +107,29 @@ def differentiated(
         constants,
         tuple(wanted),
         zeros,
-        tuple(_made_of(results[i], chosen) for i in followed),
+        tuple(_made_of(results[i], sources) for i in followed),
     )
 
 
 def has_gradient(x: Tensor) -> bool:
-    """Whether autograd follows a result. A view that was taken without autograd requires a gradient, too."""
+    """Whether autograd follows a result. A view taken under `torch.no_grad` has no graph, though it requires a
+    gradient.
+    """
     return x.requires_grad and not (x.grad_fn is None and x._is_view())
 
 
 def halves_of(
     program: Program, facts: AutogradFacts, again: Callable[..., list[Tensor]], make: Maker = compiled
 ) -> Halves:
-    """Both parts of a program as functions made by ``make``."""
+    """Both parts of a program, as functions made by ``make``."""
     kept, given = program.kept, set(program.results)
     memory = {owner(node) for node in given}
     shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)
-    theirs = {*program.inputs, *program.constants}
+    outside = {*program.inputs, *program.constants}
     aliased = tuple(
         i
         for i, node in enumerate(program.results)
-        if node in program.results[:i] or (i in facts.constants and (owner(node) is not node or node in theirs))
+        if node in program.results[:i] or (i in facts.constants and (owner(node) is not node or node in outside))
     )
     return Halves(
         facts.closed,
@@ -141,7 +150,7 @@ def halves_of(
 
 
 def replay(halves: Halves) -> Callable[..., Any]:
-    """A function of the leaves, whose results have gradients where they had some when recorded."""
+    """A function of the leaves. Its results have gradients where the recorded results had gradients."""
 
     def run(*leaves: Tensor) -> Any:
         if torch.is_grad_enabled():
@@ -152,22 +161,22 @@ def replay(halves: Halves) -> Callable[..., Any]:
     return run
 
 
-def _cotangent(x: Tensor, held: Frame | None) -> Tensor:
-    """Zeros for a result. A reduced result has a pending cotangent, one for each simulated rank."""
+def _cotangent(x: Tensor, reduced: Frame | None) -> Tensor:
+    """Zeros for a result. A reduced result has an unreduced cotangent: one shard for each rank of ``reduced``."""
     zeros = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    return zeros if held is None else expand(zeros, held).clone()
+    return zeros if reduced is None else expand(zeros, reduced).clone()
 
 
 def _zeros_like(x: Tensor) -> Tensor:
-    """Zeros that take no memory."""
+    """Zeros without memory for their elements."""
     return per_block(lambda block: torch.zeros((), dtype=x.dtype, device=x.device).expand(block.shape), x)
 
 
 def _like(x: Tensor, g: Tensor) -> Tensor:
-    """A cotangent, contiguous, and held by simulated ranks as the recorded one ``x`` was."""
-    held, have = held_frame(x), held_frame(g)
-    if held is not None and (have is None or set(have.axes) < set(held.axes)):
-        g = apply(g, call("per_rank", held.mesh, held.axes))
+    """The cotangent ``g``, contiguous, with a shard for each simulated rank of the recorded cotangent ``x``."""
+    recorded, frame = held_frame(x), held_frame(g)
+    if recorded is not None and (frame is None or set(frame.axes) < set(recorded.axes)):
+        g = apply(g, call("per_rank", recorded.mesh, recorded.axes))
     return g.contiguous()
 
 
@@ -175,11 +184,11 @@ class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: Halves, *inputs: Tensor) -> Any:
         ctx.drawn = kept_states() if halves.draws else None
-        every = halves.forward(*inputs)
-        outs, saved = list(every[: halves.results]), list(every[halves.results :])
-        for i in halves.aliased:  # each needs a cotangent of its own
+        values = halves.forward(*inputs)
+        outs, saved = list(values[: halves.results]), list(values[halves.results :])
+        for i in halves.aliased:  # each result needs a separate cotangent
             outs[i] = outs[i].detach()
-        for i in halves.shared:  # results are new values to autograd, and these would be views of the old ones
+        for i in halves.shared:  # autograd makes results new values, of which these must not be views
             saved[i] = saved[i].detach()
         ctx.halves = halves
         ctx.kinds = [isinstance(x, Tensor) for x in saved]
@@ -200,10 +209,10 @@ class _ReplayFunction(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The backward pass where its results may be differentiated again.
+    """The backward pass whose results may be differentiated again.
 
     Its forward is the recorded backward, so a caller who differentiates once pays nothing more. Its backward runs the
-    function again.
+    recorded function again.
     """
 
     @staticmethod
@@ -212,31 +221,31 @@ class _Gradients(torch.autograd.Function):
         given = values[ctx.count + len(ctx.halves.closed) :]
         ctx.save_for_backward(*values[: ctx.count], *given)
         ctx.set_materialize_grads(False)
-        return tuple([None if g is None else g.detach() for g in run(*given)])  # two may be one tensor
+        return tuple([None if g is None else g.detach() for g in run(*given)])  # one tensor may be two gradients
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         halves: Halves = ctx.halves
         with torch.enable_grad():
-            own = list(map(_own, ctx.saved_tensors))
-            inputs, given = own[: ctx.count], own[ctx.count :]
-            found = _by_autograd(halves, inputs, given, ctx.drawn)
-        pairs = zip(found, cotangents, strict=True)
+            views = list(map(_view, ctx.saved_tensors))
+            inputs, given = views[: ctx.count], views[ctx.count :]
+            gradients = _by_autograd(halves, inputs, given, ctx.drawn)
+        pairs = zip(gradients, cotangents, strict=True)
         used = [(g, c) for g, c in pairs if g is not None and c is not None and g.requires_grad]
-        every = (*inputs, *halves.closed, *given)
-        wanted = [i for i, x in enumerate(every) if x.requires_grad]
-        with _hooks_aside(halves.closed):
-            again = _gradients(
+        values = (*inputs, *halves.closed, *given)
+        wanted = [i for i, x in enumerate(values) if x.requires_grad]
+        with _without_hooks(halves.closed):
+            second = _gradients(
                 [g for g, _ in used],
-                [every[i] for i in wanted],
+                [values[i] for i in wanted],
                 [c for _, c in used],
                 create_graph=torch.is_grad_enabled(),
             )
-        placed = dict(zip(wanted, again, strict=True))
-        return None, None, *(placed.get(i) for i in range(len(every)))
+        placed = dict(zip(wanted, second, strict=True))
+        return None, None, *(placed.get(i) for i in range(len(values)))
 
 
-def _own(x: Tensor) -> Tensor:
+def _view(x: Tensor) -> Tensor:
     """A view of a value, whose gradient excludes other uses of the value."""
     if not x.requires_grad:
         return x
@@ -246,24 +255,24 @@ def _own(x: Tensor) -> Tensor:
 
 
 def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients for each argument of `_ReplayFunction`: none for the record, then those of the leaves."""
+    """The gradients of the arguments of `_ReplayFunction`: None for the record, then those of the leaves."""
     halves: Halves = ctx.halves
     given = _given(halves, cotangents)
     if not torch.is_grad_enabled():
-        found = run(*given)
+        gradients = run(*given)
     elif transforms_active():
-        found = _by_autograd(halves, list(map(_own, ctx.saved_tensors[: ctx.count])), given, ctx.drawn)
+        gradients = _by_autograd(halves, list(map(_view, ctx.saved_tensors[: ctx.count])), given, ctx.drawn)
     else:
-        found = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.closed, *given)
-    return _placed(ctx, cotangents, found)
+        gradients = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.closed, *given)
+    return _placed(ctx, cotangents, gradients)
 
 
 def _kept(ctx: Any) -> list[list[Any]]:
-    """The kept values, each in a list. The list is the only holder unless the graph is retained."""
+    """The kept values, each in a list. The list holds the only reference unless the graph is retained."""
     tensors, others = iter(ctx.saved_tensors[ctx.count :]), iter(ctx.others)
-    found = [[next(tensors if kind else others)] for kind in ctx.kinds]
+    values = [[next(tensors if kind else others)] for kind in ctx.kinds]
     ctx.maybe_clear_saved_tensors()
-    return found
+    return values
 
 
 def _tell(halves: Halves) -> None:
@@ -272,58 +281,65 @@ def _tell(halves: Halves) -> None:
 
 
 def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
-    """The cotangents of results with a gradient, with zeros for missing ones."""
+    """The cotangents of results with a gradient; zeros for missing ones.
+
+    Raises `RecordError` for a cotangent of a result whose gradient torch cannot compute.
+    """
     for i, g in enumerate(cotangents):
         if g is not None and i not in halves.chosen and i not in halves.constants:
             raise RecordError(
                 f"the result {i} of a jitted function, of shape {tuple(g.shape)}, has no gradient: it was computed by "
-                "the gradient of a function such as fused attention, of which torch has no derivative; detach() it"
+                "the gradient of a function such as fused attention, which torch cannot differentiate; detach() it"
             )
     chosen = (cotangents[i] for i in halves.chosen)
     return [_like(z, z if g is None else g) for g, z in zip(chosen, halves.zeros, strict=True)]
 
 
-def _placed(ctx: Any, cotangents: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
-    """Gradients for each argument of `_ReplayFunction`; None where there are none."""
+def _placed(ctx: Any, cotangents: Sequence[Any], computed: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients ``computed`` for ``halves.with_gradient``, at the places of arguments of `_ReplayFunction`.
+
+    An argument without a gradient, or that no result with a cotangent depends on, has None.
+    """
     halves: Halves = ctx.halves
     chosen = (cotangents[i] for i in halves.chosen)
     reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.reach, strict=True) if g is not None))
     gradients: list[Any] = [None] * len(ctx.needs_input_grad)
-    for at, (i, g) in enumerate(zip(halves.with_gradient, found, strict=True)):
-        gradients[i + 1] = g if at in reached else None
+    for place, (i, g) in enumerate(zip(halves.with_gradient, computed, strict=True)):
+        gradients[i + 1] = g if place in reached else None
     return tuple(gradients)
 
 
 def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tensor], drawn: Any) -> Sequence[Any]:
-    """Gradients with a graph of their own: the function runs again, with the random numbers that it drew."""
+    """Gradients that can be differentiated: the function runs again, with the random numbers that it drew before."""
     if _is_downstream([x for x in inputs if x.requires_grad], halves.closed):
         raise RecordError(
-            "jit cannot give gradients that are differentiated again of a tensor that the jitted function closes over "
-            "and that an argument was computed from; pass it as an argument, too"
+            "jit cannot differentiate gradients again: an argument was computed from a tensor that the jitted function "
+            "closes over; pass this tensor as an argument, too"
         )
-    now = kept_states()
+    states = kept_states()
     if drawn is not None:
         go_on(drawn)
-    with EnableTorchFunction(), forgetting():  # derivatives may have disabled torch functions
-        outs = halves.again(inputs)  # as in the recording: remembered moves change layouts
-    go_on(now)
+    # derivatives may have disabled torch functions; a recording begins without remembered moves, which change layouts
+    with EnableTorchFunction(), forgetting():
+        outs = halves.again(inputs)
+    go_on(states)
     followed = [outs[i] for i in halves.chosen]
-    every = (*inputs, *halves.closed)
-    wanted = [every[i] for i in halves.with_gradient]
-    with _hooks_aside(halves.closed):
+    values = (*inputs, *halves.closed)
+    wanted = [values[i] for i in halves.with_gradient]
+    with _without_hooks(halves.closed):
         return _gradients(followed, wanted, cotangents, create_graph=True)
 
 
 def _gradients(
     of: Sequence[Tensor], wanted: Sequence[Tensor], cotangents: Sequence[Tensor], **how: bool
 ) -> Sequence[Tensor | None]:
-    """``torch.autograd.grad``, which refuses an empty list of results."""
+    """``torch.autograd.grad``, also of an empty list of results, for which torch raises."""
     return torch.autograd.grad(of, wanted, cotangents, allow_unused=True, **how) if of else (None,) * len(wanted)
 
 
 @contextmanager
-def _hooks_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Within, hooks of tensors do not run: they are for final gradients, and these are intermediate."""
+def _without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Within, hooks of tensors do not run, since they are for final gradients."""
     kept = [(hooks, dict(hooks)) for x in tensors if (hooks := getattr(x, "_backward_hooks", None))]
     for hooks, _ in kept:
         hooks.clear()
@@ -335,7 +351,7 @@ def _hooks_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _is_downstream(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Whether the graph of some tensors goes through others."""
+    """Whether a graph of ``sources`` goes through one of ``targets``."""
     return any(_made_of(x, targets) for x in sources if x.grad_fn is not None) if targets else False
 
 
@@ -343,8 +359,8 @@ def _is_downstream(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool
 _NO_DERIVATIVE: Final = ("torch::autograd::NotImplemented", "torch::autograd::Error")
 
 
-def _refused(results: Sequence[Tensor], targets: Sequence[Tensor]) -> frozenset[int]:
-    """The results, by place, whose gradient for some of these tensors torch refuses."""
+def _without_derivative(results: Sequence[Tensor], targets: Sequence[Tensor]) -> frozenset[int]:
+    """The places of results whose gradient for one of ``targets`` torch cannot compute."""
     _, nodes = _above([x.grad_fn for x in results], targets)
     ends = {node for node in nodes if node.name() in _NO_DERIVATIVE and _above([node], targets)[0]}
     if not ends:
@@ -353,25 +369,25 @@ def _refused(results: Sequence[Tensor], targets: Sequence[Tensor]) -> frozenset[
 
 
 def _made_of(x: Tensor, targets: Sequence[Tensor]) -> frozenset[int]:
-    """The targets, by place, that the graph of ``x`` goes through."""
-    own = {i for i, y in enumerate(targets) if y is x and y.grad_fn is None}
-    return _above([x.grad_fn], targets)[0] | own
+    """The places of ``targets`` that the graph of ``x`` goes through."""
+    leaf = {i for i, y in enumerate(targets) if y is x and y.grad_fn is None}
+    return _above([x.grad_fn], targets)[0] | leaf
 
 
 def _above(starts: Iterable[Any], targets: Sequence[Tensor]) -> tuple[frozenset[int], set[Any]]:
-    """The targets, by place, that a graph from some nodes goes through, and all its nodes."""
+    """The places of ``targets`` that the graph from ``starts`` goes through, and all its nodes."""
     nodes = {y.grad_fn: i for i, y in enumerate(targets) if y.grad_fn is not None}
     leaves = {id(y): i for i, y in enumerate(targets) if y.grad_fn is None}
-    found = set[int]()
+    reached = set[int]()
     waiting = [node for node in starts if node is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         if node in nodes:
-            found.add(nodes[node])
+            reached.add(nodes[node])
         if (leaf := leaves.get(id(getattr(node, "variable", None)))) is not None:
-            found.add(leaf)
-        after = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= after
-        waiting += after
-    return frozenset(found), seen
+            reached.add(leaf)
+        following = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= following
+        waiting += following
+    return frozenset(reached), seen

@@ -1,4 +1,4 @@
-"""Cache misses: why a call is recorded anew."""
+"""Cache misses: the reasons why calls are recorded anew."""
 
 from __future__ import annotations
 
@@ -22,16 +22,23 @@ from fspmd.torch_internals import FakeTensor
 from fspmd.transport.local_tensor import blocks_of, held_frame
 from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text
 
-#: the parts of a key: by path of a leaf, or "" for the surroundings, values by name
+#: the parts of a key: for each path of a leaf, and for the surroundings (""), values by name
 Facts = dict[str, dict[str, Any]]
 _log: Final = logging.getLogger("fspmd.jit")
 _SHOWN: Final = 80
-_HELD: Final = "axes that it varies over"
+_VARYING: Final = "axes that it varies over"
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMiss:
-    """A call that was recorded: the function, the user's line, and why."""
+    """A call that was recorded.
+
+    Attributes:
+        function: the name of the function.
+        where: the user's line; empty if unknown.
+        records: the number of records of the function before the call.
+        reasons: why no record fitted the call.
+    """
 
     function: str
     where: str
@@ -42,7 +49,7 @@ class CacheMiss:
         head = f"{self.function} is recorded at {self.where}" if self.where else f"{self.function} is recorded"
         if not self.records:
             return f"{head}: {self.reasons[0]}"
-        nearest = "the record that it had" if self.records == 1 else f"the nearest of {self.records} records"
+        nearest = "its record" if self.records == 1 else f"the nearest of its {self.records} records"
         return f"{head}; {nearest} differs in {counted(len(self.reasons), 'part')}:" + "".join(
             f"\n  * {reason}" for reason in self.reasons
         )
@@ -53,12 +60,12 @@ _listening: list[list[CacheMiss]] = []
 
 @contextmanager
 def explain_cache_misses() -> Iterator[list[CacheMiss]]:
-    """Within, each call that is recorded says why: it names the differences from the nearest record.
+    """Explain why calls within the block are recorded: list the differences from the nearest record.
 
-    It says so in a warning of the logger ``fspmd.jit`` and in an entry of the list. Replays cost no more than before.
+    Each recorded call gives a warning of the logger ``fspmd.jit`` and an entry of the list. Replays cost nothing more.
 
     >>> from fspmd import jit
-    >>> logging.getLogger("fspmd.jit").setLevel(logging.ERROR)  # the list will do here
+    >>> logging.getLogger("fspmd.jit").setLevel(logging.ERROR)  # the list is enough here
     >>> double = jit(lambda batch: batch["x"] * 2)
     >>> with explain_cache_misses() as misses:
     ...     for rows in 4, 4, 5:
@@ -66,16 +73,16 @@ def explain_cache_misses() -> Iterator[list[CacheMiss]]:
     >>> [miss.reasons for miss in misses]
     [('it is called for the first time',), ("batch['x']: shape (4, 8) -> (5, 8)",)]
     """
-    found: list[CacheMiss] = []
-    _listening.append(found)
+    misses: list[CacheMiss] = []
+    _listening.append(misses)
     try:
-        yield found
+        yield misses
     finally:
-        _listening[:] = [one for one in _listening if one is not found]
+        _listening[:] = [listener for listener in _listening if listener is not misses]
 
 
 def report(f: Callable[..., Any], now: Facts, known: Iterable[Facts], stale: tuple[str, ...]) -> None:
-    """Tell listeners why a call is recorded. ``stale``: why a record with its key does not hold any more."""
+    """Tell listeners why a call is recorded. ``stale``: why the record with its key is out of date."""
     if not _listening:
         return
     before = list(known)
@@ -84,15 +91,15 @@ def report(f: Callable[..., Any], now: Facts, known: Iterable[Facts], stale: tup
     miss = CacheMiss(
         getattr(f, "__name__", None) or type(f).__name__, cause.where if cause.file else "", len(before), reasons
     )
-    for one in _listening:
-        one.append(miss)
+    for misses in _listening:
+        misses.append(miss)
     _log.warning("%s", miss)
 
 
 def call_facts(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
     """The parts of the key of a call, by the names of the parameters."""
     names = parameter_names(f, len(args))
-    found: Facts = {
+    facts: Facts = {
         "": {
             "arguments": ", ".join([*names, *(f"{name}=" for name in kwargs)]),
             "grad mode": torch.is_grad_enabled(),
@@ -105,16 +112,16 @@ def call_facts(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     for name, tree in (*zip(names, args, strict=True), *kwargs.items()):
         leaves, treedef = flatten_in_order(tree, is_sharded)
         if not optree.treespec_is_leaf(treedef):
-            found[name] = {"tree": tree_text(treedef)}
+            facts[name] = {"tree": tree_text(treedef)}
         for path, leaf in zip(leaf_paths(tree, name, in_order=True), leaves, strict=True):
-            found[path] = _parts(leaf)
-    return found
+            facts[path] = _parts(leaf)
+    return facts
 
 
 def _parts(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, Sharded):
         known = {"type": "Sharded", "shape": leaf.spec.shape, "spec": leaf.spec.partition, "mesh": leaf.spec.mesh}
-        return {part: value for part, value in _parts(leaf.block).items() if part != _HELD} | known
+        return {part: value for part, value in _parts(leaf.block).items() if part != _VARYING} | known
     if isinstance(leaf, Tensor):
         parts = {
             "type": "Tensor" if isinstance(leaf, (torch.nn.Parameter, FakeTensor)) else type(leaf).__name__,
@@ -124,8 +131,8 @@ def _parts(leaf: Any) -> dict[str, Any]:
             "device": leaf.device,
             "layout": (leaf.layout, leaf.is_conj(), leaf.is_neg()),
         }
-        if (held := held_frame(leaf)) is not None:
-            parts |= {_HELD: held.axes, "shape": tuple(tuple(x.shape) for x in blocks_of(leaf))}
+        if (frame := held_frame(leaf)) is not None:
+            parts |= {_VARYING: frame.axes, "shape": tuple(tuple(x.shape) for x in blocks_of(leaf))}
         return parts
     if type(leaf) is Static:
         return {"static type": type(leaf.value).__name__, "static value": leaf}
@@ -134,16 +141,16 @@ def _parts(leaf: Any) -> dict[str, Any]:
 
 def _nearest(now: Facts, known: Iterable[Facts]) -> tuple[str, ...]:
     """The differences from the nearest record."""
-    found = [differences(now, before) for before in known]
-    return min(reversed(found), key=len) or (
-        "an argument became a torch.nn.Parameter, or is one no more, or other axes hold its blocks apart",
+    per_record = [differences(now, before) for before in known]
+    return min(reversed(per_record), key=len) or (
+        "an argument became a torch.nn.Parameter, or ceased to be one, or its blocks vary over other axes",
     )
 
 
 def differences(now: Facts, before: Facts) -> tuple[str, ...]:
     """The differences between two calls."""
-    missing = [f"{path}: the record had it" for path in before if path not in now]
-    more = [f"{path}: the record had none" for path in now if path not in before]
+    missing = [f"{path}: only the record has it" for path in before if path not in now]
+    more = [f"{path}: the record lacks it" for path in now if path not in before]
     changed = [
         f"{path + ': ' if path else ''}{part} {_shown(before[path].get(part))} -> {_shown(parts.get(part))}"
         for path, parts in now.items()
@@ -155,7 +162,7 @@ def differences(now: Facts, before: Facts) -> tuple[str, ...]:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether two values are equal in keys, where values of different hashes are different."""
+    """Whether two values are equal in keys. Values with different hashes are different."""
     a, b = identity(x), identity(y)
     return hash(a) == hash(b) and bool(a == b)
 

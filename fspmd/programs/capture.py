@@ -1,4 +1,4 @@
-"""Capture: a function runs once on leaves of its own and gives a `Program`."""
+"""Capture: run a function once, on copies of its arguments or on fake tensors, and record a `Program`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import filling, flatten, flatten_in_order
 
-#: held while recording; other threads run functions as they are, or wait
+#: held while a thread records; other threads run functions unrecorded, or wait
 recording = threading.RLock()
 
 
@@ -34,25 +34,25 @@ class Capture:
     """A recorded run of a function."""
 
     program: Program
-    followed: AutogradFacts | None  # where results have a gradient
+    followed: AutogradFacts | None  # the facts for autograd if results have a gradient
     out: Any  # the result
-    leaves: list[Tensor]  # the tensors that the function had for those among its arguments
-    results: list[Tensor]  # the tensors among those of ``out``
-    same: dict[int, int]  # results that are arguments, by their places among ``results`` and ``leaves``
-    again: Callable[[Sequence[Tensor]], list[Tensor]]  # the function, of the tensors among its arguments
+    leaves: list[Tensor]  # the tensors, copied or fake, among the arguments
+    results: list[Tensor]  # the tensors of ``out``
+    same: dict[int, int]  # results that are arguments: places in ``leaves`` by places in ``results``
+    again: Callable[[Sequence[Tensor]], list[Tensor]]  # the function; takes and returns tensors as ``run`` does
     closed: tuple[Tensor, ...]  # tensors closed over
-    written: tuple[int, ...]  # which of ``leaves`` are written into
+    written: tuple[int, ...]  # places of ``leaves`` that are written into
     modules: tuple[torch.nn.Module, ...]  # modules that ran
 
 
 def capture(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_fake: bool = False
 ) -> Capture:
-    """Run a function on its arguments, or on copies of them, and record it.
+    """Run a function on copies of its arguments and record it.
 
-    ``is_fake``: its arguments are fake tensors of the active mode, and are not copied.
+    ``is_fake``: the arguments are fake tensors of the active mode, and are not copied.
 
-    In inference mode torch does not count writes. So the function is recorded in `torch.no_grad` then.
+    In inference mode torch does not count writes. The function is then recorded in `torch.no_grad`.
     """
     if not torch.is_inference_mode_enabled():
         return _captured(function, args, kwargs, is_fake)
@@ -73,12 +73,10 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
     had_gradient = [x.requires_grad for x in tensors]
-    for one in optree.tree_leaves((given, named), none_is_leaf=True):
-        recorder.lies(one)
+    recorder.note_specs(optree.tree_leaves((given, named), none_is_leaf=True))
     with recorder.recording():
         out = _run(recorder, function, given, named)
-        for one in optree.tree_leaves(out, none_is_leaf=True):
-            recorder.lies(one)
+        recorder.note_specs(optree.tree_leaves(out, none_is_leaf=True))
         with DisableTorchFunction():
             _check_arguments(filled(tensors), (given, named), had_gradient)
         results = _tensors(out)
@@ -106,7 +104,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _run(recorder: ProgramRecorder, function: Callable[..., Any], given: Any, named: Any) -> Any:
-    """The result. An error of the recorder is raised even where the function has caught it."""
+    """The result of the function. An error of the recorder is raised even if the function has caught it."""
     try:
         out = function(*given, **named)
     except Exception as error:
@@ -122,7 +120,7 @@ def _run(recorder: ProgramRecorder, function: Callable[..., Any], given: Any, na
 
 
 def _check_arguments(before: Any, after: Any, had_gradient: Sequence[bool]) -> None:
-    """Raise `RecordError` where a function has changed its arguments otherwise than by writing into tensors."""
+    """Raise `RecordError` where a function has changed its arguments, except by writing into tensors."""
     (was, tree), (now, other) = flatten_in_order(before), flatten_in_order(after)
     if tree != other or any(x is not y for x, y in zip(was, now, strict=True)):
         raise RecordError(
@@ -132,15 +130,14 @@ def _check_arguments(before: Any, after: Any, had_gradient: Sequence[bool]) -> N
     for x, had in zip((x for x in was if isinstance(x, Tensor)), had_gradient, strict=True):
         if x.requires_grad != had:
             raise RecordError(
-                f"jit cannot record a function that gives a gradient to an argument of shape {tuple(x.shape)}, by "
-                "requires_grad_() or by writing a value with a gradient into it; write "
-                "x = x.detach().requires_grad_(), or return "
-                "the result"
+                "jit cannot record a function that calls requires_grad_() on an argument, or writes a value with a "
+                f"gradient into it: the argument has shape {tuple(x.shape)}; write x = x.detach().requires_grad_(), or "
+                "return the result"
             )
 
 
 def copies_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors of no graph with the same values and memory of their own; those that share memory share it still."""
+    """Copies of tensors, without a graph. Copies share memory with each other where the tensors do."""
     memo: dict[int, Any] = {}
 
     def copied(x: Tensor) -> Tensor:

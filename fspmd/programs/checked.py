@@ -20,7 +20,7 @@ Call = Callable[..., Any]
 
 
 class _Observed(NamedTuple):
-    """The result of a call, its arguments and the generators afterwards, and its communication."""
+    """A call: its result, the arguments and the states of generators after it, and its communication."""
 
     out: Any
     arguments: Any
@@ -29,17 +29,25 @@ class _Observed(NamedTuple):
 
 
 def side_by_side(name: str, function: Call, plain: Call, passed: Call, args: tuple[Any, ...], named: Any) -> Any:
-    """The result of ``passed``, a record after its passes; ``plain`` is the record before them.
+    """The result of a call, which runs the function and its record and compares them.
+
+    Args:
+        name: the name of the function.
+        function: the function.
+        plain: its record before passes.
+        passed: its record after passes.
+        args: the positional arguments.
+        named: the keyword arguments.
 
     Raises:
-        RecordError: results, arguments that are written into or random draws differ from the function's; or the
-            collectives of the record before its passes do.
+        RecordError: a record differs from the function in results, in arguments that are written into, in random draws,
+            or, before passes, in collectives.
     """
     begin = kept_states()
     expected = _run(function, *_copied((args, named)))
     go_on(begin)
     before = _run(plain, *_copied((args, named)))
-    _compare_collectives(name, before.log, expected.log)  # passes change them
+    _compare_collectives(name, before.log, expected.log)  # passes may change collectives
     _compare(name, "result", before.out, expected.out)
     _compare(name, "arguments", before.arguments, expected.arguments)
     _compare_draws(name, before, expected)
@@ -63,26 +71,28 @@ def _copied(tree: Any) -> Any:
     return treedef.unflatten([next(copies) if isinstance(x, Tensor) else x for x in leaves])
 
 
-def _compare(name: str, what: str, found: Any, expected: Any) -> None:
-    (leaves, tree), (others, other_tree) = flatten(found), flatten(expected)
+def _compare(name: str, what: str, actual: Any, expected: Any) -> None:
+    """Raise `RecordError` where two trees differ. ``what``: their name in the error."""
+    (leaves, tree), (others, other_tree) = flatten(actual), flatten(expected)
     if tree != other_tree:
         raise _differs(name, f"its {what} is {tree}, but the function gives {other_tree}", _OUTSIDE)
-    for path, x, y in zip(leaf_paths(found, what), leaves, others, strict=True):
+    for path, x, y in zip(leaf_paths(actual, what), leaves, others, strict=True):
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             if type(x) is not type(y) or not (x is y or x == y):
                 raise _differs(name, f"{path} is {x!r}, but the function gives {y!r}", _OUTSIDE)
-        elif complaint := next(filter(None, itertools.starmap(_complaint, _pairs(x, y))), ""):
-            raise _differs(name, f"{path} is not what the function gives: {complaint}", _OUTSIDE)
+        elif difference := next(filter(None, itertools.starmap(_difference, _pairs(x, y))), ""):
+            raise _differs(name, f"{path} differs from the function's: {difference}", _OUTSIDE)
 
 
 def _pairs(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The blocks of two values, which may be held apart over more axes in one than in the other."""
+    """The pairs of blocks to compare. Only one of two values may have a block for each rank."""
     if is_simulated(x) and is_simulated(y):
         return list(zip(blocks_of(x), blocks_of(y), strict=True))
-    return [(one, other) for one in blocks_of(x) for other in blocks_of(y)]
+    return [(block, other) for block in blocks_of(x) for other in blocks_of(y)]
 
 
-def _complaint(x: Tensor, y: Tensor) -> str:
+def _difference(x: Tensor, y: Tensor) -> str:
+    """The difference of two tensors in words; empty if they are close."""
     try:
         torch.testing.assert_close(x.detach(), y.detach(), equal_nan=True)
     except AssertionError as error:
@@ -90,24 +100,25 @@ def _complaint(x: Tensor, y: Tensor) -> str:
     return ""
 
 
-def _compare_draws(name: str, found: _Observed, expected: _Observed) -> None:
-    if any(not torch.equal(x, y) for x, y in zip(found.states, expected.states, strict=True)):
-        raise _differs(name, "it draws other random numbers", "it sets the state of a generator, or restores it")
+def _compare_draws(name: str, actual: _Observed, expected: _Observed) -> None:
+    if any(not torch.equal(x, y) for x, y in zip(actual.states, expected.states, strict=True)):
+        raise _differs(name, "it draws other random numbers", "sets the state of a generator, or restores it")
 
 
-def _compare_collectives(name: str, found: CommunicationLog, expected: CommunicationLog) -> None:
-    def told(log: CommunicationLog) -> list[str]:
-        return [f"{one.kind} over {one.axes} of {tuple(one.shape)}" for one in log]
+def _compare_collectives(name: str, actual: CommunicationLog, expected: CommunicationLog) -> None:
+    def described(log: CommunicationLog) -> list[str]:
+        return [f"{entry.kind} over {entry.axes} of {tuple(entry.shape)}" for entry in log]
 
-    for i, (one, other) in enumerate(itertools.zip_longest(told(found), told(expected))):
-        if one != other:
-            raise _differs(
-                name, f"its collective {i} is {one or 'missing'}, but the function's is {other or 'missing'}", _OUTSIDE
-            )
+    for i, (x, y) in enumerate(itertools.zip_longest(described(actual), described(expected))):
+        if x != y:
+            how = f"its collective {i} is {x or 'missing'}, but the function's is {y or 'missing'}"
+            raise _differs(name, how, _OUTSIDE)
 
 
-_OUTSIDE = "it reads something from outside that changes, such as a number of Python or a seed: pass it as an argument"
+_OUTSIDE = "reads a value from outside that changes, such as a Python number or a seed: pass it as an argument"
 
 
 def _differs(name: str, how: str, why: str) -> RecordError:
-    return RecordError(f"jit({name}, check=True) found that the record is not the function: {how}. Perhaps {why}")
+    return RecordError(
+        f"jit({name}, check=True) found a difference between the record and the function: {how}. Perhaps {name} {why}"
+    )

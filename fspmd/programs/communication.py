@@ -1,6 +1,6 @@
-"""Collectives of a program: their prices, and what `communication_log` is told of them.
+"""Collectives of a program: their prices, and their entries in a `communication_log`.
 
-Where the bytes of a collective depend on values, the collectives of a program report themselves as they run.
+If the bytes of a collective depend on values, the collectives of a program report themselves when they run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def report_when_run(program: Program) -> None:
         target: Any = node.target
         if isinstance(target, Routed):
             node.target = _Reporting(target, _Ragged(target.call, node.meta["backward"], node.meta["cause"]))
-        elif found := communications([node]):
-            node.target = _Reporting(target, lambda *_, one=found[0]: one)
+        elif entries := communications([node]):
+            node.target = _Reporting(target, lambda *_, entry=entries[0]: entry)
 
 
 def known_communication(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
@@ -39,7 +39,7 @@ def known_communication(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
 
 
 class _Reporting:
-    """A step that reports its communication to those who watch records."""
+    """A step that reports its communication to watchers of records."""
 
     def __init__(self, function: Callable[..., Any], communication: Callable[..., Communication]) -> None:
         self.__name__ = self.__qualname__ = getattr(function, "__name__", "collective")
@@ -74,12 +74,12 @@ def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
 
 
 def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
-    """The communication of steps, as `communication_log` has it."""
-    found = []
+    """The communication of steps, as entries of a `communication_log`."""
+    entries = []
     for node in nodes:
         price = price_of_step(node)
         if price is not None:
             call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
             of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
-            found.append(Communication(*of, price, node.meta["backward"], node.meta["cause"]))
-    return tuple(found)
+            entries.append(Communication(*of, price, node.meta["backward"], node.meta["cause"]))
+    return tuple(entries)

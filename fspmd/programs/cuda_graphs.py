@@ -1,9 +1,9 @@
-"""The CUDA graph backend: the steps between collectives start as one graph.
+"""The CUDA graph backend: the steps between collectives are launched as one graph.
 
 A graph reads and writes the memory that its steps had when it was captured. So arguments are copied into buffers of
-the graph, and results that may be kept are copied out. A value that one graph gives and another takes stays in place.
-A graph reads closed over tensors in place, and is captured again when they have moved. Draws of random numbers and
-collectives are no part of a graph.
+the graph, and results that a caller may keep are copied out. A value that passes from one graph to another stays in
+place. A graph reads tensors closed over in place, and is captured again when they have moved. Draws of random numbers
+and collectives are no part of a graph.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _WAITS: Final = ("aten::linalg_", "aten::_linalg_")  # some of these wait for th
 
 
 class Captures(Protocol):
-    """Captures the graphs of one program: `CudaGraphs`, or a stand-in where there is no GPU."""
+    """An object that captures the graphs of one program: `CudaGraphs`, or a stand-in without a GPU."""
 
     device: str
 
     def follow(self) -> None:
-        """Order the next run of the program after the last one."""
+        """Order the next run of the program after its last run."""
 
     def capture(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        """A function that repeats ``run`` on the same memory, and the results, which lie there."""
+        """A function that repeats ``run`` on the same memory, and the results in that memory."""
 
 
 class CudaGraphs:
-    """Graphs with one pool of memory, since no two of them run at the same time."""
+    """Captures graphs with one pool of memory, since no two graphs run at the same time."""
 
     device = "cuda"
 
@@ -51,15 +51,15 @@ class CudaGraphs:
 
     def follow(self) -> None:
         """Let the current stream wait for the stream of the last run."""
-        now = torch.cuda.current_stream()
-        if now != self.stream:
-            now.wait_stream(self.stream)
-            self.stream = now
+        current = torch.cuda.current_stream()
+        if current != self.stream:
+            current.wait_stream(self.stream)
+            self.stream = current
 
     def capture(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        """Run on a side stream until kernels have set themselves up; then capture.
+        """Run on a side stream until kernels are initialised; then capture.
 
-        Threads of NCCL may query their events meanwhile. So the capture restricts this thread alone.
+        Threads of NCCL may query their events meanwhile, so the capture restricts this thread alone.
         """
         side = torch.cuda.Stream()
         side.wait_stream(self.stream)
@@ -77,7 +77,7 @@ def check_device() -> None:
     """Raise `ArgumentError` where there is no GPU."""
     if not torch.cuda.is_available():
         raise ArgumentError(
-            "jit(backend='cudagraphs') needs a CUDA device, and torch.cuda.is_available() is False; "
+            "jit(backend='cudagraphs') needs a CUDA device, but torch.cuda.is_available() is False; "
             "write backend='replay'"
         )
 
@@ -86,28 +86,28 @@ def by_graphs(captures_of: Callable[[], Captures], part: ProgramPart) -> Callabl
     """Like `replay.compiled`, with each segment as one graph that is captured when it first runs.
 
     Raises:
-        ArgumentError: no tensor is on such a device.
+        ArgumentError: no tensor is on the device of the captures.
     """
     captures, turn = captures_of(), threading.Lock()
     fit = local_steps(part.steps, lambda node: _suits(node, captures.device))
     if part.steps and not any(_is_on(x, captures.device) for x in (*part.steps, *part.inputs, *part.constants)):
-        found = device_of((*part.inputs, *part.steps)[0])
+        device = device_of((*part.inputs, *part.steps)[0])
         raise ArgumentError(
-            f"jit(backend='cudagraphs') got a function of tensors on {found}, and none on a CUDA device; put them "
-            "there (make_mesh(..., device='cuda')), or write backend='replay'"
+            f"jit(backend='cudagraphs') got a function of tensors on {device}, and none on a CUDA device; move them to "
+            "CUDA (make_mesh(..., device='cuda')), or write backend='replay'"
         )
     leaving = _leaving(part, fit)
-    lasting = set(part.constants)  # memory that stays in place, unless somebody moves it
+    lasting = set(part.constants)  # memory that stays in place, unless the user moves it
     graphs: list[CapturedGraph] = []
 
-    def made(own: ProgramPart) -> CapturedGraph:
-        stays = [owner(node) in lasting for node in own.inputs]
-        leaves = [node in leaving for node in own.outputs]
-        lasting.update(node for node in own.outputs if node not in leaving)
-        graphs.append(CapturedGraph(captures, compiled(own), stays, leaves, graphs, len(graphs)))
+    def make(segment: ProgramPart) -> CapturedGraph:
+        stays = [owner(node) in lasting for node in segment.inputs]
+        leaves = [node in leaving for node in segment.outputs]
+        lasting.update(node for node in segment.outputs if node not in leaving)
+        graphs.append(CapturedGraph(captures, compiled(segment), stays, leaves, graphs, len(graphs)))
         return graphs[-1]
 
-    run = segmented(part, fit, made)
+    run = segmented(part, fit, make)
 
     def in_turn(*values: Any) -> Any:
         with turn:
@@ -121,7 +121,16 @@ by_cuda_graphs: Final = partial(by_graphs, CudaGraphs)
 
 
 class CapturedGraph:
-    """A segment, captured when it first runs; one of ``graphs``, which run in that order."""
+    """A segment as a graph that is captured when it first runs.
+
+    Args:
+        captures: captures the graph.
+        function: the segment.
+        stays: for each input, whether its memory stays in place.
+        leaves: for each output, whether a caller may keep it.
+        graphs: the graphs of the program, in the order in which they run.
+        place: the place of this graph among ``graphs``.
+    """
 
     def __init__(
         self,
@@ -134,8 +143,8 @@ class CapturedGraph:
     ) -> None:
         self.__name__ = "graph"
         self.captures, self.function = captures, function
-        self.stays = [i for i, one in enumerate(stays) if one]
-        self.moves = [i for i, one in enumerate(stays) if not one]
+        self.stays = [i for i, in_place in enumerate(stays) if in_place]
+        self.moves = [i for i, in_place in enumerate(stays) if not in_place]
         self.leaves = leaves
         self.graphs, self.place = graphs, place
         self.read: list[int] | None = None  # addresses of the inputs in place; None before the capture
@@ -154,27 +163,27 @@ class CapturedGraph:
         return [x.clone() if leaves else x for x, leaves in zip(self.results, self.leaves, strict=True)]
 
     def _capture(self, values: Sequence[Tensor]) -> None:
-        for later in self.graphs[self.place :]:  # they may write into memory that is free no more
+        for later in self.graphs[self.place :]:  # they may write into memory that this graph now uses
             later.read = None
-        own = list(values)
+        inputs = list(values)
         with torch.inference_mode(False), torch.no_grad():
             for i in self.moves:
-                own[i] = values[i].clone()
-            self.buffers = [block for i in self.moves for block in blocks_of(own[i])]
+                inputs[i] = values[i].clone()
+            self.buffers = [block for i in self.moves for block in blocks_of(inputs[i])]
             try:
-                self.replay, self.results = self.captures.capture(lambda: self.function(*own))
+                self.replay, self.results = self.captures.capture(lambda: self.function(*inputs))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 raise ArgumentError(
-                    "jit(backend='cudagraphs') came upon a step that CUDA cannot capture (see the error above); write "
-                    "backend='replay', or run the part that it belongs to outside of the jitted function"
+                    "jit(backend='cudagraphs') got a step that CUDA cannot capture (see the error above); write "
+                    "backend='replay', or run this part outside of the jitted function"
                 ) from error
 
 
 def _is_on(node: fx.Node, device: str) -> bool:
-    found = device_of(node)
-    return found is not None and found.type == device
+    device_of_node = device_of(node)
+    return device_of_node is not None and device_of_node.type == device
 
 
 def _suits(node: fx.Node, device: str) -> bool:
@@ -185,10 +194,10 @@ def _suits(node: fx.Node, device: str) -> bool:
 
 
 def _leaving(part: ProgramPart, fit: Collection[fx.Node]) -> set[fx.Node]:
-    """Memory that somebody may keep: of results, and of operands of steps that may hand it on."""
-    found = {owner(x) for x in part.outputs if isinstance(x, fx.Node) and "value" in x.meta}
+    """Memory that a caller may keep: of results, and of operands of steps that may return them."""
+    leaving = {owner(x) for x in part.outputs if isinstance(x, fx.Node) and "value" in x.meta}
     for step in part.steps:
-        apart = is_collective(step) and step.meta["call"].mesh.transport == "process_group"
-        if not (step in fit or is_aten(step) or apart):
-            found.update(owner(x) for x in step.all_input_nodes if "value" in x.meta)
-    return found
+        is_real = is_collective(step) and step.meta["call"].mesh.transport == "process_group"
+        if not (step in fit or is_aten(step) or is_real):
+            leaving.update(owner(x) for x in step.all_input_nodes if "value" in x.meta)
+    return leaving

@@ -1,4 +1,4 @@
-"""`debug_print`: values as they are when a program runs, recorded or not."""
+"""`debug_print`: print values when a program runs, recorded or not."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ from fspmd.transport.local_tensor import column, common_frame
 
 
 def debug_print(fmt: str, *values: Any, **named: Any) -> None:
-    """Print ``fmt.format(*values, **named)``, of trees of tensors and `Sharded` values; under `jit` at each replay.
+    """Print ``fmt.format(*values, **named)``. Under `jit`, each replay prints.
 
-    In a body each rank prints, with its coordinates in front; outside, the first rank does, and a `Sharded` value is
-    the global tensor. Under `vmap` each example is printed, in their order; under `grad`, `jvp` and their kin the
-    value, without derivatives; gradients are untouched. Code that is computed again (`checkpoint`) prints again.
+    In a body each rank prints, with its coordinates in front. Outside of bodies the first rank prints, and a `Sharded`
+    value is printed as the global tensor. Under `vmap` each example is printed, in order. Under `grad`, `jvp` and other
+    transforms the value is printed without derivatives, and gradients are unchanged. Code that runs again, as in
+    `checkpoint`, prints again.
 
-    Communication: outside of bodies an all-gather per sharded dim of a `Sharded` value; none backward.
+    Communication: outside of bodies, an all-gather per sharded dim of each `Sharded` value. Backward: none.
+
+    Args:
+        fmt: a format, as for ``str.format``.
+        values: trees of tensors, `Sharded` values and other values.
+        named: the same, by name.
 
     Raises:
         ArgumentError: ``fmt`` is no string, or does not fit the values.
@@ -49,7 +55,7 @@ def debug_print(fmt: str, *values: Any, **named: Any) -> None:
     """
     if not isinstance(fmt, str):
         raise ArgumentError(
-            f"debug_print got {described(fmt)} for its format; write debug_print('{{}}', x), as with str.format"
+            f"debug_print got {described(fmt)} for its format; write debug_print('{{}}', x), as for str.format"
         )
     leaves, treedef = optree.tree_flatten((values, named), none_is_leaf=True)
     body = state.body
@@ -68,7 +74,7 @@ class _Line:
 
     fmt: str
     treedef: optree.PyTreeSpec
-    batched: tuple[tuple[tuple[int, int], ...], ...]  # for each leaf the levels and dims of vmap, outermost first
+    batched: tuple[tuple[tuple[int, int], ...], ...]  # for each leaf the (level, dim) of each vmap, outermost first
     body: Body | None
     mesh: Mesh | None
 
@@ -84,7 +90,7 @@ class _Line:
 
 
 def _peeled(x: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
-    """The value within wrappers of ``torch.func``, and the levels and dims of its examples."""
+    """The value within wrappers of ``torch.func``, and the (level, dim) of each `vmap`, outermost first."""
     levels: list[tuple[int, int]] = []
     while isinstance(x, Tensor) and is_wrapped(x):
         if is_batched(x):
@@ -96,10 +102,10 @@ def _peeled(x: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
 @reading
 def _print(line: _Line, values: list[Any]) -> None:
     with DisableTorchFunction(), outside_transforms(), torch.no_grad():
-        for where, here, own in _of_ranks(line, [x.detach() if is_plain(x) else x for x in values]):
-            for example in _of_examples(line, own):
-                text = where + line.text(example)
-                if here:
+        for prefix, prints, local in _of_ranks(line, [x.detach() if is_plain(x) else x for x in values]):
+            for example in _of_examples(line, local):
+                text = prefix + line.text(example)
+                if prints:
                     print(text, flush=True)
 
 
@@ -112,19 +118,20 @@ def _of_ranks(line: _Line, values: list[Any]) -> Iterator[tuple[str, bool, Seque
         place = line.mesh.coordinate() if line.mesh is not None else (world.rank(),)
         yield "", place is not None and not any(place), values
     elif body.mesh.transport == "simulation":
-        held = frame(body.mesh, body.axes)
+        ranks = frame(body.mesh, body.axes)
         other = common_frame(values, None)
-        held = held if other is None else union(held, other)
-        columns = [column(x, held) for x in values]
-        for i, place in enumerate(held.coordinates()):
-            yield _where(held.axes, place), True, [one[i] for one in columns]
+        ranks = ranks if other is None else union(ranks, other)
+        columns = [column(x, ranks) for x in values]
+        for i, place in enumerate(ranks.coordinates()):
+            yield _prefix(ranks.axes, place), True, [shards[i] for shards in columns]
     else:
-        at = dict(zip(body.mesh.axis_names, body.mesh.coordinate() or (), strict=False))
+        places = dict(zip(body.mesh.axis_names, body.mesh.coordinate() or (), strict=False))
         axes = body.mesh.ordered(body.axes)
-        yield _where(axes, [at[a] for a in axes]), not any(at[a] for a in at if a not in axes), values
+        is_first = not any(place for axis, place in places.items() if axis not in axes)
+        yield _prefix(axes, [places[axis] for axis in axes]), is_first, values
 
 
-def _where(axes: Sequence[str], place: Sequence[int]) -> str:
+def _prefix(axes: Sequence[str], place: Sequence[int]) -> str:
     return f"[{', '.join(f'{axis}={i}' for axis, i in zip(axes, place, strict=True))}] "
 
 
@@ -136,10 +143,11 @@ def _of_examples(line: _Line, values: Sequence[Any]) -> Iterator[Sequence[Any]]:
         sizes.update((level, shape.pop(dim)) for level, dim in levels)
     for places in product(*(range(sizes[level]) for level in sorted(sizes))):
         at = dict(zip(sorted(sizes), places, strict=True))
-        yield [_chosen(x, along, at) for x, along in zip(values, line.batched, strict=True)]
+        yield [_example(x, levels, at) for x, levels in zip(values, line.batched, strict=True)]
 
 
-def _chosen(x: Any, along: tuple[tuple[int, int], ...], at: dict[int, int]) -> Any:
-    for level, dim in along:
-        x = x.select(dim, at[level])
+def _example(x: Any, levels: tuple[tuple[int, int], ...], places: dict[int, int]) -> Any:
+    """The example of a value at a place for each level of `vmap`."""
+    for level, dim in levels:
+        x = x.select(dim, places[level])
     return x

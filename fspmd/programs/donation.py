@@ -1,4 +1,4 @@
-"""Donated arguments: they give their memory away, and results are written into it."""
+"""Donated arguments: a replay frees their memory, or writes results into it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
 
 _T: Any = Tensor
-#: questions that a tensor without memory still answers
+#: functions that a tensor without memory still supports
 _FACTS: Final = frozenset(
     [
         *(getattr(_T, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_leaf", "grad")),
@@ -33,7 +33,7 @@ _FACTS: Final = frozenset(
 
 
 class Donated(Tensor):
-    """A tensor that gave its memory away. It has a shape and a dtype, and refuses any other use."""
+    """A tensor without its memory. It has a shape and a dtype; any other use raises `DonationError`."""
 
     donated_as: str
 
@@ -59,10 +59,10 @@ class Donated(Tensor):
 
 
 def _refusal(arguments: Any) -> DonationError:
-    found = next((x for x in flatten(arguments)[0] if isinstance(x, Donated)), "a donated tensor")
+    donated = next((x for x in flatten(arguments)[0] if isinstance(x, Donated)), "a donated tensor")
     return DonationError(
-        f"{found!r} was used: its memory is gone. Use the results of the jitted function in its place; or leave it out "
-        "of donate_argnums, or donate x.clone()"
+        f"{donated!r} was used: its memory is gone. Use the results of the jitted function in its place; or leave it "
+        "out of donate_argnums, or donate x.clone()"
     )
 
 
@@ -75,45 +75,44 @@ class Donation:
     written: frozenset[int] = frozenset()  # places that a replay writes results into
 
     def given(self, values: Sequence[Tensor]) -> list[Any]:
-        """The values, with a list of one new tensor, which alone has the memory, for each donated one.
+        """The values; for each donated tensor, a list of a new tensor that takes over the memory.
 
         Raises:
-            ArgumentError: one of them is given twice.
+            ArgumentError: a donated tensor is given twice.
         """
-        found: list[Any] = list(values)
+        moved: list[Any] = list(values)
         ids = list(map(id, values))
         for place, name in zip(self.places, self.names, strict=True):
             if ids.count(ids[place]) > 1:
-                raise ArgumentError(
-                    f"jit was given the tensor donated as {name} as another argument, too; pass x.clone()"
-                )
+                raise ArgumentError(f"jit got the tensor donated as {name} in two arguments; pass x.clone() for one")
         for place, name in zip(self.places, self.names, strict=True):
-            kept = give_away(values[place], name)
-            found[place] = [own(kept) if place in self.written else kept]  # a list, so that it is the only holder
-        return found
+            taker = give_away(values[place], name)
+            # a list, so that the replay can take the only reference
+            moved[place] = [unshared(taker) if place in self.written else taker]
+        return moved
 
 
 NOTHING: Final = Donation()
 
 
 def give_away(x: Tensor, name: str) -> Tensor:
-    """A tensor with the memory of ``x``; ``x`` has none afterwards."""
+    """A new tensor that takes over the memory of ``x``, which becomes a `Donated`."""
     if isinstance(x, LocalTensor):
-        kept = LocalTensor(x.shards, x.frame, x.borrowed, x.storage_offset())
+        shards = LocalTensor(x.shards, x.frame, x.borrowed, x.storage_offset())
         x.shards = [Donated(shard, name) for shard in x.shards]
-        return kept
-    other: Any = Donated(x, name)
-    one: Any = x
-    swap_memory(one, other)
-    one.__class__, other.__class__, one.donated_as = Donated, Tensor, name
-    return other  # type: ignore[no-any-return]
+        return shards
+    taker: Any = Donated(x, name)
+    giver: Any = x
+    swap_memory(giver, taker)
+    giver.__class__, taker.__class__, giver.donated_as = Donated, Tensor, name
+    return taker  # type: ignore[no-any-return]
 
 
 def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Donation:
     """The donation of a call.
 
     Raises:
-        ArgumentError: a donated tensor has a gradient, for which autograd would keep it.
+        ArgumentError: a donated tensor has a gradient, so that autograd would keep the tensor.
     """
     parameters = parameter_names(f, len(args))
     called = getattr(f, "__name__", None) or type(f).__name__
@@ -127,8 +126,8 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
                 continue
             if given and leaf.requires_grad and torch.is_grad_enabled():
                 raise ArgumentError(
-                    f"{path} of {called} is donated, but has a gradient, for which autograd would keep it; call it in "
-                    "torch.no_grad(), pass tensors without a gradient, or leave it out of donate_argnums"
+                    f"{path} of {called} is donated, but has a gradient, so that autograd would keep it; call {called} "
+                    "in torch.no_grad(), pass tensors without a gradient, or leave it out of donate_argnums"
                 )
             if given:
                 places.append(place)
@@ -138,7 +137,7 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 aten: Final = torch.ops.aten
-#: elementwise functions by the form that writes its result into the first argument
+#: for elementwise functions, the variant that writes its result into the first argument
 IN_PLACE: Final[dict[Any, Any]] = {
     getattr(getattr(aten, name), kind): getattr(getattr(aten, f"{name}_"), kind)
     for names, kinds in (
@@ -152,10 +151,11 @@ IN_PLACE: Final[dict[Any, Any]] = {
 
 
 def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
-    """Let steps write into donated arguments instead of new tensors. Gives the places that are written into.
+    """Let steps write into donated arguments instead of new tensors. Returns the places that are written into.
 
-    A step may do so if it is the last to read the memory of its first operand, this is the whole argument, and the
-    result has its shape and dtype. Memory that others hold too is copied first (`own`), so that they see no write.
+    A step may write into its first operand if that is the whole argument, if no later step reads the memory, and if
+    the result has the shape and dtype of the operand. Memory with other references is copied first (`unshared`), so
+    that their holders see no write.
     """
     program = captured.program
     place = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -166,15 +166,16 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
         argument, leaf = program.inputs[i], captured.leaves[i]
         if not _is_dense(leaf) or leaf.requires_grad:
             continue
-        here, readers = argument, _Readers(place)
+        operand, readers = argument, _Readers(place)
         readers.add(within[argument])
-        while (step := readers.last_of(here)) is not None and _fits(step, here):
+        while (step := readers.last_of(operand)) is not None and _fits(step, operand):
             step.target = IN_PLACE[step.target]
             step.meta["memory"] = argument
             step.meta["reuses"] = True
             readers.add(within.pop(step))
-            here = step
-    written = {owner(node) for node in place if node.meta.get("reuses")}  # by this call, or when it was lowered
+            operand = step
+    # also steps that `lower` has changed before
+    written = {owner(node) for node in place if node.meta.get("reuses")}
     return frozenset(i for i in places if program.inputs[i] in written)
 
 
@@ -183,70 +184,71 @@ def _is_dense(x: Tensor) -> bool:
 
 
 class _Readers:
-    """The steps that read the memory of an argument: the last, and whether one may keep it (``odd``)."""
+    """The steps that read the memory of an argument: the last of them, and whether one may keep the memory."""
 
     def __init__(self, place: dict[fx.Node, int]) -> None:
         self.place = place
         self.last: fx.Node | None = None
-        self.odd = False
+        self.may_keep = False
 
     def add(self, views: list[fx.Node]) -> None:
         """Add the readers of values in the memory. A pending collective reads until its wait."""
         users = {user for node in views for user in node.users}
         users |= {wait for user in users if in_flight(user) for wait in user.users}
-        self.odd = self.odd or any(map(_is_odd, users))
+        self.may_keep = self.may_keep or any(map(_may_keep, users))
         known = users if self.last is None else {self.last, *users}
         self.last = max(known, key=self.place.__getitem__, default=None)
 
-    def last_of(self, here: fx.Node) -> fx.Node | None:
-        """The last step, if it reads the value ``here`` itself."""
-        return None if self.odd or self.last is None or here not in self.last.all_input_nodes else self.last
+    def last_of(self, value: fx.Node) -> fx.Node | None:
+        """The last step, if it reads ``value`` itself and no step may keep the memory."""
+        return None if self.may_keep or self.last is None or value not in self.last.all_input_nodes else self.last
 
 
-def _is_odd(user: fx.Node) -> bool:
+def _may_keep(user: fx.Node) -> bool:
+    """Whether a step may keep a reference to the memory of an operand."""
     return is_unknown(user) or user.target in OF_RANKS or user.op == "output"
 
 
-def _fits(step: fx.Node, here: fx.Node) -> bool:
+def _fits(step: fx.Node, operand: fx.Node) -> bool:
     """Whether the result of a step may lie in the memory of its first operand."""
-    mine = owner(here)
+    memory = owner(operand)
     return (
         step.target in IN_PLACE
-        and step.args[0] is here
-        and all(x is here or owner(x) is not mine for x in step.all_input_nodes)
-        and step.meta.get("value") == here.meta.get("value")
-        and step.meta.get("held", False) == here.meta["held"]
+        and step.args[0] is operand
+        and all(x is operand or owner(x) is not memory for x in step.all_input_nodes)
+        and step.meta.get("value") == operand.meta.get("value")
+        and step.meta.get("frame", False) == operand.meta["frame"]
     )
 
 
-def own(x: Tensor) -> Tensor:
-    """A donated tensor, or a copy where somebody else holds its memory."""
+def unshared(x: Tensor) -> Tensor:
+    """A donated tensor, or a copy if there are other references to its memory."""
     if type(x) is not LocalTensor:
         return x if _is_alone(x) else x.detach().clone()
-    held = all(sys.getrefcount(shard) <= _HELD and _is_alone(shard) for shard in x.shards)
-    return x if held and not x.borrowed else x.detach().clone()
+    alone = all(sys.getrefcount(shard) <= _OF_LOOP and _is_alone(shard) for shard in x.shards)
+    return x if alone and not x.borrowed else x.detach().clone()
 
 
-_HELD: Final = 3  # references of the list, the loop, and the call
+_OF_LOOP: Final = 3  # references of the list, the loop, and the call
 
 
 def _is_alone(x: Tensor) -> bool:
+    """Whether the tensor holds the only reference to its memory."""
     if not x.untyped_storage().resizable() or _is_shared(x):  # memory of NumPy, or of other processes
         return False
-    return all(map(le, _holders(x), _NOBODY))
+    return all(map(le, _reference_counts(x), _ALONE))
 
 
 def _is_shared(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.is_shared()  # other devices always say yes
+    return x.device.type == "cpu" and x.is_shared()  # `is_shared` is always True on other devices
 
 
-def _holders(x: Tensor) -> tuple[int, int, int]:
-    """Counts of references to a tensor's memory: to Python's storage, to torch's storage, to the tensor."""
+def _reference_counts(x: Tensor) -> tuple[int, int, int]:
+    """The numbers of references to Python's storage, to torch's storage, and to the tensor."""
     storage = x.untyped_storage()
     uses: int = storage_uses(storage._cdata)
     return sys.getrefcount(storage), uses, x._use_count()  # type: ignore[attr-defined]
 
 
-_NOBODY: Final = _holders(
-    torch.empty(1, device="cpu")
-)  # the counts where only the tensor has it; versions of torch differ
+#: the counts of a tensor that holds the only reference; versions of torch differ
+_ALONE: Final = _reference_counts(torch.empty(1, device="cpu"))

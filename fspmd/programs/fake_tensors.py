@@ -1,4 +1,4 @@
-"""Fake tensors, which have no values: arguments to record a function on, and their mode with a cache of results."""
+"""Fake tensors: arguments without values, on which functions are recorded, and a fake mode with a cache of results."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from fspmd.transport.local_tensor import LocalTensor, blocks_of, is_simulated, l
 _LITERALS: Final = frozenset(
     {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-_MOST: Final = 4096  # entries of one function
+_MOST: Final = 4096  # cache entries of one function
 _META: Final = torch.device("meta")
 
 _default_dtype = torch.get_default_dtype
 
-#: a fake tensor without its memory: dtype, shape, strides, offset, device, and dispatch keys, which tell conjugated
-#: tensors and those of inference mode apart
+#: a fake tensor without its memory: dtype, shape, strides, offset, device, and whether it is conjugated, negated and of
+#: inference mode
 Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, tuple[bool, ...]]
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which torch works out shapes alone, of tensors with values too."""
+    """A mode in which torch computes shapes alone, also for tensors with values."""
     return CachingFakeMode()
 
 
@@ -61,7 +61,7 @@ def active_mode() -> FakeTensorMode:
 
 
 def stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """The fake of a tensor in a mode; fakes of views share memory as the views do."""
+    """The fake of a tensor in a mode. Fakes of views share memory as the views do."""
     with DisableTorchFunction():
         fake: Tensor = mode.fake_tensor_converter.from_real_tensor(mode, x)
     return fake
@@ -78,14 +78,14 @@ def _stand_in(leaf: Any, mode: FakeTensorMode) -> Any:
 
 
 def like(x: Tensor, made: Tensor) -> Tensor:
-    """A tensor that was made in the place of ``x``, with a gradient and as a parameter where that is one."""
+    """``made``, which replaces ``x``, with the ``requires_grad`` of ``x``; a parameter if ``x`` is a parameter."""
     if isinstance(x, torch.nn.Parameter):
         return torch.nn.Parameter(made, x.requires_grad)
     return made.requires_grad_(x.requires_grad)
 
 
 def without_gaps(x: Tensor) -> Tensor:
-    """``x``, copied where elements lie on each other: other arguments can then lie in memory as this does."""
+    """``x``, or a copy where elements share memory, so that other arguments may have the strides of the result."""
     is_strided = x.layout is torch.strided and not x.is_nested
     return x.contiguous() if is_strided and any(0 in block.stride() for block in blocks_of(x)) else x
 
@@ -95,13 +95,13 @@ def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
     device = spec.mesh.device
     with mode:
         if spec.mesh.transport != "simulation":
-            at = spec.mesh.coordinate()
-            return torch.empty((0,) if at is None else spec.local_shape(at), dtype=spec.dtype, device=device)
-        held = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
+            place = spec.mesh.coordinate()
+            return torch.empty((0,) if place is None else spec.local_shape(place), dtype=spec.dtype, device=device)
+        holders = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
         axes = spec.mesh.axis_names
-        places = [dict(zip(held.axes, at, strict=True)) for at in held.coordinates()]
-        shapes = [spec.local_shape(tuple(at.get(axis, 0) for axis in axes)) for at in places]
-        return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], held)
+        places = [dict(zip(holders.axes, place, strict=True)) for place in holders.coordinates()]
+        shapes = [spec.local_shape(tuple(place.get(axis, 0) for axis in axes)) for place in places]
+        return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], holders)
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -117,20 +117,20 @@ def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 class Result(NamedTuple):
-    """The look of a result, and whether it lies in the memory of the first argument."""
+    """A cache entry: the look of a result, and whether it lies in the memory of the first argument."""
 
     look: Look
     is_view: bool
 
 
 class Argument(NamedTuple):
-    """A result that is an argument of the function, which has written into it."""
+    """A cache entry: the result is the argument at ``place``, which the function has written into."""
 
     place: int
 
 
-class _Untold(Exception):
-    """The looks of the arguments do not decide the result."""
+class _NotCacheable(Exception):
+    """The looks of the arguments do not determine the result."""
 
 
 class CachingFakeMode(DispatchMode, FakeMode):
@@ -142,65 +142,68 @@ class CachingFakeMode(DispatchMode, FakeMode):
         self._states: dict[torch.device, dict[str, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if LocalTensor in types:  # which calls the function for each rank
+        if LocalTensor in types:  # a LocalTensor calls the function for each rank
             return NotImplemented
-        known = _RESULTS.get(func)
-        if known is None:
-            known = _RESULTS[func] = {} if _is_told(func) else _UNTOLD
-        if known is _UNTOLD:
+        entries = _ENTRIES.get(func)
+        if entries is None:
+            entries = _ENTRIES[func] = {} if _is_cacheable(func) else _NOT_CACHED
+        if entries is _NOT_CACHED:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         try:
             key = _key(args, kwargs)
-        except _Untold:
+        except _NotCacheable:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        if key in known:
-            return self._made(known[key], args)
+        if key in entries:
+            return self._made(entries[key], args)
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         try:
-            found = self._remembered(out, args, list(tensors_of((*args, *(kwargs or {}).values()))))
+            entry = self._entry(out, args, list(tensors_of((*args, *(kwargs or {}).values()))))
             if _key(args, kwargs) != key:  # the call has changed its arguments
                 return out
-        except _Untold:
+        except _NotCacheable:
             return out
-        if len(known) >= _MOST:
-            known.clear()
-        known[key] = found
+        if len(entries) >= _MOST:
+            entries.clear()
+        entries[key] = entry
         return out
 
-    def _remembered(self, out: Any, args: Any, others: list[Tensor]) -> Any:
-        """The entry for a result. A result in the memory of ``others``, except of the first argument, has none."""
+    def _entry(self, out: Any, args: Any, others: list[Tensor]) -> Any:
+        """The cache entry for a result.
+
+        Raises `_NotCacheable` for a result in the memory of one of ``others``, except of the first argument.
+        """
         if type(out) in (tuple, list):
-            return type(out)(self._remembered(one, args, [*others, *tensors_of(out[:i])]) for i, one in enumerate(out))
+            return type(out)(self._entry(x, args, [*others, *tensors_of(out[:i])]) for i, x in enumerate(out))
         if out is None:
             return None
         if type(out) is not FakeTensor or out.requires_grad:
-            raise _Untold
+            raise _NotCacheable
         if (place := next((i for i, x in enumerate(args) if x is out), None)) is not None:
             return Argument(place)
         look, memory = _look(out), _memory(out)
         is_view = type(args[0]) is FakeTensor and memory == _memory(args[0]) if args else False
         if not is_view and any(memory == _memory(x) for x in others):
-            raise _Untold
-        found = Result(look, is_view)
-        again = self._made(found, args)
+            raise _NotCacheable
+        entry = Result(look, is_view)
+        again = self._made(entry, args)
         if _look(again) != look or again.untyped_storage().nbytes() != out.untyped_storage().nbytes():
-            raise _Untold
-        return found
+            raise _NotCacheable
+        return entry
 
-    def _made(self, found: Any, args: Any) -> Any:
-        """New tensors for an entry."""
-        if type(found) is Argument:
-            return args[found.place]
-        if type(found) is not Result:
-            return None if found is None else type(found)(self._made(one, args) for one in found)
-        (dtype, shape, strides, offset, device, _), is_view = found
+    def _made(self, entry: Any, args: Any) -> Any:
+        """New tensors for a cache entry."""
+        if type(entry) is Argument:
+            return args[entry.place]
+        if type(entry) is not Result:
+            return None if entry is None else type(entry)(self._made(part, args) for part in entry)
+        (dtype, shape, strides, offset, device, _), is_view = entry
         block = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
         if is_view:
             block.set_(args[0].untyped_storage(), offset, shape, strides)
         return self._fake(block, device)
 
     def _fake(self, block: Tensor, device: torch.device) -> Tensor:
-        """``FakeTensor(self, block, device)``, whose attributes are alike for one device."""
+        """``FakeTensor(self, block, device)``, made faster: its attributes depend on the device alone."""
         if (state := self._states.get(device)) is None:
             state = self._states[device] = dict(FakeTensor(self, block, device).__dict__)
         fake: Tensor = make_subclass(FakeTensor, block, False, dispatch_device=True, device_for_backend_keys=device)
@@ -212,12 +215,12 @@ class CachingFakeMode(DispatchMode, FakeMode):
         return fake
 
 
-_RESULTS: Final[dict[Any, dict[Any, Any]]] = {}  # by function, entries by the looks of the arguments
-_UNTOLD: Final[dict[Any, Any]] = {}  # stands for functions without entries
+_ENTRIES: Final[dict[Any, dict[Any, Any]]] = {}  # for each function, entries by the looks of its arguments
+_NOT_CACHED: Final[dict[Any, Any]] = {}  # marks functions without entries
 
 
-def _is_told(func: Any) -> bool:
-    """Whether the looks of its arguments decide the result of a function."""
+def _is_cacheable(func: Any) -> bool:
+    """Whether the looks of its arguments determine the result of a function."""
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
     facts = facts_of(func)
@@ -225,29 +228,29 @@ def _is_told(func: Any) -> bool:
 
 
 def _key(args: Any, kwargs: Any) -> Any:
-    """The looks of the arguments of a call, and all else that results depend on."""
-    return *map(_seen, args), _seen(kwargs or None), _default_dtype(), default_device()
+    """The looks of the arguments of a call, and everything else that results depend on."""
+    return *map(_key_part, args), _key_part(kwargs or None), _default_dtype(), default_device()
 
 
-def _seen(value: Any) -> Any:
-    """The look of an argument."""
+def _key_part(value: Any) -> Any:
+    """An argument as part of a key: for a tensor its look."""
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None:
-            raise _Untold
+            raise _NotCacheable
         return _look(value)
     if kind is list or kind is tuple:
-        return kind, *map(_seen, value)
+        return kind, *map(_key_part, value)
     if kind is dict:
-        return tuple((name, _seen(one)) for name, one in value.items())
+        return tuple((name, _key_part(entry)) for name, entry in value.items())
     if kind not in _LITERALS:
-        raise _Untold
+        raise _NotCacheable
     return kind, value
 
 
 def _look(x: Any) -> Look:
     if x.layout is not torch.strided:
-        raise _Untold
+        raise _NotCacheable
     return x.dtype, x.shape, x.stride(), x.storage_offset(), x.fake_device, (x.is_conj(), x.is_neg(), x.is_inference())
 
 

@@ -1,4 +1,4 @@
-"""FLOPs of a program: of each rank, and of the whole model."""
+"""FLOPs of a program: of each rank, and of the model."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from fspmd.spec import TensorSpec
 aten: Final = torch.ops.aten
 
 
-def _of_gradients(grad: Any, x: Any, w: Any, *options: Any, **_: Any) -> int:
-    """Gradients of a convolution: as many as forward for each of input and weight that is wanted."""
+def _of_convolution_gradients(grad: Any, x: Any, w: Any, *options: Any, **_: Any) -> int:
+    """FLOPs of the gradients of a convolution: those of forward, for each wanted gradient of input and weight."""
     transposed, wanted = options[-4], options[-1]
     return int(sum(wanted[:2]) * flop_counter.conv_flop_count(x, w, grad, transposed))
 
 
 def _of_attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Attention: scores of each head of the queries, and their products with values; keys may have fewer heads."""
+    """FLOPs of attention: scores for each head of the queries, and products with values. Keys may have fewer heads."""
     return int(2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1]))
 
 
-def _of_its_gradients(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Gradients of an attention: scores again, gradients of values and scores, and of queries and keys."""
+def _of_attention_gradients(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of the gradients of attention: scores again, gradients of values and scores, of queries and keys."""
     return int(2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]))
 
 
 _ATTENTIONS: Final = [f"_scaled_dot_product_{how}_attention" for how in ("flash", "efficient", "cudnn")]
-_OWN: Final[dict[Any, Callable[..., int]]] = {  # formulas that torch's table lacks, or that need less than its own
-    aten.convolution_backward: _of_gradients,
+#: formulas that torch's table lacks, or has for fewer cases: torch 2.11 needs as many heads of keys as of queries
+_FORMULAS: Final[dict[Any, Callable[..., int]]] = {
+    aten.convolution_backward: _of_convolution_gradients,
     aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_its_gradients,
-    **{
-        getattr(aten, name): _of_attention for name in _ATTENTIONS
-    },  # torch 2.11 wants as many heads of keys as of queries
-    **{getattr(aten, f"{name}_backward"): _of_its_gradients for name in _ATTENTIONS},
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_gradients,
+    **{getattr(aten, name): _of_attention for name in _ATTENTIONS},
+    **{getattr(aten, f"{name}_backward"): _of_attention_gradients for name in _ATTENTIONS},
     aten.mv: lambda a, x, **_: 2 * prod(a),
     aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
     aten.dot: lambda a, b, **_: 2 * prod(a),
@@ -55,9 +54,9 @@ _OWN: Final[dict[Any, Callable[..., int]]] = {  # formulas that torch's table la
 _EQUALS: Final = ("reduce", "reduce_once", "gather", "gather_once", "broadcast", "broadcast_once", "mean")
 #: kernels that cut a value over their axes
 _CUTS: Final = ("slice", "reduce_scatter", "exchange")
-#: kernels after which a value differs, besides those that move it
+#: kernels after which a value differs from rank to rank, besides kernels that move it
 _DIFFERS: Final = ("at_root",)
-#: for each axis along which ranks may have different values, the whole in blocks of the first rank
+#: for each axis along which ranks may have different values, the global size divided by that of the first rank's block
 Blocks = dict[str, Fraction]
 
 
@@ -70,21 +69,21 @@ def flops_of(node: fx.Node) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _shapes)
-    found = int(formula(*args, **kwargs, out_val=_shapes(node)))
+    flops = int(formula(*args, **kwargs, out_val=_shapes(node)))
     if not ("scaled_dot_product" in str(node.target) and _given(node, "is_causal")):
-        return found
+        return flops
     rows, columns = (_given(node, name).meta["value"].shape[-2] for name in ("query", "key"))
     allowed = sum(min(i + 1, columns) for i in range(rows))
-    return int(found * allowed // (rows * columns))
+    return int(flops * allowed // (rows * columns))
 
 
 def model_flops(program: Program) -> int:
-    """FLOPs of the whole model on whole tensors (Chowdhery et al., "PaLM", 2022, appendix B).
+    """FLOPs of the model on global tensors (Chowdhery et al., "PaLM", 2022, appendix B).
 
-    Equal work of several ranks counts once. Repeated work does not count: of `checkpoint` and `Recompute`, and the
-    scores that the gradient of an attention computes again. Where blocks are uneven, the first rank's FLOPs count as
-    often as its blocks make the whole: 3.5 times for 7 rows on 4 ranks, where the first has 2. This is exact unless a
-    step has blocks of two dims that are cut by the same axis.
+    Equal work of several ranks counts once. Repeated work does not count: neither that of `checkpoint` and
+    `Recompute`, nor the scores that the gradient of an attention computes again. If blocks are uneven, the FLOPs of the
+    first rank count as often as its block fits into the global tensor: 3.5 times for 7 rows on 4 ranks, where the first
+    rank has 2 rows. This is exact unless a step has blocks of two dims that are cut by the same axis.
     """
     varies = {
         node: _of_spec(node.meta["spec"]) for node in (*program.inputs, *program.constants) if "spec" in node.meta
@@ -100,41 +99,43 @@ def model_flops(program: Program) -> int:
 
 
 def _add(node: fx.Node, varies: dict[fx.Node, Blocks]) -> Fraction | int:
-    """Note the axes along which ranks may have different results of a step; its FLOPs on all ranks."""
-    found = _after(node, _together(varies[x] for x in node.all_input_nodes if x in varies))
-    varies[node] = _of_spec(node.meta["spec"]) if "spec" in node.meta else found
+    """The FLOPs of a step on all ranks. Notes the axes along which ranks may have different results of the step."""
+    blocks = _after(node, _together(varies[x] for x in node.all_input_nodes if x in varies))
+    varies[node] = _of_spec(node.meta["spec"]) if "spec" in node.meta else blocks
     flops = 0 if node.meta.get("repeats") else flops_of(node)
-    return flops and _needed(node, flops) * prod(found.values(), start=Fraction(1))
+    return flops and _needed(node, flops) * prod(blocks.values(), start=Fraction(1))
 
 
 def _of_spec(spec: TensorSpec) -> Blocks:
-    found = {axis: Fraction(spec.mesh.shape[axis]) for axis in spec.partition.unreduced}
-    whole = spec.unflattened
-    for dim, axes, _ in whole.cuts:
-        found |= _cut(whole.shape[dim], axes, spec.mesh)
-    return found
+    """The blocks of a value with a spec."""
+    blocks = {axis: Fraction(spec.mesh.shape[axis]) for axis in spec.partition.unreduced}
+    unflattened = spec.unflattened
+    for dim, axes, _ in unflattened.cuts:
+        blocks |= _cut(unflattened.shape[dim], axes, spec.mesh)
+    return blocks
 
 
 def _cut(length: int, axes: tuple[str, ...], mesh: Mesh) -> Blocks:
-    """The blocks of a dim that is cut over axes, major first."""
-    found = {}
+    """The blocks of a dim that is cut over axes. The first axis is the major one."""
+    blocks = {}
     for axis in axes:
         block = -(-length // mesh.shape[axis])
-        found[axis] = Fraction(length, block) if block else Fraction(mesh.shape[axis])
+        blocks[axis] = Fraction(length, block) if block else Fraction(mesh.shape[axis])
         length = block
-    return found
+    return blocks
 
 
 def _together(values: Iterable[Blocks]) -> Blocks:
     """The blocks of a result of several values."""
-    found: Blocks = {}
+    blocks: Blocks = {}
     for value in values:
         for axis, n in value.items():
-            found[axis] = min(n, found.get(axis, n))
-    return found
+            blocks[axis] = min(n, blocks.get(axis, n))
+    return blocks
 
 
 def _after(node: fx.Node, before: Blocks) -> Blocks:
+    """The blocks of the result of a step. ``before``: the blocks of its operands."""
     call: Call | None = node.meta.get("call")
     if call is None:
         return before
@@ -146,14 +147,14 @@ def _after(node: fx.Node, before: Blocks) -> Blocks:
         return {axis: n for axis, n in before.items() if axis not in axes}
     if kernel in _CUTS and o.sizes is not None:
         return before | _cut(sum(o.sizes), axes, call.mesh)
-    every = {axis: Fraction(call.mesh.shape[axis]) for axis in axes}
+    even = {axis: Fraction(call.mesh.shape[axis]) for axis in axes}
     if kernel in _CUTS:
-        return before | every
-    return every | before if kernel in _DIFFERS or moves(kernel) else before
+        return before | even
+    return even | before if kernel in _DIFFERS or moves(kernel) else before
 
 
 def _needed(node: fx.Node, flops: int) -> int:
-    """FLOPs that are no repeated work: four of the five products of an attention's gradient."""
+    """The FLOPs without repeated work: four of the five products in the gradient of an attention."""
     name = str(node.target)
     return flops * 4 // 5 if "attention" in name and "backward" in name else flops
 
@@ -161,14 +162,14 @@ def _needed(node: fx.Node, flops: int) -> int:
 @functools.cache
 def _formula(target: Any) -> Callable[..., int] | None:
     packet: Any = getattr(target, "overloadpacket", None)
-    if packet in _OWN:
-        return flop_counter.shape_wrapper(_OWN[packet])  # type: ignore[no-any-return]
+    if packet in _FORMULAS:
+        return flop_counter.shape_wrapper(_FORMULAS[packet])  # type: ignore[no-any-return]
     registry: dict[Any, Callable[..., int]] = flop_counter.flop_registry
     return registry.get(packet)
 
 
 def _given(node: fx.Node, name: str) -> Any:
-    """An argument by its name in the schema."""
+    """The argument of a step with a name of the schema."""
     target: Any = node.target
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == name:
@@ -180,4 +181,4 @@ def _shapes(node: fx.Node) -> Any:
     if "value" in node.meta:
         value: Value = node.meta["value"]
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return tuple(map(_shapes, node.users))  # the parts of several results
+    return tuple(map(_shapes, node.users))  # a step with several results

@@ -1,4 +1,4 @@
-"""`jit`: a function is recorded once for arguments of one kind; every call runs the record."""
+"""`jit`: records a function once for arguments of one kind, and runs the record in every call."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Q = ParamSpec("Q")
 Q2 = ParamSpec("Q2")
 R = TypeVar("R")
 T = TypeVar("T")
-_NEAR: Final = 4  # records that are tried one after another before a key is made
+_NEAR: Final = 4  # the most records that are tried by their guards before a key is made
 
 
 class JitCacheInfo(NamedTuple):
-    """Counts of a cache, as ``functools.lru_cache`` has them."""
+    """Counts of a cache, with the names that ``functools.lru_cache`` uses."""
 
     hits: int
     misses: int
@@ -81,72 +81,75 @@ def jit(
     backend: Backend = "replay",
     check: bool = False,
 ) -> Any:
-    """``f``, recorded at its first call with arguments of one kind, and replayed at later ones; also a decorator.
+    """Record ``f`` at its first call with arguments of one kind, and replay the record at later calls.
 
-    A replay runs the functions of blocks and the collectives of ``f``, forward and backward, in their order. It runs
-    none of the Python around them: no rules, no types, no autograd. Random functions draw anew in each call. Autograd
-    follows the results where arguments, or tensors that ``f`` closes over, have a gradient.
+    Also a decorator. A replay runs the functions on blocks and the collectives of ``f``, forward and backward, in
+    their order. It runs none of the Python around them: no rules, no types, no autograd. Random functions draw anew in
+    each call. Results have gradients if arguments, or tensors that ``f`` closes over, require them.
 
-    **Kinds.** A kind is the tree of the arguments; the spec of each `Sharded`; shape, dtype and device of each tensor,
-    and whether it has a gradient; the value of all else; and the grad mode, the mesh of `set_mesh` and the default
-    dtype. Strides are no part of it: tensors with other strides than the recorded ones are copied, which takes time.
-    `explain_cache_misses` says why a call is recorded anew.
+    **Kinds.** The kind of a call consists of the tree of the arguments; the spec of each `Sharded`; the shape, dtype,
+    device and ``requires_grad`` of each tensor; the value of every other argument; the grad mode, the mesh of
+    `set_mesh` and the default dtype. Strides are no part of the kind. A tensor whose strides differ from the recorded
+    strides is copied, which takes time. `explain_cache_misses` says why a call is recorded anew.
 
-    **Purity.** ``f`` must be pure. It is recorded on tensors without values, and the record is then run. Whatever it
-    reads from outside is a constant of the record: globals, attributes, hooks, lists and numbers that it closes over,
-    random numbers of Python and NumPy, seeds and states of generators. Tensors that leave it otherwise than as results,
-    as in a list that it appends to, have no values. Effects on the outside are not recorded. They are errors where they
-    are seen: values that it asks of tensors, seeds that it sets, tensors that other threads compute for it. Tensors
-    that it closes over are read anew in each call; a module that ran is recorded anew in another mode (``eval()``) or
-    with other parameters. As in a CUDA graph, ``torch.cuda.is_current_stream_capturing()`` is True: libraries then
-    leave out branches on values.
+    **Purity.** ``f`` must be pure. It is recorded on tensors without values, and then the record runs. Everything that
+    ``f`` reads from outside is a constant of the record: globals, attributes, hooks, lists and numbers that it closes
+    over, random numbers of Python and NumPy, seeds and states of generators. Effects on the outside are not recorded.
+    A tensor that leaves ``f`` in another way than as a result, such as in a list that ``f`` appends to, has no values.
+    fspmd raises an error for the effects that it sees: ``f`` reads the value of a tensor, sets a seed, or uses tensors
+    that another thread computes. Tensors that ``f`` closes over are read anew in each call. If a module that ``f``
+    calls has another mode (``eval()``) or other parameters than before, ``f`` is recorded anew. While ``f`` is
+    recorded, ``torch.cuda.is_current_stream_capturing()`` is True, as in a CUDA graph, so that libraries leave out
+    branches on values.
 
-    Each tensor of the arguments is a tensor of its own within ``f``: gradients of ``jit(f)(a, a)`` are told by place.
-    ``x[i]`` with a tensor ``i`` of one number, another in each call, is a copy and no view. Writing into either while
-    both are there is refused; ``x[i] = y`` sets it.
+    Within ``f``, each tensor of the arguments is a separate tensor: ``jit(f)(a, a)`` has two gradients. If ``i`` is a
+    tensor of one number, ``x[i]`` is a copy and not a view, since ``i`` may differ in each call. Writing into ``x`` or
+    ``x[i]`` while both are in use raises an error; ``x[i] = y`` is allowed.
 
-    **Where it applies.** In a body, in a ``torch.func`` transform, under `checkpoint` and `explicit`, ``f`` runs as it
-    is. Within another jitted function it is a part of that function's record. `communication_log` is told of the
-    communication of the record. Processes record without communication, each for itself, and all run the record. Some
-    functions need values: `ragged_all_to_all` with sizes that were computed, `rank_map`, blocks whose sizes are
-    measured. They run once on copies of the arguments to be recorded, on all processes at once.
+    **Where it applies.** In a body, in a ``torch.func`` transform, under `checkpoint` and under `explicit`, ``f`` runs
+    unrecorded. Within another jitted function, ``f`` becomes a part of that function's record. `communication_log` logs
+    the communication of the record. Each process records alone, without communication, and then runs the record. Some
+    functions need values: `ragged_all_to_all` with computed sizes, `rank_map`, and functions of blocks whose sizes are
+    measured. Such a function is recorded while it runs once on copies of the arguments, on all processes at once.
 
     Args:
-        static_argnums: positions of arguments that are handed on as they are, such as functions, modules and whole
-            trees; negative ones count from the end. They tell records apart by type and equality, so they need a hash.
-        static_argnames: the same by name.
-        donate_argnums: positions of arguments whose tensors give their memory away. A replay frees each after its last
-            use, or writes a result into it, so the peak is lower. Using one afterwards raises `DonationError`. Views of
-            it that the caller holds keep the memory and their values. Nothing is donated where ``f`` runs as it is.
-        donate_argnames: the same by name.
-        passes: the changes to a record before it is replayed, in order: names ("equal_steps", "rewrites", "dead_code",
-            "chunked", "coalesce", "overlap", "recompute") or passes with options (`Chunked`, `Coalesce`, `Overlap`,
-            `Recompute`). The first three are the default. They always gain, and change no numbers but by the order of
-            sums: equal steps run once, collectives in a row become one or none, unneeded steps go. They rely on the
-            Python of ``f`` taking the same way on all processes. Where it learns which rank it runs on, as in a branch
-            on `axis_index`, and where a block is empty, they leave collectives as they are.
-        backend: ``"replay"`` calls step by step. ``"inductor"`` compiles the steps between collectives by the inductor
-            of ``torch.compile``, and rounds as that does. ``"cudagraphs"`` captures them on a GPU as CUDA graphs at the
-            first replay: arguments are copied into memory of the graphs and results out of it, memory is held between
-            calls, and a call waits for one in another thread. A function gets all steps as a ``torch.fx.GraphModule``
-            and example inputs, and gives a function of such inputs. It is called once for the steps of the call and
-            once for those of its gradients, each when they run for the first time.
-        check: find functions that are not pure. Each call runs ``f``, its record before ``passes`` and its record, on
-            copies of the arguments, and raises `RecordError` where results, arguments, random draws or collectives
-            differ.
+        static_argnums: positions of arguments that ``f`` gets unchanged, such as functions, modules and whole trees;
+            negative positions count from the end. Static arguments must be hashable: calls whose static arguments
+            differ in type or value have separate records.
+        static_argnames: names of static arguments.
+        donate_argnums: positions of arguments whose memory a replay may reuse. A replay frees each tensor after its
+            last use, or writes a result into it, which lowers the peak. A later use of a donated tensor raises
+            `DonationError`. Views of it that the caller holds keep their memory and values. Nothing is donated where
+            ``f`` runs unrecorded.
+        donate_argnames: names of donated arguments.
+        passes: the changes to a record before it is replayed, in order. Each is a name ("equal_steps", "rewrites",
+            "dead_code", "chunked", "coalesce", "overlap", "recompute") or a pass with options (`Chunked`, `Coalesce`,
+            `Overlap`, `Recompute`). The default is the first three: equal steps run once, collectives in a row become
+            one or none, unneeded steps go. They never make a record slower, and change numbers only by the order of
+            sums. They rely on the Python of ``f`` making the same choices on all processes. They leave collectives
+            unchanged if ``f`` learns its rank, as in a branch on `axis_index`, or if a block is empty.
+        backend: ``"replay"`` calls step by step. ``"inductor"`` compiles the steps between collectives with the
+            inductor of ``torch.compile``, and rounds as inductor does. ``"cudagraphs"`` captures these steps on a GPU
+            as CUDA graphs at the first replay: arguments are copied into the memory of the graphs and results out of
+            it, the memory is held between calls, and a call waits for a call in another thread. A function as a backend
+            gets all steps as a ``torch.fx.GraphModule`` and example inputs, and returns a function of such inputs. It
+            is called once for the steps of the call and once for the steps of its gradients, when they first run.
+        check: whether to look for impurity. Each call runs ``f``, its record before ``passes`` and its record after
+            them, on copies of the arguments, and raises `RecordError` if results, arguments, random draws or
+            collectives differ.
 
     Raises:
-        ArgumentError: an option names no parameter, or no backend of this machine; a static argument has no hash, or
-            is a tensor; a donated one has a gradient, or is given twice.
+        ArgumentError: an option names no parameter, or a backend that this machine lacks; a static argument has no
+            hash, or is a tensor; a donated argument has a gradient, or is given twice.
         RecordError: ``f`` does something that a record cannot hold: it branches on values, has shapes that depend on
-            values, takes values out of torch (``tolist()``, ``numpy()``, ``print``; there is `debug_print`), writes
-            into tensors that it closes over, calls ``backward()`` into ``.grad`` of tensors that were there before,
-            sets seeds, makes generators, or changes lists and dicts of the arguments.
+            values, takes values out of torch (``tolist()``, ``numpy()``, ``print``; use `debug_print`), writes into
+            tensors that it closes over, calls ``backward()`` into ``.grad`` of tensors from outside, sets seeds, makes
+            generators, or changes lists and dicts of the arguments.
 
-    ``jit(f).lower(*args)`` records and runs nothing: `Lowered` shows the program and its cost. A `TensorSpec` may
-    stand for a `Sharded`, on a mesh without ranks too (``make_mesh(..., transport="abstract")``).
+    ``jit(f).lower(*args)`` records and runs nothing. Its result, a `Lowered`, shows the program and its cost. A
+    `TensorSpec` may stand for a `Sharded`, also on a mesh without ranks (``make_mesh(..., transport="abstract")``).
 
-    ``jit(f).cache_info()`` counts replays, recorded runs and records; ``jit(f).clear_cache()`` forgets them.
+    ``jit(f).cache_info()`` counts replays, recorded runs and records. ``jit(f).clear_cache()`` forgets them.
 
     >>> import torch
     >>> from fspmd import P, device_put, grad, make_mesh
@@ -161,7 +164,7 @@ def jit(
     tensor([1., 2., 4., 8.])
     >>> update = jit(lambda w, g: w - 0.1 * g, donate_argnums=0)
     >>> w = torch.ones(2)
-    >>> w = update(w, torch.ones(2))  # the tensor that w was has no memory anymore
+    >>> w = update(w, torch.ones(2))  # the old tensor w has no memory anymore
     """
     changes = passes_of(passes)
     if f is None:
@@ -185,10 +188,10 @@ def jit(
 
 
 class _Records(dict[Any, Record]):
-    """The records of one function by their keys, and how many calls found theirs (``hits``) or not (``misses``).
+    """The records of one function by their keys.
 
-    ``near`` finds some of them without a key: it has, for all of a key but the leaves, records with a `guard` of the
-    leaves, the latest first.
+    ``hits`` counts the calls that found a record, ``misses`` the others. ``near`` finds the latest records without a
+    key: it maps the part of a key that excludes the leaves to pairs of a `guard` of leaves and a record.
     """
 
     __slots__ = ("hits", "misses", "near", "recordable")
@@ -202,7 +205,15 @@ class _Records(dict[Any, Record]):
     def called(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], around: Any, watched: bool
     ) -> Any:
-        """The result of a call whose arguments have these leaves."""
+        """The result of a call, by a record that is found by its key, or made.
+
+        Args:
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+            leaves: the leaves of the arguments.
+            around: the part of the key that excludes the leaves.
+            watched: whether watchers hear of the communication of the record.
+        """
         try:
             kinds, values, strides = kinds_of(leaves)
         except RuntimeError as error:
@@ -224,7 +235,7 @@ class _Records(dict[Any, Record]):
         return replayed(record, values, strides)
 
     def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
-        """A new record; None where another thread records, which may wait for this one."""
+        """A new record; None if another thread is recording, since that thread may wait for this thread."""
         if not recording.acquire(blocking=world_size() > 1):
             return None
         self.misses += 1
@@ -235,7 +246,7 @@ class _Records(dict[Any, Record]):
         return record
 
     def bring_near(self, record: Record, around: Any, leaves: list[Any]) -> None:
-        """Let calls with leaves like these find a record without a key."""
+        """Let calls with similar leaves find the record without a key."""
         closed = record.closed.tensors
         if not record.modules and (check := guard([*leaves, *closed])) is not None:
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
@@ -253,9 +264,9 @@ class _Records(dict[Any, Record]):
 
 
 class Jitted(Generic[Q, R]):
-    """A function under `jit`. It is called like the function, and tells of its records.
+    """A function under `jit`. It is called like the function, and gives information about its records.
 
-    It has the function's name, docstring and signature. It binds as a method does, and is copied and pickled by name.
+    It has the function's name, docstring and signature. It binds like a method, and is copied and pickled by name.
 
     >>> import torch
     >>> double = jit(lambda x: 2 * x)
@@ -272,7 +283,7 @@ class Jitted(Generic[Q, R]):
 
     def __init__(self, recordable: Recordable) -> None:
         if not isinstance(recordable, Recordable):
-            raise ArgumentError(f"Jitted got {described(recordable)}; jit makes it of a function: jit(f)")
+            raise ArgumentError(f"Jitted got {described(recordable)}; write jit(f)")
         begin()
         self._function: Callable[..., Any] = recordable.function
         self._has_static = bool(recordable.static)
@@ -281,8 +292,8 @@ class Jitted(Generic[Q, R]):
         functools.update_wrapper(self, recordable.function, updated=())  # as `wraps` does
 
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        """The function's result, by a record of arguments of this kind, which is made where there is none."""
-        # the function itself in a body, a transform or a checkpoint (it compares saved tensors), and while watched
+        """The function's result, by a record for arguments of this kind. The first call makes the record."""
+        # a body, a transform, a checkpoint (which compares saved tensors) and a watcher need the function itself
         if state.body is not None or transforms_active() or top_saved_tensors_hooks(True) is not None or is_traced():
             return self._function(*args, **kwargs)  # type: ignore[no-any-return]
         if watched := is_seen():
@@ -312,17 +323,17 @@ class Jitted(Generic[Q, R]):
         """Record the function and run nothing. A `TensorSpec` may stand for a `Sharded`.
 
         Raises:
-            RecordError: it is called in a body, a transform or a recording; or the function cannot be recorded.
+            RecordError: the call is in a body, a transform or a recording; or the function cannot be recorded.
         """
         if state.body is not None or transforms_active() or is_recording():
             raise RecordError(
                 f"jit({self._name}).lower(...) was called in a shard_map body, a torch.func transform or a function "
-                "that is recorded; lower it outside of them, with a TensorSpec for each argument that it is given there"
+                "that is recorded; call it outside of them, with a TensorSpec for each argument"
             )
         return self._recordable.lowered(args, kwargs)
 
     def cache_info(self) -> JitCacheInfo:
-        """How many calls were replays, how many were recorded, and how many records there are."""
+        """The numbers of replays, of recorded calls and of records."""
         return self._records.info()
 
     def clear_cache(self) -> None:
@@ -345,12 +356,12 @@ class Jitted(Generic[Q, R]):
     @overload
     def __get__(self: Jitted[Concatenate[T, Q2], R], instance: T, owner: Any = None) -> Callable[Q2, R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """A method, as functions in a class are."""
+        """Bind to an instance, as a function in a class does."""
         return self if instance is None else MethodType(self, instance)
 
 
 class _Checked(Jitted[Q, R]):
-    """A jitted function whose calls are each compared with a call of the function."""
+    """A jitted function that compares each of its calls with a call of the function."""
 
     __slots__ = ("_plain",)
 
@@ -359,5 +370,5 @@ class _Checked(Jitted[Q, R]):
         self._plain: Jitted[Q, R] = Jitted(replace(recordable, passes=()))
 
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        found: R = side_by_side(self._name, self._function, self._plain, super().__call__, args, kwargs)
-        return found
+        result: R = side_by_side(self._name, self._function, self._plain, super().__call__, args, kwargs)
+        return result

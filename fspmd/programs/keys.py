@@ -48,17 +48,17 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """The leaves of the arguments of a call, and all of its key but the kinds of these."""
+    """The leaves of the arguments of a call, and the part of its key that excludes their kinds."""
     leaves, structure = flatten_in_order((args, kwargs)) if kwargs else flatten_args(args)
     casts = autocasts() if is_any_autocast_enabled() else ()
     around: tuple[Any, ...] = structure, _grad_enabled(), _default_dtype(), casts, current_mesh()
     if count_function_modes():
         around += (default_device(),)
-    return leaves, around if not kwargs else (*around, dict)  # the structure is of a dict, too
+    return leaves, around if not kwargs else (*around, dict)  # the structure includes the dict
 
 
 def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
-    """The kinds of leaves; the tensors among them; the strides of these."""
+    """The kinds of leaves; the tensors among the leaves; the strides of these tensors."""
     kinds: list[Any] = []
     values, strides = [], []
     for leaf in leaves:
@@ -77,10 +77,10 @@ def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any
 
 
 def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
-    """A function that says, in one call, whether other leaves have the same kinds and strides.
+    """A function that returns, by one call of torch, whether other leaves have the same kinds and strides.
 
-    It may say no where they have. None where a leaf is no plain tensor, or stands in several places, to which torch's
-    guards always say no.
+    It may return False for leaves that have them. Returns None where a leaf is no plain tensor, or occurs twice, since
+    torch's guards then always fail.
     """
     if not {*map(type, leaves)} <= _PLAIN or any(leaf.layout is not _strided for leaf in leaves):
         return None
@@ -101,9 +101,9 @@ def _kind(leaf: Any) -> Any:
 
 
 def identity(value: Any) -> Any:
-    """A value as part of a key. It tells 1, 1.0 and True apart, and the two zeros, also within containers."""
+    """A value as part of a key. It distinguishes 1, 1.0 and True, and the two zeros, also within containers."""
     kind = type(value)
-    if kind in _TOLD:
+    if kind in _DISTINCT:
         return kind, value
     if kind is float or (isinstance(value, Number) and not isinstance(value, int)):
         return kind, repr(value)
@@ -112,17 +112,17 @@ def identity(value: Any) -> Any:
     if kind is frozenset:
         return kind, frozenset(map(identity, value))
     if (parameters := getattr(kind, "__dataclass_params__", None)) is not None and parameters.eq:
-        told = [one.name for one in fields(value) if one.compare and one.hash is not False]
-        return kind, value, tuple(identity(getattr(value, name)) for name in told)
+        names = [field.name for field in fields(value) if field.compare and field.hash is not False]
+        return kind, value, tuple(identity(getattr(value, name)) for name in names)
     return kind, value
 
 
-#: types whose equal values are the same
-_TOLD: Final = frozenset({int, bool, str, type(None)})
+#: types whose equal values cannot be distinguished
+_DISTINCT: Final = frozenset({int, bool, str, type(None)})
 
 
 class Static:
-    """A static argument: one leaf of any kind, told from others by type and equality."""
+    """A static argument as one leaf. Two are equal if their values have one type and are equal."""
 
     __slots__ = ("hash", "key", "value")
 
@@ -139,12 +139,12 @@ class Static:
 
 
 def strides_of(x: Tensor) -> Any:
-    """The strides of a tensor, or of each shard."""
+    """The strides of a tensor; in a simulation those of each shard."""
     return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
 
 
 def without_key(leaves: list[Any], error: Exception) -> Exception:
-    """The error for leaves that have no kind."""
+    """The error for leaves that have no kind: about a tensor that is not dense, else ``error``."""
     return next((not_dense(x) for x in leaves if isinstance(x, Tensor) and not is_dense(x)), error)
 
 
@@ -155,7 +155,7 @@ def not_hashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentError
             hash(leaf)
         except TypeError:
             return ArgumentError(
-                f"jit got {described(leaf)} for an argument; arguments that are no tensors tell records apart, so they "
-                "must be hashable: pass tensors, numbers, strings, or trees of those"
+                f"jit got {described(leaf)} for an argument, which has no hash; arguments other than tensors are part "
+                "of the key of a record: pass tensors, numbers, strings, or trees of those"
             )
     return ArgumentError("jit got an argument that has no hash; pass tensors, numbers, strings, or trees of those")

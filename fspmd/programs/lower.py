@@ -1,4 +1,4 @@
-"""`jit(f).lower(...)`: a program that is recorded and not run, to be read and priced."""
+"""`jit(f).lower(...)`: a program that is recorded to be read, priced or compiled, and not run."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from fspmd.trees import flatten_in_order, leaf_paths, parameter_names
 
 
 class Compiled:
-    """The program of ``jit(f).lower(...).compile()``, as a function of arguments of the kind it was lowered for.
+    """The result of ``jit(f).lower(...).compile()``: a function of arguments of the kind for which it was lowered.
 
     Raises:
-        ArgumentError: an argument is of another kind; it says which, and how it differs.
+        ArgumentError: an argument has another kind. The error says which argument, and how it differs.
     """
 
     def __init__(self, function: Callable[..., Any], record: Record, marked: Callable[..., Any]) -> None:
@@ -41,7 +41,7 @@ class Compiled:
         self._accepted: set[Any] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the program."""
         args, kwargs = self._marked(args, kwargs)
         known, values, strides = key_of(args, kwargs)
         if known not in self._accepted or self._record.closed or self._record.modules:
@@ -53,38 +53,38 @@ class Compiled:
         reasons = stale(self._record) or differences(facts, self._record.facts)
         if reasons:
             raise ArgumentError(
-                f"{self._function.__name__} was lowered for other arguments: {'; '.join(reasons)}; lower it for these, "
-                "or call jit(f), which records it anew"
+                f"{self._function.__name__} was lowered for other arguments: {'; '.join(reasons)}; lower it for these "
+                "arguments, or call jit(f), which records it anew"
             )
 
 
 def check_runs(program: Program, mesh: Mesh | None) -> None:
-    """Raise for a program that nobody can run."""
+    """Raise an error for a program that cannot run: on an abstract mesh, or with constants without values."""
     if mesh is not None and mesh.transport == "abstract":
         raise MeshError(
-            f"compile() of a program on {mesh!r}, which is abstract: no ranks are there to run it; lower it for a mesh "
-            'of transport="simulation" or "process_group"'
+            f"compile() got a program on {mesh!r}, which is abstract and has no ranks; lower it for a mesh of "
+            'transport="simulation" or "process_group"'
         )
     if any(isinstance(x, FakeTensor) for x in program.constants.values()):
-        raise RecordError("compile() of a program that closes over a tensor without values; call jit(f) instead")
+        raise RecordError("compile() got a program that closes over a tensor without values; call jit(f) instead")
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one run for each rank by the cost model. A sum and a product are one FLOP each.
+    """The cost of one run by the cost model. An addition and a multiplication are one FLOP each.
 
     Attributes:
-        time: µs of the whole run.
-        computation: µs of its local steps.
-        communication: µs of its collectives.
-        exposed: µs of them that computation does not hide.
-        flops: FLOPs of one rank; where blocks are uneven of the first rank, which has the most.
-        model_flops: FLOPs of the whole model. Equal work of several ranks counts once, work that is repeated, as by
-            `checkpoint`, not at all.
-        nbytes: bytes that a rank reads and writes in its own memory.
-        moved: bytes that a rank sends to others.
-        ranks: the number of ranks that run it.
-        peak_flops: FLOPs that one rank could do in a µs.
+        time: µs of the run.
+        computation: µs of the local steps of a rank.
+        communication: µs of the collectives of a rank.
+        exposed: µs of communication that computation does not hide.
+        flops: FLOPs of a rank; if blocks are uneven, of the first rank, which has the most.
+        model_flops: FLOPs of the model. Equal work of several ranks counts once. Repeated work, as of `checkpoint`,
+            does not count.
+        nbytes: bytes that a rank reads and writes in its memory.
+        moved: bytes that a rank sends to other ranks.
+        ranks: the number of ranks.
+        peak_flops: the most FLOPs that a rank can do in a µs.
     """
 
     time: float
@@ -101,19 +101,19 @@ class Cost:
     @property
     def overlapped(self) -> float:
         """µs of communication that computation hides."""
-        return max(0.0, self.communication - self.exposed)  # a difference of rounded sums
+        return max(0.0, self.communication - self.exposed)  # rounding may make the difference negative
 
     def utilisation(self, model_flops: float | None = None) -> float:
-        """Model FLOPs utilisation: the FLOPs of the model, as a share of those that all ranks could do in the time.
+        """Model FLOPs utilisation: the FLOPs of the model, divided by the most FLOPs of all ranks in this time.
 
-        ``model_flops``: another count for the whole model, forward and backward, such as
-        6 * parameters * tokens of a transformer (Chowdhery et al., "PaLM", 2022, appendix B).
+        ``model_flops``: another count for the model, forward and backward, such as 6 * parameters * tokens of a
+        transformer (Chowdhery et al., "PaLM", 2022, appendix B).
         """
         return self._share(self.model_flops if model_flops is None else model_flops)
 
     @property
     def hardware_utilisation(self) -> float:
-        """The FLOPs that ranks do, repeated work included, as a share of those that they could do."""
+        """The FLOPs of all ranks, repeated work included, divided by the most FLOPs of all ranks in this time."""
         return self._share(self.flops * self.ranks)
 
     def _share(self, flops: float) -> float:
@@ -128,16 +128,17 @@ class Cost:
                 f"communication  {self.communication:,.1f} µs a rank: {self.moved:,.0f} B sent; of it "
                 f"{self.exposed:,.1f} µs exposed, {self.overlapped:,.1f} µs overlapped",
                 f"utilisation    {self.utilisation():.1%} by the {self.model_flops:,} FLOPs of the model, "
-                f"{self.hardware_utilisation:.1%} by all that ranks do",
+                f"{self.hardware_utilisation:.1%} by all FLOPs of the ranks",
             )
         )
 
 
 class Lowered:
-    """A program as it will run on each rank; where blocks are uneven, on this rank.
+    """A recorded program as each rank runs it; if blocks are uneven, as this rank runs it.
 
     On a simulated or abstract mesh it is the program of the first rank, whose blocks are the largest: no rank takes
-    longer or holds more. A simulation begins each collective alone; processes pack some that follow each other.
+    longer or holds more memory. A simulation begins each collective separately. Processes pack some collectives that
+    follow each other.
     """
 
     def __init__(
@@ -160,39 +161,39 @@ class Lowered:
         return f"Lowered({self.name}: {counts}, {counted(len(self.collectives()), 'collective')})"
 
     def as_text(self) -> str:
-        """The program: a line for each step, with global types where values have one, and local shapes.
+        """The program as text: a line for each step, with the local shape, and the global type where it is known.
 
         A collective shows its axes, the bytes that a rank sends, and µs. ``<-`` marks steps of backward. Each line ends
-        with the user's line that asked for the step.
+        with the user's line that caused the step.
         """
         return program_text(self.name, self.program, self._arguments, self.mesh)
 
     def collectives(self) -> CommunicationLog:
-        """Its collectives in order: a list of `Communication`, which prints as a table.
+        """The collectives in order: a list of `Communication` that prints as a table.
 
-        `communication_log` has the same list when the function runs.
+        `communication_log` gives the same list when the function runs.
         """
         return CommunicationLog(communications((*self.program.steps, *self.program.deferred)))
 
     def schedule(self, links: Topology | None = None) -> list[Event]:
-        """The time of each step by the cost model."""
+        """The start and duration of each step by the cost model. ``links``: as in `cost`."""
         return schedule(self.program, links)
 
     def cost(self, links: Topology | None = None) -> Cost:
-        """The cost of a run on the machine of `set_topology`, or on another."""
+        """The cost of a run. ``links``: the machine, by default that of `set_topology`."""
         links = links or topology()
         events = self.schedule(links)
         time = end_of(events)
-        computation = sum(one.duration for one in events if one.price is None)
-        prices = [one.price for one in events if one.price is not None]
+        computation = sum(event.duration for event in events if event.price is None)
+        prices = [event.price for event in events if event.price is not None]
         return Cost(
             time=time,
             computation=computation,
             communication=sum(price.time for price in prices),
             exposed=max(0.0, time - computation),
-            flops=sum(one.flops for one in events),
+            flops=sum(event.flops for event in events),
             model_flops=model_flops(self.program),
-            nbytes=sum(one.nbytes for one in events),
+            nbytes=sum(event.nbytes for event in events),
             moved=sum(price.moved for price in prices),
             ranks=self.mesh.size if self.mesh is not None else 1,
             peak_flops=links.flops,
@@ -201,7 +202,7 @@ class Lowered:
     def visualize(self, path: str | Path) -> tuple[Path, Path]:
         """Write the schedule: ``path.json``, a trace for chrome://tracing or Perfetto, and ``path.svg``, a picture.
 
-        The picture shows the memory that is held, too.
+        The picture also shows the memory that a rank holds.
         """
         base, events = Path(path), self.schedule()
         steps = [*self.program.steps, *self.program.deferred]
@@ -212,28 +213,29 @@ class Lowered:
         return trace, drawn
 
     def compile(self) -> Compiled:
-        """The program as a function of arguments of the kind that it was lowered for. It records nothing.
+        """The program as a function of arguments of the kind for which it was lowered. Records nothing.
 
         Raises:
             MeshError: the mesh is abstract.
+            RecordError: the program closes over a tensor without values.
         """
         check_runs(self.program, self.mesh)
         return self._compiled()
 
     def memory(self) -> Memory:
-        """The most bytes that a rank holds at once, and the tensors they are of."""
+        """The most bytes that a rank holds at once, and the tensors that it then holds."""
         return memory_of_program(self.program, self._donated, self._arguments)
 
 
 def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """The path of each tensor among the arguments, by the names of the parameters."""
+    """The path of each tensor in the arguments. A path begins with the name of the parameter."""
     named = [*zip(parameter_names(function, len(args)), args, strict=True), *kwargs.items()]
-    found = []
+    tensor_paths = []
     for name, tree in named:
         leaves, _ = flatten_in_order(tree, is_sharded)
         paths = leaf_paths(tree, name, in_order=True)
-        found += [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
-    return found
+        tensor_paths += [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
+    return tensor_paths
 
 
 def _mesh_of(program: Program) -> Mesh | None:

@@ -1,4 +1,4 @@
-"""Options of `jit` and of its passes: the arguments that they name, and the values that they take."""
+"""Options of `jit` and of its passes: arguments by position and name, and checks of values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Names = str | Sequence[str] | None
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Arguments that an option names: by position, and by name."""
+    """The arguments that an option names, by position and by name."""
 
     numbers: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
@@ -31,63 +31,65 @@ class Chosen:
 
 
 def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -> Chosen:
-    """The arguments that ``option_argnums`` and ``option_argnames`` name, whichever way they are given.
+    """The arguments that ``{option}_argnums`` and ``{option}_argnames`` name.
+
+    Each parameter that has a position and a name is in both sets, so that a call may pass it in either way.
 
     Raises:
-        ArgumentError: they are no ints or strings, or ``f`` has no such parameters.
+        ArgumentError: a position is no int, a name no string, or ``f`` has no such parameter.
     """
     by_number = _sequence(f"{option}_argnums", numbers, int, "an int")
     by_name = _sequence(f"{option}_argnames", names, str, "a string")
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):  # some functions written in C
-        return Chosen(frozenset(_all_given(i, f, option) for i in by_number), frozenset(by_name))
+        return Chosen(frozenset(_from_start(i, f, option) for i in by_number), frozenset(by_name))
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     kinds = {p.kind for p in parameters}
-    found = set()
+    positions = set()
     for i in by_number:
         if inspect.Parameter.VAR_POSITIONAL in kinds:
-            found.add(_all_given(i, f, option))
+            positions.add(_from_start(i, f, option))
         elif not -len(positional) <= i < len(positional):
             raise ArgumentError(
                 f"jit got {option}_argnums={numbers!r}, but {described(f)} takes "
                 f"{counted(len(positional), 'positional argument')}{_listed(positional)}"
             )
         else:
-            found.add(i % len(positional))
+            positions.add(i % len(positional))
     every = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for name in by_name:
         if name not in every and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ArgumentError(
                 f"jit got {option}_argnames={names!r}, but {described(f)} has no parameter {name!r}{_listed(every)}"
             )
-    named = {*by_name, *(positional[i] for i in found if i < len(positional))}
-    return Chosen(frozenset({*found, *(i for i, name in enumerate(positional) if name in named)}), frozenset(named))
+    named = {*by_name, *(positional[i] for i in positions if i < len(positional))}
+    return Chosen(frozenset({*positions, *(i for i, name in enumerate(positional) if name in named)}), frozenset(named))
 
 
 def check_static_not_donated(f: Any, static: Chosen, donate: Chosen) -> None:
-    """Raise `ArgumentError` where an argument is to be static and donated."""
+    """Raise `ArgumentError` where an argument is both static and donated."""
     if both := [*sorted(static.numbers & donate.numbers), *sorted(static.names & donate.names)]:
         raise ArgumentError(
             f"jit of {described(f)} got {quoted(both)} both in static_argnums or static_argnames and in "
-            "donate_argnums or donate_argnames; only tensors can be donated, and none can be static"
+            "donate_argnums or donate_argnames; tensors can be donated, and other values static: name it in one of them"
         )
 
 
 def _sequence(option: str, given: Any, kind: type, noun: str) -> tuple[Any, ...]:
     if given is None:
         return ()
-    found = tuple(given) if isinstance(given, (tuple, list, set, frozenset)) else (given,)
-    if any(not isinstance(one, kind) or isinstance(one, bool) for one in found):
+    entries = tuple(given) if isinstance(given, (tuple, list, set, frozenset)) else (given,)
+    if any(not isinstance(entry, kind) or isinstance(entry, bool) for entry in entries):
         raise ArgumentError(f"jit got {described(given)} for {option}, which takes {noun} or a tuple of them")
-    return found
+    return entries
 
 
-def _all_given(i: int, f: Any, option: str) -> int:
+def _from_start(i: int, f: Any, option: str) -> int:
     if i < 0:
         raise ArgumentError(
-            f"jit got {i} in {option}_argnums, but {described(f)} takes any number of positional arguments; count from "
-            "the first one"
+            f"jit got {i} in {option}_argnums, but {described(f)} takes any number of positional arguments; write a "
+            "position from 0 on"
         )
     return i
 
@@ -99,7 +101,7 @@ def _listed(names: Sequence[str]) -> str:
 def mark_static(
     f: Callable[..., Any], which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with each static one as a `Static` leaf.
+    """The arguments, with each static argument as a `Static` leaf.
 
     Raises:
         ArgumentError: a static argument has no hash, or is a tensor.
@@ -109,20 +111,20 @@ def mark_static(
 
 
 def _static(f: Any, where: int | str, value: Any) -> Static:
-    instead = "it must be hashable: a number, a string, a tuple, a frozen dataclass, a function or a module"
+    fix = "it must be hashable: pass a number, a string, a tuple, a frozen dataclass, a function or a module"
     if isinstance(value, Tensor):
-        instead = "a static argument is a constant of the record, and a tensor is none; leave it out of static_argnums"
+        fix = "a static argument is a constant of the record, and a tensor is not; leave it out of static_argnums"
     else:
         try:
             return Static(value)
         except TypeError:
             pass
     name = where if isinstance(where, str) else parameter_names(f, where + 1)[where]
-    raise ArgumentError(f"the static argument {name} of {described(f)} is {described(value)}; {instead}")
+    raise ArgumentError(f"the static argument {name} of {described(f)} is {described(value)}; {fix}")
 
 
 def with_static(f: Callable[..., Any]) -> Callable[..., Any]:
-    """``f`` of arguments with `Static` leaves."""
+    """A function that calls ``f`` with the values of `Static` arguments."""
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +141,7 @@ def check_bytes(name: str, value: Any) -> None:
     """Raise `ArgumentError` unless the value is a number of bytes, or infinity."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise ArgumentError(
-            f"{name} got {described(value)}; expected a number of bytes from 0 on, such as 1 << 20, or math.inf"
+            f"{name} got {described(value)}; expected a number of bytes >= 0, such as 1 << 20, or math.inf"
         )
 
 
@@ -150,6 +152,6 @@ def check_choice(name: str, value: Any) -> None:
 
 
 def check_counts(name: str, values: Any) -> None:
-    """Raise `ArgumentError` unless the values are counts."""
+    """Raise `ArgumentError` unless the values are ints >= 1."""
     if not isinstance(values, (tuple, list)) or not all(type(n) is int and n >= 1 for n in values):
-        raise ArgumentError(f"{name} got {described(values)}; expected ints from 1 on, such as (2, 4, 8)")
+        raise ArgumentError(f"{name} got {described(values)}; expected ints >= 1, such as (2, 4, 8)")

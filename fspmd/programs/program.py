@@ -1,23 +1,24 @@
-"""A recorded program: one FX graph of forward steps and, where results are followed by autograd, of backward steps.
+"""A recorded program: one FX graph of forward steps and, if autograd follows results, of backward steps.
 
 The ``meta`` of its nodes has the facts for passes, prices and readers:
 
-``value``     `Value` of the result; absent where the result is no tensor
-``held``      the frame of a simulated value, and whether its blocks differ in shape; else None
-``device``    of the result; absent where a pass has made the step (`device_of`)
-``strides``   of a result that is not contiguous; else None
-``parts``     bytes of each result, where the step gives a tuple or a list
-``memory``    the node in whose memory the result lies: itself where the step makes a new tensor (`owner`)
+``value``     `Value` of the result; absent if the result is no tensor
+``frame``     the frame of a simulated value, and whether its blocks differ in shape; None for other values
+``device``    the device of the result; absent if a pass has made the step (`device_of`)
+``strides``   the strides of a result that is not contiguous; None for other results
+``parts``     the bytes of each result of a step that returns a tuple or a list
+``memory``    the node in whose memory the result lies: the node itself if the step makes a new tensor (`owner`)
 ``spec``      the spec of a result in the global view
 ``cause``     `Cause`: the user's line; for a backward step the line of the forward step that it differentiates
 ``backward``  whether the step computes gradients: within the recorded function, or of its results
-``deferred``  whether the step runs when gradients of the results are asked for
-``repeats``   True where the step computes a value of forward again; else absent
-``call``      the `Call` of a collective; ``waits``: whether the step ends it, or only begins it
+``deferred``  whether the step runs when gradients of the results are computed
+``repeats``   True if the step computes a value of forward again; else absent
+``call``      the `Call` of a collective
+``waits``     whether the step of a collective waits for it, or only begins it
 ``constant``  whether the result is the same in every run of this rank
-``by_size``   True where the step replaces steps that are equal on this rank, and may differ on others; else absent
-``effect``    whether the step does more than give its result
-``left``      by pass, why the pass has left the step as it is (`Left`); else absent
+``by_size``   True if the step replaces steps that are equal on this rank and may differ on other ranks; else absent
+``effect``    whether the step does more than return its result
+``left``      by pass, why the pass has not changed the step (`Left`); else absent
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from fspmd.variance import unwrapped
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Shape and dtype of a block; in a simulation of the first rank's, which is the largest."""
+    """The shape and dtype of a block; in a simulation, of the first rank's block, which is the largest."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The bytes of the elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -54,26 +55,26 @@ class Value:
 
 
 class Left(NamedTuple):
-    """Why a pass has left a step as it is; ``other``: the step that the reason names."""
+    """Why a pass has not changed a step. ``other``: the step whose name follows the reason, if any."""
 
     why: str
     other: fx.Node | None
 
 
 def value_of(x: Tensor) -> Value:
-    """Shape and dtype of a tensor, or of its first shard."""
+    """The shape and dtype of a tensor, or of its first shard."""
     block = blocks_of(x)[0]
     return Value(tuple(block.shape), block.dtype)
 
 
 def owner(node: fx.Node) -> fx.Node:
-    """The step in whose memory a result lies: ``meta["memory"]``, or the step that a pass has put in its place."""
-    above: fx.Node = node.meta.get("memory", node)
-    return node if above is node else owner(above)
+    """The step in whose memory a result lies: ``meta["memory"]``, or the step that has replaced it in a pass."""
+    memory: fx.Node = node.meta.get("memory", node)
+    return node if memory is node else owner(memory)
 
 
 def device_of(node: fx.Node) -> torch.device | None:
-    """The device of a result: by default that of its first operand."""
+    """The device of a result; if unknown, that of the first operand."""
     while "device" not in node.meta and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node.meta.get("device")
@@ -84,13 +85,14 @@ class Program:
     """A recorded program. Passes change it in place.
 
     Attributes:
+        graph: the steps.
         inputs: the tensors among the arguments, then the tensors closed over that have a gradient.
-        constants: tensors that were there before; every run reads them.
-        cotangents: the gradients of results that deferred steps are given.
-        uneven: why a block may have another shape on another rank; empty where all blocks have one shape.
-        unlike: why ranks may have other steps: Python has learnt its rank, or a block is empty. Else empty.
+        constants: other tensors from before the recording. Every run reads them.
+        cotangents: the gradients of results, which deferred steps take.
+        uneven: why a block may have another shape on another rank; empty if all blocks have one shape.
+        unlike: why ranks may have other steps: Python has read its rank, or a block is empty; empty if they have not.
         places: whether numbers of steps may be places that differ from rank to rank.
-        left: by pass, the steps that it leaves alone in all the program, and why.
+        left: by pass, the steps that it leaves alone in the whole program, and why.
     """
 
     graph: fx.Graph
@@ -132,7 +134,7 @@ class Program:
 
     @property
     def gradients(self) -> tuple[fx.Node | None, ...]:
-        """For each input that has a gradient the step that computes it, or None for a gradient of zero."""
+        """For each input with a gradient, the step that computes it, or None for a gradient of zero."""
         return self._ends[1]  # type: ignore[no-any-return]
 
     @property
@@ -146,20 +148,20 @@ class Program:
 
     @property
     def deferred(self) -> list[fx.Node]:
-        """The steps that run when gradients are asked for."""
+        """The steps that run when gradients are computed."""
         return [node for node in self.graph.nodes if node.op == "call_function" and node.meta.get("deferred")]
 
     @property
     def kept(self) -> list[fx.Node]:
         """The inputs and results of forward steps that deferred steps need, in the order of their first use."""
-        here = {*self.inputs, *self.steps}
-        used = dict.fromkeys(node for step in self.deferred for node in step.all_input_nodes if node in here)
-        used.update(dict.fromkeys(g for g in self.gradients if g in here))
+        forward = {*self.inputs, *self.steps}
+        used = dict.fromkeys(node for step in self.deferred for node in step.all_input_nodes if node in forward)
+        used.update(dict.fromkeys(g for g in self.gradients if g in forward))
         return list(used)
 
 
 def copied(program: Program) -> Program:
-    """A copy of a program, with nodes of its own."""
+    """A copy of a program, with new nodes."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
@@ -170,25 +172,25 @@ def copied(program: Program) -> Program:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, placed: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A copy of a node in a graph, without the warning of fx of sizes that differ from rank to rank."""
+    """A copy of a node in a graph. Suppresses the warning of fx about sizes that differ from rank to rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return graph.node_copy(node, placed)
 
 
 def remember(made: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]) -> None:
-    """Give a node the facts of the one that it stands for."""
+    """Give the node ``made`` the facts of ``node``, which it copies. ``known``: new nodes by old nodes."""
     made.meta = dict(node.meta)
     if "memory" in made.meta:
         made.meta["memory"] = known[owner(node)]
 
 
 def rebuilt(program: Program, graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> Program:
-    """A program of another graph; ``known``: its nodes by those of the program."""
+    """The program in another graph. ``known``: nodes of this graph by nodes of the program."""
     inputs, results, cotangents = (
-        [known[node] for node in many] for many in (program.inputs, program.results, program.cotangents)
+        [known[node] for node in nodes] for nodes in (program.inputs, program.results, program.cotangents)
     )
-    gradients = [one if one is None else known[one] for one in program.gradients]
+    gradients = [None if node is None else known[node] for node in program.gradients]
     constants = {known[node]: x for node, x in program.constants.items()}
     made = Program.of(graph, inputs, results, constants, cotangents, gradients)
     made.uneven, made.unlike, made.places = program.uneven, program.unlike, program.places
@@ -199,9 +201,9 @@ UNLIKE = "ranks may have other steps"  # the program says why
 
 
 def leave_all(program: Program, name: str, what: str, even: bool = False) -> bool:
-    """Whether a pass must leave ``what`` alone in all of a program, since ranks might choose differently. Notes it.
+    """Whether a pass must leave ``what`` alone in the whole program, since ranks might choose differently.
 
-    ``even``: the pass needs blocks of one shape on all ranks, too.
+    Notes the reason in the program. ``even``: whether the pass needs blocks of one shape on all ranks.
     """
     why = f"{UNLIKE}: {program.unlike}" if program.unlike else ""
     if not why and even and program.uneven:
@@ -212,18 +214,18 @@ def leave_all(program: Program, name: str, what: str, even: bool = False) -> boo
 
 
 def leave(node: fx.Node, name: str, why: str, other: fx.Node | None = None) -> None:
-    """Note that a pass leaves a step alone; ``other``: the step whose name follows ``why``."""
+    """Note that a pass leaves a step alone. ``other``: the step whose name follows ``why``."""
     node.meta["left"] = {**node.meta.get("left", {}), name: Left(why, other)}
 
 
 def forget(program: Program, name: str) -> None:
-    """Drop the notes of a pass, which looks again."""
+    """Drop the notes of a pass, which runs again."""
     for node in program.graph.nodes:
         if name in node.meta.get("left", ()):
             node.meta["left"] = {key: left for key, left in node.meta["left"].items() if key != name}
 
 
 def memory_of(x: Tensor) -> int:
-    """The number of the memory that a tensor and its views lie in."""
+    """A number that identifies the memory in which a tensor and its views lie."""
     with DisableTorchFunction():
         return int(blocks_of(unwrapped(x))[0].untyped_storage()._cdata)

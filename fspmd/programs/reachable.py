@@ -1,7 +1,7 @@
-"""The values that a function reaches: by its closure, globals, modules, defaults, ``self`` and its class.
+"""The values that a function reaches through its closure, globals, modules, defaults, ``self`` and its class.
 
-The search runs none of the user's Python: the garbage collector says which objects an object holds. Python that runs as
-one step, as `rank_map` does, must not reach values of the record.
+The search runs none of the user's Python: the garbage collector lists the objects that an object holds. Python that
+runs as one step, as in `rank_map`, must not reach values of the record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fspmd.transport.local_tensor import blocks_of
 
 _DEPTH: Final = 12
 _OF_PYTHON: Final = 1 << 9  # a flag of classes that a class statement made
-_MOST: Final = 10_000  # objects that are looked at
+_MOST: Final = 10_000  # objects that are searched
 _ATOMS: Final = frozenset({bool, int, float, complex, str, bytes, type(None), types.CodeType})
 _CLOSED: Final = (Tensor, types.ModuleType)  # kinds that are not searched
 _Cached: Final = type(functools.cache(len))
@@ -37,7 +37,7 @@ _HOLDERS: Final = (*_WRAPPERS, list, tuple, set, frozenset, deque, dict)  # made
 
 
 def reachable_from(*given: Any) -> Iterator[Any]:
-    """The objects, each once, at most twelve steps from those given."""
+    """The objects within ``_DEPTH`` references of those given, each once."""
     seen: dict[int, Any] = {}
     waiting: deque[tuple[Any, int]] = deque((x, 0) for x in given)
     while waiting and len(seen) < _MOST:
@@ -47,20 +47,21 @@ def reachable_from(*given: Any) -> Iterator[Any]:
         seen[id(x)] = x
         yield x
         if depth < _DEPTH:
-            waiting += [(one, depth + 1) for one in _held(x) if type(one) not in _ATOMS]
+            waiting += [(y, depth + 1) for y in _referents(x) if type(y) not in _ATOMS]
 
 
-def _held(x: Any) -> Iterator[Any]:
+def _referents(x: Any) -> Iterator[Any]:
+    """The objects that an object refers to."""
     kind = type(x)
     if kind is types.FunctionType:
         yield from (cell.cell_contents for cell in x.__closure__ or () if _is_full(cell))
         yield from (x.__defaults__, x.__kwdefaults__, x.__dict__)
-        if not _is_of_library(x):  # libraries hold none that users gave
+        if not _is_of_library(x):  # globals of libraries hold no values of users
             yield from _named(x.__globals__, frozenset(_names(x.__code__)))
     elif issubclass(kind, type):
         if _FLAGS(x) & _OF_PYTHON:
             yield from _BASES(x)
-            yield from (one for name, one in _ATTRIBUTES(x).items() if name != "__annotations__")
+            yield from (value for name, value in _ATTRIBUTES(x).items() if name != "__annotations__")
     elif kind is _Cached:
         yield x.__wrapped__
     elif issubclass(kind, _HOLDERS) or (_FLAGS(kind) & _OF_PYTHON and not issubclass(kind, _CLOSED)):
@@ -69,7 +70,7 @@ def _held(x: Any) -> Iterator[Any]:
 
 
 def _of_type(name: str) -> Any:
-    """Reads an attribute of a class without asking its metaclass."""
+    """A function that reads an attribute of a class without its metaclass."""
     return type.__dict__[name].__get__
 
 
@@ -81,14 +82,14 @@ def _is_of_library(f: types.FunctionType) -> bool:
 
 
 def _named(values: dict[str, Any], names: frozenset[str], depth: int = 0) -> Iterator[Any]:
-    """The values of names among the globals of a function, and in the modules among them."""
+    """The values of names among the globals of a function, and in modules among these values."""
     for name in names & values.keys():
-        one = values[name]
-        yield one
-        if issubclass(type(one), types.ModuleType) and depth < _DEPTH:
-            inside = object.__getattribute__(one, "__dict__")  # asking a lazy module would load it
-            if not str(inside.get("__file__")).startswith(LIBRARIES):
-                yield from _named(inside, names, depth + 1)
+        value = values[name]
+        yield value
+        if issubclass(type(value), types.ModuleType) and depth < _DEPTH:
+            attributes = object.__getattribute__(value, "__dict__")  # `getattr` would load a lazy module
+            if not str(attributes.get("__file__")).startswith(LIBRARIES):
+                yield from _named(attributes, names, depth + 1)
 
 
 def _is_full(cell: types.CellType) -> bool:
@@ -99,56 +100,56 @@ def _is_full(cell: types.CellType) -> bool:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names that code, and functions within, look up."""
+    """The names that code and its inner functions look up."""
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _names(one)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def check_reachable(function: Callable[..., Any], recorder: Any) -> None:
-    """Raise `RecordError` where a function, before it runs, reaches values of the record."""
+    """Raise `RecordError` where a function that has not run yet reaches values of the record."""
     if recorder.is_fake:
         raise recorder.refusal(
             ValuesNeededError(
-                "jit(f).lower(...) knows shapes alone, and the results of rank_map may depend on values; call jit(f), "
-                f"or lower the parts before and after it{line()}"
+                "jit(f).lower(...) has shapes alone, but got a call of rank_map, whose results may depend on values; "
+                f"call jit(f), or lower the parts before and after it{line()}"
             )
         )
     for x in reachable_from(function):
-        _check_stranger(x.local if type(x) is Sharded else x, recorder)
+        _check_no_value(x.local if type(x) is Sharded else x, recorder)
 
 
 @contextmanager
 def given_alone(given: Any, recorder: Any) -> Iterator[None]:
-    """Within, using other values of the record than those given, or writing into these, raises `RecordError`."""
+    """Within, a use of a value of the record that is not given, or a write into a given value, raises `RecordError`."""
     blocks = [block for x in tensors_of(given) for block in blocks_of(x)]
     objects, memory = set(map(id, (*tensors_of(given), *blocks))), set(map(memory_of, blocks))
 
     def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for x in tensors_of((*args, *kwargs.values())):
             if id(x) not in objects:
-                _check_stranger(x, recorder)
+                _check_no_value(x, recorder)
         if any(memory_of(block) in memory for x in written_by(func, args, kwargs) for block in blocks_of(x)):
             raise recorder.refusal(write_of_python())
 
-    with _Looks(check):
+    with _CheckingMode(check):
         yield
 
 
-def _check_stranger(x: Any, recorder: Any) -> None:
+def _check_no_value(x: Any, recorder: Any) -> None:
     """Raise `RecordError` for a value of the record."""
     if isinstance(x, Tensor) and recorder.is_value(x):
         raise recorder.refusal(
             RecordError(
-                f"jit cannot record a function that rank_map runs and that closes over a tensor of shape "
-                f"{tuple(x.shape)} which the jitted function was given or has computed: it would be a constant of "
-                f"the record. Pass it as an argument: rank_map(fn, x, y){line()}"
+                f"jit cannot record a function that rank_map runs: the function closes over a tensor of shape "
+                f"{tuple(x.shape)} that is an argument of the jitted function or was computed in it, and that would "
+                f"be a constant of the record. Pass it as an argument: rank_map(fn, x, y){line()}"
             )
         )
 
 
-class _Looks(DispatchMode):
+class _CheckingMode(DispatchMode):
     """A mode that checks each call."""
 
     def __init__(self, check: Callable[..., None]) -> None:

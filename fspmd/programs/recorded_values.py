@@ -1,4 +1,4 @@
-"""The values of a program while it is recorded: the graph, and the node of every value that is alive."""
+"""The values of a program while it is recorded: the graph, and the node of each live value."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ aten: Final = torch.ops.aten
 
 
 class Number(int):
-    """An integer that a step gave, such as a seed. The recorder knows it by its identity."""
+    """An integer that is the result of a step, such as a seed. The recorder knows it by its identity."""
 
     __slots__ = ()
 
@@ -49,32 +49,32 @@ class Values(RecordingMode):
 
     def __init__(self, is_fake: bool) -> None:
         super().__init__()
-        self.is_fake = is_fake  # tensors are fake: they have no values
+        self.is_fake = is_fake  # whether tensors have no values
         self.mode = active_mode() if is_fake else None
         self.graph = fx.Graph()
         self.refused: RecordError | None = None  # the first refusal
         self.given: list[Tensor] = []  # tensors among the arguments
-        self.captured: dict[fx.Node, Tensor] = {}  # tensors that were there before the recording
+        self.captured: dict[fx.Node, Tensor] = {}  # tensors from before the recording
         self.written: set[fx.Node] = set()  # inputs that are written into
-        self.uneven = ""  # why blocks may have another shape on other ranks; empty where they have one on all
-        self.unlike = ""  # why ranks may have other steps; empty where all have the same
-        self.places = False  # numbers of steps may be places that each rank has for itself
-        self.are_places = False  # constants that Python learns now are places
-        self.deferred = False  # steps belong to backward; collectives of processes are not done
+        self.uneven = ""  # why blocks may have another shape on other ranks; empty if all blocks have one shape
+        self.unlike = ""  # why ranks may have other steps; empty if all ranks have equal steps
+        self.places = False  # whether numbers of steps may be places that differ from rank to rank
+        self.are_places = False  # whether constants that Python now reads are places
+        self.deferred = False  # whether steps belong to backward; collectives of processes then do not run
         self.made: set[fx.Node] = set()  # captured constants, which never change
-        self._gradients: dict[fx.Node, Any] = {}  # of captured tensors: their ``.grad``
+        self._gradients: dict[fx.Node, Any] = {}  # ``.grad`` of captured tensors
         self._of_rank: set[fx.Node] = set()  # constants that differ from rank to rank
-        self._owners: dict[int, fx.Node] = {}  # nodes by memory that was there before
-        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # fakes of tensors with values
-        self._copies: list[tuple[StorageWeakRef, set[int]]] = []  # copies that are views in torch, and both memories
+        self._owners: dict[int, fx.Node] = {}  # nodes of inputs and captured tensors, by memory
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values and their fakes, by id
+        self._copies: list[tuple[StorageWeakRef, set[int]]] = []  # copies that are views in torch, and all memories
         self._causes: dict[int, Cause] = {}  # causes of forward steps, by autograd's sequence numbers
-        self._before: dict[int, Cause] = {}  # cause of the last step before a sequence number
-        self._nodes: dict[int, tuple[ReferenceType[Tensor], fx.Node]] = {}
-        self._objects: dict[int, tuple[Any, fx.Node]] = {}  # results that are no tensors
-        self._shards: dict[int, tuple[ReferenceType[Tensor], fx.Node, int]] = {}  # and the place of each shard
+        self._before: dict[int, Cause] = {}  # causes of the last steps before autograd's sequence numbers
+        self._nodes: dict[int, tuple[ReferenceType[Tensor], fx.Node]] = {}  # nodes of live tensors, by id
+        self._objects: dict[int, tuple[Any, fx.Node]] = {}  # nodes of results that are no tensors, by id
+        self._shards: dict[int, tuple[ReferenceType[Tensor], fx.Node, int]] = {}  # node and place of shards, by id
 
     def argument(self, x: Tensor) -> fx.Node:
-        """The node of a tensor that the function, or its backward, is called with."""
+        """A node for an argument of the function, or of its backward."""
         first = next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first):
             node = self.graph.placeholder(f"x{len(self._nodes)}")
@@ -83,15 +83,15 @@ class Values(RecordingMode):
         self.given.append(x)
         return node
 
-    def was_there(self, x: Tensor) -> bool:
-        """Whether a tensor is an argument or closed over, and no result of a step."""
+    def is_from_outside(self, x: Tensor) -> bool:
+        """Whether a tensor is an argument or closed over, and not the result of a step."""
         return _entry(self._nodes, x) is None or any(x is y for y in (*self.given, *self.captured.values()))
 
     def node_of(self, x: Tensor) -> fx.Node:
-        """The node of a tensor: of a result, or of a tensor that was there before."""
+        """The node of a tensor: of a result, or of a tensor from before the recording."""
         if (known := _entry(self._nodes, x)) is not None:
             return known[1]  # type: ignore[no-any-return]
-        if type(x) is LocalTensor and any(self.is_known(shard) for shard in x.shards):  # fspmd has put it together
+        if type(x) is LocalTensor and any(self.is_known(shard) for shard in x.shards):  # fspmd has joined the shards
             args = [self.node_of(shard) for shard in x.shards], x.frame, x.borrowed, x.storage_offset()
             node = self._put(JOINED, args, {}, constant=all(map(self.is_constant, x.shards)))
         elif (shard := _entry(self._shards, x)) is not None:
@@ -112,7 +112,7 @@ class Values(RecordingMode):
         return self._owners.get(self._memory(x))
 
     def _memory(self, x: Tensor) -> int:
-        """The number of a tensor's memory; of a tensor with values, where others have none, that of its stand-in."""
+        """The number of a tensor's memory. In a fake recording a tensor with values counts as its fake."""
         block = _first_block(x)
         if is_wrapped(block):
             block = unwrapped(block)
@@ -120,92 +120,91 @@ class Values(RecordingMode):
             self._check_dense(block)
         if self.mode is not None and not isinstance(block, FakeTensor):
             if id(block) not in self._stand_ins:
-                with self.pause():  # of a view torch first makes the base
+                with self.pause():  # torch calls functions to make the base of a view first
                     self._stand_ins[id(block)] = block, stand_in(block, self.mode)
             block = self._stand_ins[id(block)][1]
         with DisableTorchFunction():
             return int(block.untyped_storage()._cdata)
 
     def copied(self, copy: Tensor, x: Tensor) -> None:
-        """Note that ``copy`` is a copy of a part of ``x``, and a view in torch."""
+        """Note that ``copy``, a part of ``x``, is a copy in the record and a view in torch."""
         with DisableTorchFunction():
             alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
-        above = self._memory(x)
-        other = [
-            memories for _, memories in self._copies if above in memories
-        ]  # x may be a copy itself, and freed soon
-        self._copies.append((alive, {self._memory(copy), above}.union(*other)))
+        base = self._memory(x)
+        # x may be a copy itself, and freed soon
+        shared = [memories for _, memories in self._copies if base in memories]
+        self._copies.append((alive, {self._memory(copy), base}.union(*shared)))
 
     def is_copied(self, x: Tensor) -> bool:
-        """Whether a write into a value would, in torch, show in another one that is a copy here."""
-        self._copies = [one for one in self._copies if not one[0].expired()]
+        """Whether a write into a tensor would, in torch, change another tensor, which is a copy in the record."""
+        self._copies = [entry for entry in self._copies if not entry[0].expired()]
         return bool(self._copies) and any(self._memory(x) in memories for _, memories in self._copies)
 
     def constant(self, x: Tensor, value: Tensor | None = None) -> Tensor:
         """A tensor that is the same in every run of this rank, so that Python may know its value."""
         node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
         with self.real(), tracing.outside_transforms():
-            kept = self.captured[node] = (x if value is None else value).clone()  # else later writes would show
+            kept = self.captured[node] = (x if value is None else value).clone()  # later writes must not change it
             _describe(node, kept, memory_of(kept))
         self.made.add(node)
         self._gradients[node] = None
         if value is None:
             self._of_rank.add(node)
-        copy = self._put(aten.clone.default, (node,), {}, constant=True, own=False)
+        copy = self._put(aten.clone.default, (node,), {}, constant=True, has_node=False)
         self._know(x, copy)
         return x
 
-    def lies(self, out: Any) -> None:
+    def note_specs(self, out: Any) -> None:
         """Note the specs of `Sharded` results."""
         if type(out) is Sharded:
-            self.blocks(out.spec)
+            self.note_blocks(out.spec)
             block = out.block
             known = _entry(self._nodes, block)
-            if known is None:  # put together by fspmd, and not used yet
+            if known is None:  # fspmd has joined the shards, and no step has used the result yet
                 known = _entry(self._nodes, blocks_of(block)[0])
             if known is not None:
                 known[1].meta.setdefault("spec", out.spec)
         elif isinstance(out, (tuple, list)):
-            for one in out:
-                self.lies(one)
+            for value in out:
+                self.note_specs(value)
 
-    def blocks(self, spec: TensorSpec) -> None:
-        """Note where blocks of a spec are uneven, or empty: backward has other steps for an empty block."""
+    def note_blocks(self, spec: TensorSpec) -> None:
+        """Note whether blocks of a spec are uneven or empty. Backward has other steps for an empty block."""
         if not spec.even:
-            self.is_uneven(lambda: f"{_shown(spec)} has blocks of unlike sizes")
+            self.note_uneven(lambda: f"{_shown(spec)} has blocks of different sizes")
             last = tuple(n - 1 for n in spec.mesh.shape.values())  # the smallest block
             if 0 in spec.local_shape(last):
-                self.is_unlike(lambda: f"{_shown(spec)} has empty blocks")
+                self.note_unlike(lambda: f"{_shown(spec)} has empty blocks")
 
-    def is_uneven(self, why: Callable[[], str]) -> None:
+    def note_uneven(self, why: Callable[[], str]) -> None:
         """Note that blocks may have another shape on other ranks."""
         self.uneven = self.uneven or f"{why()}{line()}"
 
-    def is_unlike(self, why: Callable[[], str]) -> None:
+    def note_unlike(self, why: Callable[[], str]) -> None:
         """Note that ranks may have other steps."""
         self.unlike = self.unlike or f"{why()}{line()}"
 
     def is_constant(self, x: Tensor) -> bool:
         """Whether a value is the same in every run of this rank, so that Python may know it."""
         for table in (self._nodes, self._shards):
-            if (found := _entry(table, x)) is not None:  # and it is not written into, nor is its base
-                return bool(found[1].meta.get("constant")) and not x._version
+            if (entry := _entry(table, x)) is not None:  # a write, also into its base, makes it no constant
+                return bool(entry[1].meta.get("constant")) and not x._version
         return False
 
-    def learn(self, values: Iterable[Any]) -> None:
-        """Note that Python learns these constants, and with them its rank where they are made of `axis_index`."""
+    def note_read(self, values: Iterable[Any]) -> None:
+        """Note that Python reads these constants. Those made of `axis_index` tell Python its rank."""
         waiting = [self.node_of(x) for x in values if is_plain(x)]
         while waiting and not self.unlike:
             node = waiting.pop()
             if node in self._of_rank and self.are_places:
                 self.places = True
             elif node in self._of_rank:
-                self.is_unlike(lambda: "Python has learnt a value that is made of axis_index")
+                self.note_unlike(lambda: "Python has read a value that is made of axis_index")
             waiting += node.all_input_nodes
 
     @contextmanager
     def placing(self) -> Iterator[None]:
-        """Within, learnt constants are starts of `narrow`, on which no other step depends."""
+        """Within, constants that Python reads are starts of `narrow`, on which no other step depends."""
         before, self.are_places = self.are_places, True
         try:
             yield
@@ -213,7 +212,7 @@ class Values(RecordingMode):
             self.are_places = before
 
     def is_value(self, x: Tensor) -> bool:
-        """Whether a tensor is an argument of the recorded function, or was computed in it, and is no constant."""
+        """Whether a tensor is an argument of the recorded function or was computed in it, and is not constant."""
         x = unwrapped(x)
         known = _entry(self._nodes, x) or _entry(self._shards, x)
         return known is not None and known[1].op != "get_attr" and not self.is_constant(x)
@@ -223,17 +222,18 @@ class Values(RecordingMode):
         return any(_entry(table, x) is not None for table in (self._nodes, self._shards))
 
     def _know(self, x: Tensor, node: fx.Node) -> None:
+        """Note that a tensor is the result of a node."""
         self._nodes[id(x)] = ref(x), node
         if "value" not in node.meta:
             _describe(node, x, self._memory(x))
         shards = blocks_of(x) if is_simulated(x) else ()
         if shards and is_uneven(x):
-            self.is_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(one)) for one in shards))}")
-        for i in reversed(range(len(shards))):  # a tensor of several ranks counts as the first rank's
+            self.note_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(x)) for x in shards))}")
+        for i in reversed(range(len(shards))):  # one tensor may be the shard of several ranks: the first counts
             self._shards[id(shards[i])] = ref(shards[i]), node, i
 
     def _placed(self, value: Any) -> Any:
-        """An argument with nodes for its tensors."""
+        """An argument with nodes in place of its tensors."""
         if isinstance(value, Tensor) and type(value) is not Sharded:
             return self.node_of(value)
         if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -242,17 +242,17 @@ class Values(RecordingMode):
         return value if known is None else known[1]
 
     def refusal(self, error: RecordError) -> RecordError:
-        """An error to be raised now, and at the end in case the function catches it."""
+        """Note an error that the caller raises. If the function catches it, it is raised again at the end."""
         self.refused = self.refused or error
         return error
 
     def _check_captured(self, x: Tensor) -> None:
-        """Raise for a tensor without values that no step gave."""
+        """Raise `RecordError` for a tensor without values that is not the result of a step."""
         if self.is_fake and isinstance(_first_block(unwrapped(x)), FakeTensor):
             raise self.refusal(
                 RecordError(
-                    f"jit cannot record a tensor of shape {tuple(x.shape)} that another thread or recording has "
-                    f"computed; compute it in the thread of the jitted function{line()}"
+                    f"jit cannot record the use of a tensor of shape {tuple(x.shape)} that another thread or recording "
+                    f"has computed; compute it in the thread of the jitted function{line()}"
                 )
             )
 
@@ -267,50 +267,50 @@ class Values(RecordingMode):
         kwargs: dict[str, Any],
         name: str | None = None,
         constant: bool = False,
-        own: bool = True,
+        has_node: bool = True,
     ) -> fx.Node:
-        """Add a step. ``own``: autograd's latest node is that of the step, or of the call that the step belongs to."""
+        """Add a step. ``has_node``: whether autograd has just made a node for the step, or for a call with it."""
         node = self.graph.create_node("call_function", target, name=name or getattr(target, "_opname", None))
-        node.args = args  # set afterwards: `create_node` warns of sizes that differ from rank to rank
+        node.args = args  # set here, since `create_node` warns about sizes that differ from rank to rank
         if kwargs:
             node.kwargs = kwargs
-        cause, backward = self._cause(own)
+        cause, backward = self._cause(has_node)
         node.meta.update(cause=cause, backward=backward, constant=constant, deferred=self.deferred)
         if self.repeats:
             node.meta["repeats"] = True
         if (body := state.body) is not None and body.uneven:
-            self.is_uneven(lambda: f"{body.name} may have blocks of unlike sizes")
+            self.note_uneven(lambda: f"{body.name} may have blocks of different sizes")
             if body.empty:
-                self.is_unlike(lambda: f"{body.name} may have empty blocks")
+                self.note_unlike(lambda: f"{body.name} may have empty blocks")
         return node
 
-    def _cause(self, own: bool = True) -> tuple[Cause, bool]:
-        """The cause of a step, and whether the step computes gradients."""
+    def _cause(self, has_node: bool = True) -> tuple[Cause, bool]:
+        """The cause of a step, which is noted for its gradient; and whether the step computes gradients."""
         node: Any = current_autograd_node()
         known = None
         if node is not None and not self.repeats:
             number = node._sequence_nr()
             known = self._causes.get(number) or self._before.get(number)
-        found = known or trace().cause
+        cause = known or trace().cause
         last = _last_of_autograd()
-        if own:
-            self._causes.setdefault(last, found)
-        self._before[last + 1] = found
-        return found, node is not None or self.deferred
+        if has_node:
+            self._causes.setdefault(last, cause)
+        self._before[last + 1] = cause
+        return cause, node is not None or self.deferred
 
     def _results(self, out: Any, node: fx.Node) -> Any:
-        """Give the results of a step nodes; an int becomes a `Number`, which has an identity."""
+        """The results of a step, for which nodes are noted. An int becomes a `Number`, which has an identity."""
         if isinstance(out, Tensor) and type(out) is not Sharded:
             self._know(out, node)
         elif type(out) in (tuple, list):
-            node.meta["parts"] = tuple(value_of(one).nbytes if is_plain(one) else 0 for one in out)
-            return type(out)(self._results(one, _part(node, i)) for i, one in enumerate(out))
+            node.meta["parts"] = tuple(value_of(x).nbytes if is_plain(x) else 0 for x in out)
+            return type(out)(self._results(x, _part(node, i)) for i, x in enumerate(out))
         elif type(out) is int:
             out = Number(out)
             self._objects[id(out)] = out, node
         elif isinstance(out, Pending):
-            return _Landing(out, node, self)
-        elif out is not None and type(out) is not bool:  # True has no identity of its own
+            return _RecordedPending(out, node, self)
+        elif out is not None and type(out) is not bool:  # True is a single object, which has no identity
             self._objects[id(out)] = out, node
         return out
 
@@ -330,8 +330,8 @@ class Values(RecordingMode):
             self.paused = before
 
 
-class _Landing(Pending):
-    """A pending collective, whose wait is a step."""
+class _RecordedPending(Pending):
+    """A pending collective whose wait becomes a step."""
 
     __slots__ = ("node", "recorder")
 
@@ -348,14 +348,13 @@ class _Landing(Pending):
         with recorder.pause():
             out = plain.wait()
         last, cause = _last_of_autograd(), self.node.meta["cause"]
-        own = not torch.is_grad_enabled() and last not in recorder._causes
-        node = recorder._put(Pending.wait, (self.node,), {}, own=own)
+        has_node = not torch.is_grad_enabled() and last not in recorder._causes
+        node = recorder._put(Pending.wait, (self.node,), {}, has_node=has_node)
         recorder._before[last + 1] = cause  # gradients begin at the wait
-        if own:
+        if has_node:
             recorder._causes[last] = cause
-        node.meta["effect"] = "call" in self.node.meta and bool(
-            self.node.meta.get("effect")
-        )  # it writes until its wait
+        # a collective that writes into a tensor writes until its wait
+        node.meta["effect"] = "call" in self.node.meta and bool(self.node.meta.get("effect"))
         return recorder._results(out, node)  # type: ignore[no-any-return]
 
 
@@ -369,25 +368,25 @@ def _shown(spec: TensorSpec) -> str:
 
 
 def _entry(table: dict[int, Any], x: Tensor) -> Any:
-    """The entry of a tensor in a table; None for an entry of a freed tensor with the same id."""
-    found = table.get(id(x))
-    return found if found is not None and found[0]() is x else None
+    """The entry of a tensor in a table. The entry of a freed tensor with the same id does not count."""
+    entry = table.get(id(x))
+    return entry if entry is not None and entry[0]() is x else None
 
 
 def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
     """Describe the result of a node in its ``meta``: value, device, strides and memory."""
     block = _first_block(x)
-    before = node.all_input_nodes  # all alive
+    operands = node.all_input_nodes  # they are alive, so numbers of memory are distinct
     if node.target is operator.getitem or node.target is Pending.wait:
-        before = before[0].all_input_nodes
+        operands = operands[0].all_input_nodes
     memory = node
-    for one in before:
-        if one.meta.get("storage") == storage:
-            memory = one.meta["memory"]
+    for operand in operands:
+        if operand.meta.get("storage") == storage:
+            memory = operand.meta["memory"]
             break
     node.meta.update(
         value=Value(tuple(block.shape), block.dtype),
-        held=(held_frame(x), is_uneven(x)) if is_simulated(x) else None,
+        frame=(held_frame(x), is_uneven(x)) if is_simulated(x) else None,
         device=x.device,
         strides=_strides(block),
         storage=storage,
@@ -404,7 +403,7 @@ def _strides(block: Tensor) -> tuple[int, ...] | None:
 
 
 def _part(node: fx.Node, i: int) -> fx.Node:
-    """The node of one result of a step with several."""
+    """A node for one of the results of a step."""
     part = node.graph.call_function(operator.getitem, (node, i))
     part.meta.update({key: node.meta[key] for key in ("cause", "backward", "deferred")})
     return part

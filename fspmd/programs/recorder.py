@@ -1,8 +1,8 @@
 """The recorder: a mode in which a function runs once, and each of its calls becomes a step of one FX graph.
 
-Steps lie below autograd and ``torch.func``, in forward and in backward: aten functions on blocks, collectives of the
-pair table, and a few functions of fspmd (`fspmd.tracing.step`). In a simulation a block is a `LocalTensor`, and a
-function of it is one step for all ranks.
+Steps are calls below autograd and ``torch.func``, in forward and in backward: aten functions on blocks, collectives of
+the pair table, and a few functions of fspmd (`fspmd.tracing.step`). In a simulation a block is a `LocalTensor`, and a
+call of a function on it is one step for all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fspmd.programs.generators import Generators
 from fspmd.programs.reachable import check_reachable, given_alone
 from fspmd.programs.recorded_values import Values
 from fspmd.programs.refusals import RefusingMode, check, check_writes, not_compiled, shape_of_values
-from fspmd.programs.steps import NAMES_ALONE, Routed, runner, way_back
+from fspmd.programs.steps import CASTS, Routed, runner, transposed_routes
 from fspmd.programs.tensor_indices import REPLACEMENTS
 from fspmd.remembered import forgetting
 from fspmd.torch_internals import (
@@ -43,36 +43,36 @@ aten: Final = torch.ops.aten
 
 _DEVICE: Final = torch.ops.prim.device.default
 _LIFT: Final = aten.lift_fresh.default
-#: aliases that torch makes by itself, and a replay does not need
+#: functions by which torch makes aliases that a replay does not need
 _ALIASES: Final = frozenset({aten.detach.default, aten.alias.default})
 
 
 class ProgramRecorder(Values):
-    """Makes a step of each call."""
+    """A mode that makes a step of each call."""
 
     supports_higher_order_operators = True
 
     def __init__(self, reached: Iterable[Any] = (), is_fake: bool = False) -> None:
-        """``reached``: the values that the function is given and reaches, with generators among them."""
+        """``reached``: the values that the function gets and reaches. The recorder looks for generators in them."""
         super().__init__(is_fake)
         self.generators = Generators(reached, is_fake)
-        self.modules: dict[int, torch.nn.Module] = {}  # modules that ran, by their ids
+        self.modules: dict[int, torch.nn.Module] = {}  # modules that ran, by id
         self.refusing = RefusingMode(self, REPLACEMENTS)
 
     def finish(self) -> None:
-        """Raise `RecordError` for effects of the function that are no steps."""
+        """Raise `RecordError` for effects of the function that steps do not repeat."""
         if self.refused is not None:
             raise self.refused
         self.generators.check_end()
         with self.real(), DisableTorchFunction():
             trained = [node for node, x in self.captured.items() if x.is_leaf and x.grad is not self._gradients[node]]
-            for node in trained:  # undo it
+            for node in trained:  # undo the effect
                 self.captured[node].grad = self._gradients[node]
             if trained or any(x.grad is not None for x in self.given):
                 raise RecordError(
                     "jit cannot record backward() into .grad of an argument, or of a tensor that the function closes "
-                    "over: it happens once, and not in the record; use fspmd.grad or torch.autograd.grad, and return "
-                    "the gradients"
+                    "over, since a replay would not repeat it; use fspmd.grad or torch.autograd.grad, and return the "
+                    "gradients"
                 )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -86,7 +86,7 @@ class ProgramRecorder(Values):
         if func is _LIFT:
             with self.pause():
                 return self.constant(func(*args), args[0])
-        if func is aten_zero_tensor:  # torch aborts in a product of a zero tensor that a mode has seen
+        if func is aten_zero_tensor:  # torch aborts in a product with a zero tensor that a mode has seen
             func = torch.ops.aten.zeros.default
         facts, tensors = facts_of(func), list(tensors_of((*args, *kwargs.values())))
         fixed = facts.pure and all(map(self.is_constant, tensors))
@@ -94,7 +94,7 @@ class ProgramRecorder(Values):
             if not fixed:
                 check(func, facts, args, kwargs, self)
             elif facts.gives_values or facts.shape_of_values(args, kwargs):
-                self.learn(tensors)
+                self.note_read(tensors)
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()} if kwargs else kwargs
         if facts.random:
@@ -110,33 +110,33 @@ class ProgramRecorder(Values):
             raise self.refusal(shape_of_values(func)) from error
         finally:
             self.paused = False
-        own = followed or not torch.is_grad_enabled()  # else autograd has made no node for it
+        has_node = followed or not torch.is_grad_enabled()  # else autograd has made no node for the call
         if func in _ALIASES:
             if not torch.is_grad_enabled():
-                self._cause()  # the forward of an `autograd.Function`, whose backward is a step
+                self._cause()  # for the backward of an `autograd.Function`, which is a step
             self._know(out, placed[0])
             return out
-        return self._results(out, self._put(func, placed, named, constant=fixed, own=own))
+        return self._results(out, self._put(func, placed, named, constant=fixed, has_node=has_node))
 
     def step(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], real: bool = False
     ) -> Any:
-        """A function of fspmd as one step."""
+        """Record a function of fspmd as one step. ``real``: run it on tensors with values."""
         placed = tuple(map(self._placed, args))
         named = {name: self._placed(value) for name, value in kwargs.items()}
         self.check_draws(args, kwargs)
-        apart = given_alone(args, self) if hasattr(function, "python") else nullcontext()
+        checked = given_alone(args, self) if hasattr(function, "python") else nullcontext()
         out: Any = None
-        if not getattr(function, "reads", False):  # which shows the values of runs, and gives nothing
+        if not getattr(function, "reads", False):  # a function that reads prints values in a replay, and returns None
             try:
-                undone = self.generators.kept() if self.is_fake and real else nullcontext()
-                with self.real() if real else self.pause(), apart, undone:
+                states_kept = self.generators.kept() if self.is_fake and real else nullcontext()
+                with self.real() if real else self.pause(), checked, states_kept:
                     out = function(*args, **kwargs)
             except DataDependentOutputException as error:
                 raise self.refusal(
                     ValuesNeededError(
-                        f"jit(f).lower(...) knows shapes alone, but the sizes that {trace().cause.what} moves are "
-                        "values; call jit(f), or lower the parts before and after it"
+                        f"jit(f).lower(...) has shapes alone, but got a call of {trace().cause.what} whose sizes "
+                        "depend on values; call jit(f), or lower the parts before and after it"
                     )
                 ) from error
         node = self._put(function, placed, named)
@@ -144,36 +144,36 @@ class ProgramRecorder(Values):
         return self._results(out, node)
 
     def collective(self, call: Call, x: Tensor, waits: bool) -> Any:
-        """A call of the pair table as a step."""
+        """Record a call of the pair table as a step."""
         placed = self._placed(x)
         o = call.options
         for spec in (o.move.source, o.move.target) if o.move is not None else ():
-            self.blocks(spec)
+            self.note_blocks(spec)
         if not _is_even(call):
-            self.is_uneven(lambda: f"{call.pair.name} moves blocks of unlike sizes")
+            self.note_uneven(lambda: f"{call.pair.name} moves blocks of different sizes")
         if 0 in (*(o.sizes or ()), *(o.concat_sizes or ())):
-            self.is_unlike(lambda: f"{call.pair.name} moves empty blocks")
+            self.note_unlike(lambda: f"{call.pair.name} moves empty blocks")
         with self.pause():
             if (self.deferred or self.is_fake) and call.mesh.transport != "simulation":
                 out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)
                 out = out.wait() if waits else out
             else:
                 out = runner(call, waits)(x)
-        if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in NAMES_ALONE:
-            self._cause()  # the cause of its transpose
+        if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in CASTS:
+            self._cause()  # for its transpose
             self._know(out, placed)
             return out
         if (routes := self._routes(call)) is not None:
             node = self._put(Routed(call, waits), (placed, routes), {}, call.pair.name)
             node.meta["effect"] = True
             return self._results(out, node)
-        own = not torch.is_grad_enabled()  # then it stands in the forward of an `autograd.Function`
-        node = self._put(runner(call, waits), (placed,), {}, call.pair.name, own=own)
+        has_node = not torch.is_grad_enabled()  # in the forward of an `autograd.Function`
+        node = self._put(runner(call, waits), (placed,), {}, call.pair.name, has_node=has_node)
         node.meta["call"], node.meta["waits"] = call, waits
         return self._results(out, node)
 
     def into(self, call: Call, x: Tensor, out: Tensor) -> Pending:
-        """A call whose result is written into a tensor: a step with an effect, as is its wait."""
+        """Record a call that writes its result into ``out``. The call and its wait are steps with effects."""
         check_writes(call.pair.name, [out], self)
         placed = self._placed(x), self._placed(out)
         with self.pause():
@@ -186,16 +186,16 @@ class ProgramRecorder(Values):
         return self._results(pending, node)  # type: ignore[no-any-return]
 
     def _routes(self, call: Call) -> fx.Node | None:
-        """The step that gives the routes of a ragged call, or the routes back; None where they are constant."""
+        """The step that gives the routes of a ragged call, or the routes back; None if the routes are constant."""
         routes = call.options.routes
         if routes is None or not {id(routes), id(routes.transposed)} & self._objects.keys():
             return None
         if id(routes) not in self._objects:
-            self._objects[id(routes)] = routes, self._put(way_back, (self._placed(routes.transposed),), {})
+            self._objects[id(routes)] = routes, self._put(transposed_routes, (self._placed(routes.transposed),), {})
         return self._objects[id(routes)][1]
 
     def values_of(self, x: Any) -> Any:
-        """A constant with its values; anything else as it is."""
+        """A constant with its values; any other value unchanged."""
         if not self.is_fake or not isinstance(x, Tensor) or not self.is_constant(x):
             return x
         with self.real(), tracing.outside_transforms():
@@ -208,7 +208,7 @@ class ProgramRecorder(Values):
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def check_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `RecordError` where a replay of the step would draw other numbers."""
+        """Raise `RecordError` where a replay of the step cannot draw as the function would."""
         try:
             self.generators.check_draw((*args, kwargs))
         except RecordError as error:
@@ -235,7 +235,7 @@ class ProgramRecorder(Values):
                 self.generators.recording(),
                 self.refusing.refused(concerns),
                 intercept_dispatch(self._typed),
-                torch.autograd.set_detect_anomaly(False),  # it looks at values; it looks at a replay as a whole
+                torch.autograd.set_detect_anomaly(False),  # it reads values; in a replay it sees one function
             ):
                 yield
         finally:
@@ -244,7 +244,7 @@ class ProgramRecorder(Values):
             tracing.end()
 
     def _typed(self, dispatch: Dispatch) -> Dispatch:
-        """The dispatch of operators on `Sharded` values, which a function mode does not see."""
+        """``dispatch`` with replacements, for operators on `Sharded` values: a function mode does not see them."""
 
         def run(func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
             if tracing.recorder() is not self:
@@ -252,7 +252,7 @@ class ProgramRecorder(Values):
             out = REPLACEMENTS[func](self, *args, **(kwargs or {})) if func in REPLACEMENTS else NotImplemented
             if out is NotImplemented:
                 out = dispatch(func, types, args, kwargs)
-            self.lies((*args, out))
+            self.note_specs((*args, out))
             return out
 
         return run
@@ -268,7 +268,7 @@ class ProgramRecorder(Values):
 
 
 def _is_even(call: Call) -> bool:
-    """Whether the operands of a call have one shape on all ranks, and so have its results."""
+    """Whether the operands of a call have one shape on all ranks, and the results have one shape too."""
     o = call.options
     if o.move is not None and (o.move.across or not (o.move.source.even and o.move.target.even)):
         return False
@@ -276,7 +276,7 @@ def _is_even(call: Call) -> bool:
 
 
 class _CallStep(StandIn):
-    """A call that becomes a step when it begins, on any thread."""
+    """A call that becomes a step when it begins, in any thread."""
 
     __slots__ = ()
     by: ProgramRecorder

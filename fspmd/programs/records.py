@@ -1,4 +1,4 @@
-"""Records: how one is made of a capture, replayed, and found to be out of date."""
+"""Records: how a record is made of a capture, replayed, and checked for being out of date."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fspmd.programs.communication import known_communication, report_when_run
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.keys import guard, strides_of
 from fspmd.programs.program import memory_of, owner
-from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, taken
+from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, from_lists
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
@@ -31,28 +31,28 @@ from fspmd.trees import filling, flatten
 class Closed:
     """Tensors that a function closes over, and their kinds when it was recorded.
 
-    Each replay reads their values. Their shapes, dtypes, devices and strides are constants of the record, and so is
-    that one had no gradient; ``module.to(dtype)`` and ``x.data = y`` change them.
+    Each replay reads their values. Their shapes, dtypes, devices and strides are constants of the record, which
+    ``module.to(dtype)`` and ``x.data = y`` may change. A tensor without a gradient must stay without one.
     """
 
-    __slots__ = ("_check", "_forms", "_still", "tensors")
+    __slots__ = ("_check", "_forms", "_frozen", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tuple(tensors)
         self._forms = list(map(_form, self.tensors))
-        self._still = [x for x in self.tensors if _may_thaw(x)] if torch.is_grad_enabled() else []
+        self._frozen = [x for x in self.tensors if _may_thaw(x)] if torch.is_grad_enabled() else []
         self._check = _check_of(self.tensors)
 
     def __bool__(self) -> bool:
         return bool(self.tensors)
 
     def holds(self) -> bool:
-        """Whether their kinds are as they were."""
+        """Whether their kinds are unchanged."""
         if not self.tensors or self._check(*self.tensors):
             return True
         if next(self.changes(), None) is not None:
             return False
-        self._check = _check_of(self.tensors)  # some have no gradient any more, and need none
+        self._check = _check_of(self.tensors)  # a tensor may have lost its gradient, which changes no record
         return True
 
     def changes(self) -> Iterator[str]:
@@ -61,25 +61,25 @@ class Closed:
             now, shape = _form(x), was["shape"][0]
             for name, value in was.items():
                 if now[name] != value:
-                    told = " -> ".join(str(one[name][0]) for one in (was, now))
-                    yield f"a tensor of shape {shape} that it closes over: {name} {told}"
-        for x in self._still:
+                    yield f"a tensor of shape {shape} that it closes over: {name} {value[0]} -> {now[name][0]}"
+        for x in self._frozen:
             if x.requires_grad:
                 yield f"a tensor of shape {tuple(x.shape)} that it closes over: requires_grad False -> True"
 
 
 def _form(x: Tensor) -> dict[str, list[Any]]:
+    """The kind of a tensor: facts by name, each with an entry per block."""
     blocks = blocks_of(x)
     return {
-        "shape": [tuple(one.shape) for one in blocks],
-        "dtype": [one.dtype for one in blocks],
-        "device": [one.device for one in blocks],
-        "strides": [one.stride() for one in blocks],
+        "shape": [tuple(block.shape) for block in blocks],
+        "dtype": [block.dtype for block in blocks],
+        "device": [block.device for block in blocks],
+        "strides": [block.stride() for block in blocks],
     }
 
 
 def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A quick test that their kinds are as they are now; it may say no where they are."""
+    """A quick test whether tensors have the kinds of these. It may return False for tensors that have them."""
     return (tensors and guard(tensors)) or _unknown
 
 
@@ -88,6 +88,7 @@ def _unknown(*tensors: Tensor) -> bool:
 
 
 def _may_thaw(x: Tensor) -> bool:
+    """Whether a tensor has no gradient, and may be given one by ``requires_grad_()``."""
     return x.is_leaf and not x.requires_grad and (x.is_floating_point() or x.is_complex())
 
 
@@ -95,22 +96,22 @@ def _may_thaw(x: Tensor) -> bool:
 class Record:
     """A function that replays a recorded run, and the facts that it depends on."""
 
-    run: Callable[..., tuple[Any, ...]]  # from the tensors among the leaves of the arguments to those of the result
-    strides: list[Any]  # of these tensors, as recorded
-    written: tuple[int, ...]  # which of them it writes into
-    same: dict[int, int]  # results that are arguments, by place
+    run: Callable[..., tuple[Any, ...]]  # takes the tensors of the arguments, and returns the tensors of the result
+    strides: list[Any]  # the recorded strides of the arguments
+    written: tuple[int, ...]  # arguments that ``run`` writes into
+    same: dict[int, int]  # results that are arguments: the place of the argument by the place of the result
     rebuild: Callable[[tuple[Any, ...]], Any]  # makes the result of its tensors
     closed: Closed  # tensors closed over
     modules: tuple[Any, ...]  # modules that ran, and their states
     facts: Facts  # the parts of its key
-    donation: Donation  # tensors that ``run`` takes out of lists
-    halves: Halves | None  # where autograd follows results
+    donation: Donation  # arguments that ``run`` takes out of lists
+    halves: Halves | None  # both parts of the program if autograd follows results
     moved: tuple[Communication, ...]  # the communication of a run
-    plain: bool  # ``run`` needs nothing but arguments with the recorded strides
+    plain: bool  # whether nothing is donated
 
 
 def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
-    """The result for the tensors among the leaves of the arguments; ``strides``: theirs."""
+    """The result for ``values``, the tensors among the leaves of the arguments; ``strides``: of the values."""
     for i in record.written:
         wrote(values[i], soon=True)
     if strides != record.strides:
@@ -121,12 +122,14 @@ def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
 
 
 def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
-    """Replay on copies of tensors that have other strides than when they were recorded."""
-    laid: list[Any] = [x if strides_of(x) == s else _lying(x, s) for x, s in zip(values, record.strides, strict=True)]
+    """Replay with copies in place of tensors whose strides differ from the recorded strides."""
+    laid: list[Any] = [
+        x if strides_of(x) == s else _with_strides(x, s) for x, s in zip(values, record.strides, strict=True)
+    ]
     if record.written and len(set(map(memory_of, values))) < len(values):
         raise RecordError(
-            "jit cannot replay a function that writes into an argument which shares memory with another, where they "
-            "lie in memory otherwise than when it was recorded; pass x.clone()"
+            "jit cannot replay a function that writes into an argument: arguments share memory, and have other strides "
+            "than in the recording; pass x.clone()"
         )
     donated = record.donation.places
     if donated:
@@ -143,13 +146,14 @@ def relaid(record: Record, values: list[Tensor]) -> tuple[Any, ...]:
 
 
 def in_place_of(results: Sequence[Any], same: dict[int, int], values: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Results with the values themselves in the place of those that are arguments."""
+    """Results, in which values replace those that are arguments. ``same``: places of values by places of results."""
     return tuple(values[same[i]] if i in same else x for i, x in enumerate(results))
 
 
-def _lying(x: Tensor, strides: Any) -> Tensor:
-    held = held_frame(x)
-    empty = _empty(x, strides) if held is None else local_tensor(list(map(_empty, blocks_of(x), strides)), held)
+def _with_strides(x: Tensor, strides: Any) -> Tensor:
+    """A copy of a tensor with these strides."""
+    frame = held_frame(x)
+    empty = _empty(x, strides) if frame is None else local_tensor(list(map(_empty, blocks_of(x), strides)), frame)
     return empty.copy_(x)
 
 
@@ -163,7 +167,7 @@ def changed(record: Record) -> bool:
 
 
 def stale(record: Record) -> tuple[str, ...]:
-    """Why a record with the right key does not hold any more."""
+    """Why a record with the right key is out of date."""
     parts = "has other parameters, buffers or submodules"
     modules = [
         f"a module {type(module).__name__}: "
@@ -174,68 +178,68 @@ def stale(record: Record) -> tuple[str, ...]:
     return *record.closed.changes(), *modules
 
 
-def record_of(found: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
+def record_of(captured: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
     """The record of a capture."""
-    program, halves = found.program, None
-    donation = settled(found, donation, make)
+    program, halves = captured.program, None
+    donation = with_reuse(captured, donation, make)
     report_when_run(program)
-    if found.followed is None:
+    if captured.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
         run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated))
-        if shared := _results_to_detach(found):
+        if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
-        if any(x.requires_grad for x in (*found.leaves, *found.closed)):
+        if any(x.requires_grad for x in (*captured.leaves, *captured.closed)):
             run = below_autograd(run)
     else:
-        halves = halves_of(program, found.followed, found.again, make)
+        halves = halves_of(program, captured.followed, captured.again, make)
         run = replay(halves)
-        if found.same:
-            run = _handing_on(run, found.same)
+        if captured.same:
+            run = _returning_arguments(run, captured.same)
         if donation.places:
-            run = taken(run)  # autograd keeps the tensors
+            run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
     moved = known_communication(program.steps)
-    strides = list(map(strides_of, found.leaves))
-    modules = tuple((module, state_of(module)) for module in found.modules)
-    made_of = found.written, found.same, _rebuilder(found.out), Closed(found.closed), modules
+    strides = list(map(strides_of, captured.leaves))
+    modules = tuple((module, state_of(module)) for module in captured.modules)
+    made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
     return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places)
 
 
-def _handing_on(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:
-    """``run`` with arguments themselves for results that are arguments; autograd's functions give new values."""
+def _returning_arguments(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:
+    """``run``, but results that are arguments are the arguments themselves; autograd functions return new tensors."""
     return lambda *values: in_place_of(run(*values), same, values)
 
 
-def _results_to_detach(found: Capture) -> tuple[int, ...]:
-    """Results that share memory with an argument, a tensor closed over or another result, and are other tensors."""
-    program = found.program
-    given = dict(zip(program.inputs, found.leaves, strict=True)) | program.constants
+def _results_to_detach(captured: Capture) -> tuple[int, ...]:
+    """Results that share memory with an argument, a tensor closed over or another result, but are separate tensors."""
+    program = captured.program
+    given = dict(zip(program.inputs, captured.leaves, strict=True)) | program.constants
     shared, seen = [], dict[Any, list[Tensor]]()
-    for i, (node, x) in enumerate(zip(program.results, found.results, strict=True)):
+    for i, (node, x) in enumerate(zip(program.results, captured.results, strict=True)):
         before = seen.setdefault(node, [given[node]] if node in given else [])
         is_other = bool(before) or owner(node) in given
-        if is_other and i not in found.same and not any(x is one for one in before):
+        if is_other and i not in captured.same and not any(x is y for y in before):
             shared.append(i)
         before.append(x)
     return tuple(shared)
 
 
 def _detaching(run: Callable[..., Any], shared: Sequence[int]) -> Callable[..., Any]:
-    """``run`` with some results as tensors of their own, without a gradient."""
+    """``run``, with the results at the places ``shared`` as new tensors without a gradient."""
     return lambda *values: tuple([x.detach() if i in shared else x for i, x in enumerate(run(*values))])
 
 
-def settled(found: Capture, donation: Donation, make: Maker) -> Donation:
-    """The donation, with results written into donated arguments where steps run one by one."""
-    if donation.places and found.followed is None and make is compiled:
-        return replace(donation, written=reuse(found, donation.places))
+def with_reuse(captured: Capture, donation: Donation, make: Maker) -> Donation:
+    """The donation; where steps run one by one, results are written into donated arguments."""
+    if donation.places and captured.followed is None and make is compiled:
+        return replace(donation, written=reuse(captured, donation.places))
     return donation
 
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with autocast off: casts are steps of the record already."""
+    """``run`` without autocast, whose casts are steps of the record."""
     kinds = [kind for kind, _ in autocasts()]
 
     def without(*values: Any) -> Any:
@@ -248,7 +252,7 @@ def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """A function that makes a result like ``out`` of its tensors."""
+    """A function that makes a result with the structure of ``out`` from its tensors."""
     if is_plain(out):
         return lambda values: values[0]
     if type(out) is Sharded:
@@ -258,19 +262,19 @@ def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
     return filling(*flatten(out))
 
 
-def _pairing(found: Sequence[Sharded], result: str) -> Callable[[tuple[Any, ...]], Any]:
-    """A function that makes `Sharded` values like those ``found`` of tensors, without the checks of a constructor.
+def _pairing(values: Sequence[Sharded], result: str) -> Callable[[tuple[Any, ...]], Any]:
+    """A function that makes `Sharded` values with the specs of ``values`` from blocks, without checks.
 
-    It is straight Python, as replays are. ``result``: an expression of the names ``x0``, ``x1``, ...
+    It is straight-line Python, as replays are. ``result``: an expression of the names ``x0``, ``x1``, ...
     """
     scope: dict[str, Any] = {
         "pair": pair,
         "laid": laid,
-        **{f"s{i}": x.spec for i, x in enumerate(found)},
-        **{f"l{i}": lies(x) for i, x in enumerate(found)},
+        **{f"s{i}": x.spec for i, x in enumerate(values)},
+        **{f"l{i}": lies(x) for i, x in enumerate(values)},
     }
-    lines = ["def rebuild(values):", f"    {''.join(f'v{i}, ' for i in range(len(found)))} = values"]
-    for i, x in enumerate(found):
+    lines = ["def rebuild(values):", f"    {''.join(f'v{i}, ' for i in range(len(values)))} = values"]
+    for i, x in enumerate(values):
         lines += [f"    x{i} = pair(v{i}, s{i})" if x.form is x.spec else f"    x{i} = laid(v{i}, s{i}, l{i})"]
     exec("\n".join([*lines, f"    return {result}"]), scope)
     rebuild: Callable[[tuple[Any, ...]], Any] = scope["rebuild"]
@@ -283,6 +287,6 @@ def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def is_as(module: torch.nn.Module, was: tuple[Any, ...]) -> bool:
-    """Whether a module is in this state."""
+    """Whether a module is in the state ``was``."""
     now = state_of(module)
     return len(now) == len(was) and all(map(operator.is_, now, was))

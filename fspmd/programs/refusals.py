@@ -1,4 +1,4 @@
-"""Refusals of a recording: values that leave torch, shapes that depend on values, writes that no step would show."""
+"""Errors of a recording: values that leave torch, shapes that depend on values, writes that are no steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line() -> str:
 
 
 def constant_of(what: str, advice: str = "") -> RecordError:
-    """The refusal of a value that would be a constant of the record."""
+    """The error for a value that would be a constant of the record."""
     return RecordError(
         f"jit cannot record {what}: it would be a constant of the record. Compute it outside of the jitted function; "
         f"or keep it a tensor: torch.where(condition, a, b) instead of a branch, masks instead of selections{advice}"
@@ -39,18 +39,18 @@ def constant_of(what: str, advice: str = "") -> RecordError:
 
 
 def not_compiled() -> RecordError:
-    """The refusal of functions that torch traces with its compiler."""
+    """The error for functions that torch traces with its compiler."""
     return RecordError(
-        "jit cannot record torch.cond, while_loop and others that run functions depending on values; write "
-        f"torch.where(condition, a, b), or a loop of Python with a fixed number of steps{line()}"
+        "jit cannot record torch.cond, while_loop and similar functions, whose control flow depends on values; write "
+        f"torch.where(condition, a, b), or a Python loop with a fixed number of steps{line()}"
     )
 
 
 def not_dense(x: Tensor) -> RecordError:
-    """The refusal of a tensor that is sparse, nested, or of another library."""
+    """The error for a tensor that is sparse, nested, or of another library."""
     if name := foreign_name(x):
         return RecordError(f"jit records tensors of this process, but got a {name}, which {IS}; {ADVICE}{line()}")
-    return RecordError(f"jit records dense tensors, but got a {loose_kind(x)}; make it dense before{line()}")
+    return RecordError(f"jit records dense tensors, but got a {loose_kind(x)}; make it dense first{line()}")
 
 
 _VALUES: Final = "{}, which makes a Python value of a tensor"
@@ -75,7 +75,7 @@ _WRITING: Final[dict[Any, str]] = {
     _T.map_: "x.map_(y, f)",
     _T.map2_: "x.map2_(y, z, f)",
 }
-#: functions that read values of tensors among, or in lists of, their arguments
+#: functions that read values of tensors in their arguments, also in lists
 _READING: Final[dict[Any, str]] = {
     torch.tensor: "torch.tensor([x, ...]) of tensors; write torch.stack. It",
     torch.as_tensor: "torch.as_tensor([x, ...]) of tensors; write torch.stack. It",
@@ -83,10 +83,10 @@ _READING: Final[dict[Any, str]] = {
     _T.new_tensor: "x.new_tensor([y, ...]) of tensors; write torch.stack. It",
     _T.new: "x.new([y, ...]) of tensors; write torch.stack. It",
 }
-#: functions that read values of their second argument, a tensor
+#: functions that read values of their arguments after the first
 _PLACED: Final[dict[Any, str]] = {
     **dict.fromkeys((torch.tensor_split, _T.tensor_split), "x.tensor_split(y) with a tensor of places; it"),
-    pad_packed_sequence: "pad_packed_sequence of sizes that were computed; it",
+    pad_packed_sequence: "pad_packed_sequence of computed sizes; it",
 }
 #: conversions of one element to Python, which constructors such as torch.FloatTensor hide from dispatch
 _NUMBERS: Final = frozenset({_T.__bool__, _T.__int__, _T.__index__, _T.__float__, _T.__complex__})
@@ -97,23 +97,26 @@ _CHECKED: Final = frozenset({*_GIVING, *_NUMBERS, *_WRITING, *_GRADIENTS, _T.dat
 
 
 class RefusingMode(TorchFunctionMode):
-    """A mode that refuses torch functions which dispatch does not see."""
+    """A mode that raises `RecordError` for torch functions which dispatch does not see."""
 
     def __init__(self, recorder: Any, replacements: dict[Any, Callable[..., Any]]) -> None:
-        """``replacements``: by function. Each takes the recorder first, and may give NotImplemented."""
+        """``replacements``: by torch function, a function of the recorder and the arguments.
+
+        A replacement returns NotImplemented if it leaves the call to torch.
+        """
         super().__init__()
         self.recorder, self.replacements = recorder, replacements
 
     @contextmanager
     def refused(self, concerns: Callable[[], bool]) -> Iterator[None]:
-        """Within, they are refused, and so is ``from_dlpack`` of a capsule where ``concerns()``.
+        """Within, such functions raise `RecordError`; so does ``from_dlpack`` of a capsule if ``concerns()``.
 
-        Libraries that ask whether a CUDA graph is captured are told so, and leave out branches on values.
+        ``torch.cuda.is_current_stream_capturing()`` is True, so that libraries leave out branches on values.
         """
 
         def from_capsule(plain: Any, capsule: Any) -> Any:
             if concerns():
-                raise self.recorder.refusal(constant_of("torch.from_dlpack(y), which does not tell whose memory it is"))
+                raise self.recorder.refusal(constant_of("torch.from_dlpack(y), whose memory has an unknown owner"))
             return plain(capsule)
 
         def captures(plain: Any) -> bool:
@@ -138,11 +141,11 @@ class RefusingMode(TorchFunctionMode):
         if out is NotImplemented:
             out = func(*args, **(kwargs or {}))
         if not self.recorder.paused and type(out) in (Sharded, tuple, list):
-            self.recorder.lies(out)
+            self.recorder.note_specs(out)
         return out
 
     def check(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Raise `RecordError` for a function that a record could not repeat."""
+        """Raise `RecordError` for a function that a record cannot repeat."""
         if (name := _LEAVING.get(func)) is not None:
             self.values(name, args[:1])
         elif func in _READING:
@@ -154,34 +157,34 @@ class RefusingMode(TorchFunctionMode):
         elif func in _NUMBERS:
             self.number(args[0])
         elif func is _T.data_ptr and self.recorder.is_value(args[0]):
-            raise self.recorder.refusal(constant_of("x.data_ptr(), through which its values may be read or written"))
+            raise self.recorder.refusal(constant_of("x.data_ptr(), which lets code read and write the values"))
         elif (name := _WRITING.get(func)) is not None:
             raise self.recorder.refusal(RecordError(f"jit cannot record {_WRITES.format(name)}{line()}"))
-        elif (verb := _GRADIENTS.get(func)) is not None and self.recorder.was_there(args[0]):
+        elif (verb := _GRADIENTS.get(func)) is not None and self.recorder.is_from_outside(args[0]):
             raise self.recorder.refusal(
                 RecordError(
-                    f"the jitted function {verb} .grad of a tensor that was there before it; take gradients as "
-                    f"arguments, or make them by fspmd.grad, and return them{line()}"
+                    f"the jitted function {verb} .grad of an argument, or of a tensor that it closes over; pass "
+                    f"gradients as arguments, or compute them with fspmd.grad, and return them{line()}"
                 )
             )
 
     def number(self, x: Tensor) -> None:
-        """Raise `RecordError` where the one element of a tensor becomes a number of Python."""
+        """Raise `RecordError` where the single element of a tensor becomes a Python number."""
         x = unwrapped(x)
         if x.numel() == 1 and not self.recorder.is_constant(x):
             raise self.recorder.refusal(constant_of(_NUMBER))
 
-    def values(self, name: str, found: Iterable[Tensor]) -> None:
-        """Raise `RecordError` where Python would learn values that are no constants."""
-        found = list(found)
-        if not all(map(self.recorder.is_constant, found)):
+    def values(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Raise `RecordError` where Python would read values that are not constant."""
+        tensors = list(tensors)
+        if not all(map(self.recorder.is_constant, tensors)):
             raise self.recorder.refusal(constant_of(_VALUES.format(name)))
-        self.recorder.learn(found)
+        self.recorder.note_read(tensors)
 
 
 @contextmanager
 def _replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
-    """Within, in all threads, a function that no mode sees is another one."""
+    """Within, in all threads, another function replaces one that no mode sees."""
     plain = getattr(owner, name)
     setattr(owner, name, other)
     try:
@@ -191,9 +194,10 @@ def _replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None
 
 
 def _within(data: Any) -> list[Tensor]:
+    """The tensors in a list or a tuple, also in nested ones."""
     if not isinstance(data, (list, tuple)):
         return []
-    return [x for one in data for x in ([one] if is_plain(one) else _within(one))]
+    return [x for entry in data for x in ([entry] if is_plain(entry) else _within(entry))]
 
 
 def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], recorder: Any) -> None:
@@ -206,8 +210,8 @@ def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
     if facts.inplace_view and any(args[0] is x for x in recorder.given):
         raise recorder.refusal(
             RecordError(
-                f"jit cannot record {func._schema.name.split('::')[-1]}(), which changes the shape, or how it lies in "
-                f"memory, of an argument of shape {tuple(args[0].shape)}; return the changed value{line()}"
+                f"jit cannot record {func._schema.name.split('::')[-1]}(), which changes the shape or the strides of "
+                f"an argument of shape {tuple(args[0].shape)}; return the changed value{line()}"
             )
         )
     if facts.writes:
@@ -215,9 +219,9 @@ def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def shape_of_values(func: Any) -> RecordError:
-    """The refusal of a call whose result has a shape that depends on values."""
+    """The error for a call whose result has a shape that depends on values."""
     name = _name_of(func)
-    sized = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+    sized = f"; {_WITH_SIZE[name]}" if name in _WITH_SIZE else ""
     advice = f"{sized}; {_BY_RANK}: {style_by_rows(trace().cause.module or '...')}"
     return constant_of(f"{name}, which gives a result whose shape depends on values", advice)
 
@@ -226,24 +230,28 @@ def _name_of(func: Any) -> str:
     return func._schema.name.split("::")[-1].lstrip("_")  # type: ignore[no-any-return]
 
 
-_BY_RANK: Final = "code of each rank on its own rows, as of experts, runs as Python"
-#: functions that can be told the size -> how
-_INSTEAD: Final = {
-    "repeat_interleave": "or tell it the size of the result: x.repeat_interleave(repeats, dim, output_size=n)",
-    "nonzero": "or tell it the number of rows: torch.nonzero_static(x, size=n)",
-    "bincount": "or count by adding up: torch.zeros(n).index_add(0, x, torch.ones(len(x)))",
+_BY_RANK: Final = "code of each rank on its own rows, as of experts, may run as Python"
+#: the advice for functions that have a variant of known size
+_WITH_SIZE: Final = {
+    "repeat_interleave": "or give the size of the result: x.repeat_interleave(repeats, dim, output_size=n)",
+    "nonzero": "or give the number of rows: torch.nonzero_static(x, size=n)",
+    "bincount": "or count by sums: torch.zeros(n).index_add(0, x, torch.ones(len(x)))",
 }
 _NAMES: Final = {"local_scalar_dense": "a branch or x.item()"}
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call writes into."""
-    found = facts_of(func).written(args, kwargs)
-    return [x for one in found for x in (one if isinstance(one, (list, tuple)) else (one,)) if isinstance(x, Tensor)]
+    written = facts_of(func).written(args, kwargs)
+    lists = (value if isinstance(value, (list, tuple)) else (value,) for value in written)
+    return [x for values in lists for x in values if isinstance(x, Tensor)]
 
 
 def check_writes(name: str, written: list[Tensor], recorder: Any) -> None:
-    """Raise `RecordError` where a function of this name writes into tensors that the recorded function closes over."""
+    """Raise `RecordError` where a write goes into a tensor that the recorded function closes over.
+
+    Also where a tensor has a copy that is a view in torch. ``name``: of the function that writes.
+    """
     for x in written:
         if recorder.is_copied(x):
             raise recorder.refusal(written_while_copied(name))
@@ -261,25 +269,25 @@ def check_writes(name: str, written: list[Tensor], recorder: Any) -> None:
 
 
 def _vary(node: fx.Node) -> None:
-    """Mark a written constant, and the values it is a view of, as constants no longer."""
+    """Note that a constant, and the values whose view it is, are written into and no longer constant."""
     if node.meta.pop("constant", False):
-        for one in node.all_input_nodes:
-            _vary(one)
+        for operand in node.all_input_nodes:
+            _vary(operand)
 
 
-#: types of tensors that torch itself makes, none of which is another library's global tensor
+#: types of tensors that are blocks, and never another library's global tensor
 OWN_TYPES: Final = BLOCKS | {FakeTensor}
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor lies in memory of this process, by strides."""
+    """Whether a tensor has strides, and its memory in this process."""
     return not loose_kind(x) and (type(x) in OWN_TYPES or not foreign_name(x))
 
 
 def written_while_copied(name: str) -> RecordError:
-    """The refusal of a write that would show in a view, and does not in a copy."""
+    """The error for a write that changes a view in torch, but not the copy that a record has in its place."""
     return RecordError(
-        f"jit cannot record {name}(), which writes into x or x[i], where the tensor i has one number: while "
-        f"y = x[i] is there it is a view in torch, and a copy in a record; write x[i] = x[i] + 1 for x[i] += 1, and "
+        f"jit cannot record {name}(), which writes into x or y while y = x[i] is in use, where the tensor i has one "
+        f"number: y is a view in torch, and a copy in a record; write x[i] = x[i] + 1 for x[i] += 1, and "
         f"y = x[i].clone() to keep the old value{line()}"
     )

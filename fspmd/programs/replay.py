@@ -1,4 +1,4 @@
-"""Replay: the steps of a program as straight Python, which frees each value after its last use."""
+"""Replay: the steps of a program as straight-line Python, which frees each value after its last use."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ProgramPart(NamedTuple):
     inputs: Sequence[fx.Node]
     outputs: Sequence[Any]  # nodes, or plain values
     constants: dict[fx.Node, Any]  # the values of nodes that are neither inputs nor steps
-    donated: Sequence[fx.Node] = ()  # inputs that come in lists of one, and are freed after their last use
+    donated: Sequence[fx.Node] = ()  # inputs that are passed in lists of length 1, and freed after their last use
 
 
-#: makes a function of a part, which gives a tuple of the values of its outputs
+#: makes a function of a part, which returns a tuple of the values of its outputs
 Maker = Callable[[ProgramPart], Callable[..., Any]]
 
 _PLAIN: Final = (bool, int, str, type(None))
@@ -40,7 +40,7 @@ def _named(text: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in text.split())
 
 
-#: aten functions that torch's own Python functions and methods reach with the same arguments, some 0.5 µs sooner
+#: aten functions that are faster, by some 0.5 µs, through torch's Python functions and methods with the same arguments
 PUBLIC: Final = _named(
     "abs add.Tensor add_.Tensor addmm bmm cat clone copy_ cos div.Tensor div_.Tensor eq.Tensor exp expand gather "
     "ge.Scalar gt.Scalar index_select le.Scalar log lt.Scalar masked_fill.Scalar maximum mm mul.Tensor mul_.Tensor "
@@ -52,12 +52,12 @@ PUBLIC: Final = _named(
 
 @functools.cache
 def callable_of(overload: Any) -> Callable[..., Any]:
-    """The quickest way to call an aten function."""
+    """The fastest function that calls an aten function."""
     name = overload._schema.name.removeprefix("aten::")
     if overload.name() not in PUBLIC:
         return overload._op  # type: ignore[no-any-return]
-    found: Any = getattr(VariableFunctions, name, None) or getattr(TensorBase, name)
-    return found  # type: ignore[no-any-return]
+    public: Any = getattr(VariableFunctions, name, None) or getattr(TensorBase, name)
+    return public  # type: ignore[no-any-return]
 
 
 def compiled(part: ProgramPart) -> Callable[..., Any]:
@@ -82,8 +82,8 @@ def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
 _grad_enabled = torch.is_grad_enabled
 
 
-def taken(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` of values of which donated ones come in lists."""
+def from_lists(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, with donated values passed in lists. ``run`` gets the values themselves."""
     return lambda *values: run(*(x.pop() if type(x) is list else x for x in values))
 
 
@@ -96,13 +96,13 @@ def has_randomness(node: fx.Node) -> bool:
 
 
 def _ranged(call: Call, cause: Cause, run: Callable[..., Any], *args: Any) -> Any:
-    """A collective while torch's profiler runs."""
+    """Run a collective within a range of torch's profiler."""
     with record_function(label(call, cause)):
         return run(*args)
 
 
 class _Writer:
-    """Writes Python source, and keeps the values of its names."""
+    """Writes the Python source of a replay, and holds the values of its names."""
 
     def __init__(self, part: ProgramPart) -> None:
         self.part = part
@@ -119,27 +119,27 @@ class _Writer:
             for used in (*node.all_input_nodes, node):
                 last[used] = i
         kept = {node for node in outputs if isinstance(node, fx.Node)}
-        done: dict[int, list[fx.Node]] = {}
+        freed: dict[int, list[fx.Node]] = {}  # by step, values whose last use it is
         for node, i in last.items():
             if node not in kept and node not in constants:
-                done.setdefault(i, []).append(node)
+                freed.setdefault(i, []).append(node)
         lines = [f"def replay({', '.join(self.names.values())}):"]
         lines += [f"    {self.names[node]} = {self.names[node]}.pop()" for node in donated]
-        lines += [f"    del {self.names[node]}" for node in done.get(-1, ())]
+        lines += [f"    del {self.names[node]}" for node in freed.get(-1, ())]
         for i, node in enumerate(steps):
             call = self.call(node)
             name = self.names[node] = f"v{self.count}"
             self.count += 1
             lines.append(f"    {name} = {call}")
-            if gone := ", ".join(self.names[one] for one in done.get(i, ())):
-                lines.append(f"    del {gone}")
-        lines.append(f"    return ({''.join(self.value(one) + ', ' for one in outputs)})")
+            if names := ", ".join(self.names[value] for value in freed.get(i, ())):
+                lines.append(f"    del {names}")
+        lines.append(f"    return ({''.join(self.value(output) + ', ' for output in outputs)})")
         exec("\n".join(lines), self.scope)
         replay: Callable[..., Any] = self.scope["replay"]
         return replay
 
     def call(self, node: fx.Node) -> str:
-        """One step."""
+        """The expression of a step."""
         if node.target is operator.getitem:
             return f"{self.value(node.args[0])}[{node.args[1]}]"
         arguments = [self.value(arg) for arg in node.args]
@@ -147,27 +147,27 @@ class _Writer:
         target: Any = node.target
         if isinstance(target, OpOverload):
             target = callable_of(target)
-        made = f"{self.constant(target, 'f')}({', '.join(arguments)})"
-        one, cause = (node.meta.get(name) for name in ("call", "cause"))
-        if one is None or cause is None or not communicates(one):
-            return made
+        expression = f"{self.constant(target, 'f')}({', '.join(arguments)})"
+        call, cause = (node.meta.get(name) for name in ("call", "cause"))
+        if call is None or cause is None or not communicates(call):
+            return expression
         self.scope.update(profiler=profiler, ranged=_ranged)
-        named = [self.constant(value, "c") for value in (one, cause, target)]
-        return f"{made} if not profiler._is_profiler_enabled else ranged({', '.join((*named, *arguments))})"
+        named = [self.constant(value, "c") for value in (call, cause, target)]
+        return f"{expression} if not profiler._is_profiler_enabled else ranged({', '.join((*named, *arguments))})"
 
     def value(self, arg: Any) -> str:
-        """An argument."""
+        """The expression of an argument."""
         if isinstance(arg, fx.Node):
             return self.names[arg] if arg in self.names else self.constant(self.part.constants[arg], "c")
         if isinstance(arg, list) or type(arg) is tuple:  # fx has list types of its own
-            inner = "".join(self.value(one) + ", " for one in arg)
+            inner = "".join(self.value(entry) + ", " for entry in arg)
             return f"[{inner}]" if isinstance(arg, list) else f"({inner})"
         if type(arg) in _PLAIN or (type(arg) is float and isfinite(arg)):
             return repr(arg)
         return self.constant(arg, "c")
 
     def constant(self, value: Any, letter: str) -> str:
-        """A name for a value that is no literal."""
+        """The name of a value that is no literal."""
         name = self.constants.get(id(value))
         if name is None:
             name = self.constants[id(value)] = f"{letter}{len(self.scope)}"

@@ -1,4 +1,4 @@
-"""When the steps of a program run, by the cost model, and that as a trace and a picture."""
+"""The schedule: the time of each step of a program by the cost model, and the schedule as a trace and a picture."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ from fspmd.redistribution.cost import Price, Topology, topology, work
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step: its start and duration in µs, its FLOPs, and the bytes that it reads and writes.
+    """A step in a schedule.
 
-    ``price``: the price of a collective, whose event begins with the step that begins it.
+    Attributes:
+        node: the step; of a collective, the step that begins it.
+        start: the start in µs.
+        duration: the duration in µs.
+        flops: the FLOPs of the step.
+        nbytes: the bytes that it reads and writes.
+        price: the price of a collective; None for other steps.
     """
 
     node: fx.Node
@@ -35,70 +41,70 @@ class Event:
 
 
 def schedule(program: Program, links: Topology | None = None) -> list[Event]:
-    """The events of all steps, deferred ones last.
+    """The events of all steps. Deferred steps come last.
 
     Steps that compute run one after another. Each takes the time of its arithmetic or of its memory, whichever is
-    longer. Collectives run one after another beside them. A step that waits for one goes on when it has ended.
+    longer. Collectives run one after another beside them. A step that waits for a collective ends when the collective
+    has ended.
     """
     links = links or topology()
-    computes = communicates_until = 0.0
+    computes_until = communicates_until = 0.0
     ends: dict[fx.Node, float] = {}
     events = []
     for node in (*program.steps, *program.deferred):
         if is_wait(node):
-            computes = max(computes, ends.get(node.args[0], 0.0))  # type: ignore[arg-type]
+            computes_until = max(computes_until, ends.get(node.args[0], 0.0))  # type: ignore[arg-type]
         elif (price := price_of_step(node, links)) is not None:
-            start = max(computes, communicates_until)
+            start = max(computes_until, communicates_until)
             communicates_until = ends[node] = start + price.time
             events.append(Event(node, start, price.time, price=price))
             if node.meta["waits"]:
-                computes = communicates_until
+                computes_until = communicates_until
         else:
             flops, nbytes = flops_of(node), bytes_of(node)
             duration = work(flops / 2, nbytes, links)
-            events.append(Event(node, computes, duration, flops, nbytes))
-            computes += duration
+            events.append(Event(node, computes_until, duration, flops, nbytes))
+            computes_until += duration
     return events
 
 
 def end_of(events: Iterable[Event]) -> float:
     """The end of the last step in µs."""
-    return max((one.start + one.duration for one in events), default=0.0)
+    return max((event.start + event.duration for event in events), default=0.0)
 
 
 def time_after(program: Program, *passes: Callable[[Program], Any]) -> float:
     """The time of a program in µs after some passes, which run on a copy."""
-    tried = copied(program)
-    for one in passes:
-        one(tried)
-    return end_of(schedule(tried))
+    copy = copied(program)
+    for change in passes:
+        change(copy)
+    return end_of(schedule(copy))
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes that a step reads and writes; 0 for a view, or a part of a result."""
+    """The bytes that a step reads and writes; 0 for a view, or a part of a result."""
     if node.target is operator.getitem:
         return 0
-    made = sum(one.meta["value"].nbytes for one in made_by(node)) or _written(node)
-    if getattr(node.target, "reads_what_it_gives", False):
-        return 2 * made
-    return made and made + sum(_read(one) for one in node.all_input_nodes)
+    written = sum(result.meta["value"].nbytes for result in made_by(node)) or _written(node)
+    if getattr(node.target, "reads_result_alone", False):
+        return 2 * written
+    return written and written + sum(map(_size, node.all_input_nodes))
 
 
 def made_by(node: fx.Node) -> Iterator[fx.Node]:
-    """The results of a step with memory of their own."""
+    """The results of a step that lie in new memory."""
     results = (node,) if "value" in node.meta else (user for user in node.users if user.target is operator.getitem)
-    return (one for one in results if "value" in one.meta and owner(one) is one)
+    return (result for result in results if "value" in result.meta and owner(result) is result)
 
 
-def _read(node: fx.Node) -> int:
+def _size(node: fx.Node) -> int:
     return node.meta["value"].nbytes if "value" in node.meta else 0
 
 
 def _written(node: fx.Node) -> int:
+    """The bytes that a function of torch writes into its operands."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return 0
-    return _read(node)
+    return 0 if schema is None or not schema.is_mutable else _size(node)
 
 
 _STREAMS: Final = ("computes", "communicates")
@@ -107,28 +113,28 @@ _WIDTH, _LANE, _LEFT = 1200, 36, 110
 
 
 def chrome_trace(name: str, events: Iterable[Event]) -> str:
-    """JSON in the Trace Event Format, which chrome://tracing and Perfetto open; times are µs."""
+    """JSON in the Trace Event Format, for chrome://tracing and Perfetto. Times are in µs."""
     rows: list[dict[str, object]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": stream}}
         for i, stream in enumerate(_STREAMS)
     ]
     rows.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": name}})
-    for one in events:
-        if one.duration:
-            facts: dict[str, object] = {"line": line_of(one.node), "value": str(one.node.meta.get("value", ""))}
-            if one.price is None:
-                facts |= {"FLOPs": one.flops, "bytes": one.nbytes}
+    for event in events:
+        if event.duration:
+            facts: dict[str, object] = {"line": line_of(event.node), "value": str(event.node.meta.get("value", ""))}
+            if event.price is None:
+                facts |= {"FLOPs": event.flops, "bytes": event.nbytes}
             else:
-                facts |= {"bytes sent": one.price.moved}
+                facts |= {"bytes sent": event.price.moved}
             rows.append(
                 {
                     "ph": "X",
-                    "name": does(one.node),
-                    "cat": "backward" if one.node.meta["backward"] else "forward",
+                    "name": does(event.node),
+                    "cat": "backward" if event.node.meta["backward"] else "forward",
                     "pid": 0,
-                    "tid": _stream(one),
-                    "ts": one.start,
-                    "dur": one.duration,
+                    "tid": _stream(event),
+                    "ts": event.start,
+                    "dur": event.duration,
                     "args": facts,
                 }
             )
@@ -136,20 +142,20 @@ def chrome_trace(name: str, events: Iterable[Event]) -> str:
 
 
 def picture(name: str, events: Sequence[Event], held: Sequence[int], steps: Sequence[fx.Node]) -> str:
-    """SVG: the work of both streams, and the bytes that a rank holds, over time."""
-    until = max((one.start + one.duration for one in events), default=0.0)
+    """An SVG of the work of both streams, and of the bytes that a rank holds, over time."""
+    until = end_of(events)
     scale = _WIDTH / until if until else 0.0
     most = max(held, default=0)
     parts = [_text(_LEFT, 18, f"{name}: {until:,.1f} µs, at most {most:,} B")]
     for lane, stream in enumerate((*_STREAMS, "holds")):
         parts.append(_text(4, 30 + lane * (_LANE + 8) + 22, stream))
-    for lane, backward, start, length, says in _runs(events, until):
-        parts.append(_bar(lane, backward, start * scale, length * scale, says))
-    starts = {one.node: one.start for one in events}
-    base, now, points = 30 + 2 * (_LANE + 8) + _LANE, 0.0, []
+    for lane, backward, start, length, caption in _runs(events, until):
+        parts.append(_bar(lane, backward, start * scale, length * scale, caption))
+    starts = {event.node: event.start for event in events}
+    base, time, points = 30 + 2 * (_LANE + 8) + _LANE, 0.0, []
     for node, nbytes in zip(steps, held, strict=True):
-        now = max(now, starts.get(node, now))
-        points.append(f"{_LEFT + now * scale:.1f},{base - (nbytes / most if most else 0) * _LANE:.1f}")
+        time = max(time, starts.get(node, time))
+        points.append(f"{_LEFT + time * scale:.1f},{base - (nbytes / most if most else 0) * _LANE:.1f}")
     parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="#54a24b"/>')
     height = base + 12
     return (
@@ -159,32 +165,35 @@ def picture(name: str, events: Sequence[Event], held: Sequence[int], steps: Sequ
 
 
 def _runs(events: Sequence[Event], until: float) -> Iterator[tuple[int, bool, float, float, str]]:
-    """Bars of the picture: events too short to be seen are joined with the next of their stream and direction."""
+    """The bars of the picture: lane, whether backward, start, length and caption.
+
+    Events that are too short to be seen are joined with the next event of their lane and direction.
+    """
     shortest = until / _WIDTH
     for lane in range(len(_STREAMS)):
         pending: tuple[bool, float, float, int, str] | None = None
-        for one in (one for one in events if one.duration and _stream(one) == lane):
-            backward, end = bool(one.node.meta["backward"]), one.start + one.duration
+        for event in (event for event in events if event.duration and _stream(event) == lane):
+            node, backward, end = event.node, bool(event.node.meta["backward"]), event.start + event.duration
             if pending is not None:
-                way, start, last, count, says = pending
-                if way is backward and one.start - last < shortest and end - start < 2 * shortest:
-                    pending = way, start, end, count + 1, f"{count + 1} steps"
+                direction, start, last, count, caption = pending
+                if direction is backward and event.start - last < shortest and end - start < 2 * shortest:
+                    pending = direction, start, end, count + 1, f"{count + 1} steps"
                     continue
-                yield lane, way, start, last - start, says
-            pending = backward, one.start, end, 1, f"{does(one.node)}, {one.duration:,.1f} µs: {line_of(one.node)}"
+                yield lane, direction, start, last - start, caption
+            pending = backward, event.start, end, 1, f"{does(node)}, {event.duration:,.1f} µs: {line_of(node)}"
         if pending is not None:
-            way, start, last, _, says = pending
-            yield lane, way, start, last - start, says
+            direction, start, last, _, caption = pending
+            yield lane, direction, start, last - start, caption
 
 
 def _stream(event: Event) -> int:
     return 0 if event.price is None else 1
 
 
-def _bar(lane: int, backward: bool, start: float, length: float, says: str) -> str:
+def _bar(lane: int, backward: bool, start: float, length: float, caption: str) -> str:
     place = f'x="{_LEFT + start:.2f}" y="{30 + lane * (_LANE + 8)}" width="{max(length, 0.2):.2f}" height="{_LANE}"'
-    return f'<rect {place} fill="{_COLOURS[lane, backward]}"><title>{escape(says)}</title></rect>'
+    return f'<rect {place} fill="{_COLOURS[lane, backward]}"><title>{escape(caption)}</title></rect>'
 
 
-def _text(x: float, y: float, says: str) -> str:
-    return f'<text x="{x}" y="{y}">{escape(says)}</text>'
+def _text(x: float, y: float, content: str) -> str:
+    return f'<text x="{x}" y="{y}">{escape(content)}</text>'

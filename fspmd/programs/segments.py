@@ -1,7 +1,7 @@
 """Segments: local steps in a row, of which a backend makes one function.
 
-A local step is a function of torch that neither writes nor draws, of tensors that nobody writes into. Collectives and
-steps with effects stand between segments.
+A local step is a function of torch that neither writes nor draws, on tensors that no step writes into. Collectives and
+steps with effects separate segments.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _FEWEST: Final = 2  # steps of the shortest segment
 
 
 def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Callable[..., Any]:
-    """Like `replay.compiled`, with each row of steps that ``fit`` as one function made by ``make``.
+    """Like `replay.compiled`, with each segment as one function made by ``make``. ``fit``: the steps of segments.
 
-    Each output of such a function has memory of its own. Views that other steps need are taken again outside.
+    Each output of such a function has separate memory. Views that other steps need are made again after the segment.
     """
     steps, inputs, outputs, constants, donated = part
     graph = fx.Graph()
     known = {node: graph.placeholder(node.name) for node in inputs}
     known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)
-    ends = {one for one in outputs if isinstance(one, fx.Node)}
-    alive = set(steps)
+    ends = {output for output in outputs if isinstance(output, fx.Node)}
+    live = set(steps)
     segment: dict[fx.Node, None] = {}
 
     def copied(nodes: Iterable[fx.Node]) -> None:
@@ -45,7 +45,7 @@ def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Calla
             copied(segment)
         else:
             given = list(dict.fromkeys(x for node in segment for x in node.all_input_nodes if x not in segment))
-            wanted = _wanted(segment, ends, alive)
+            wanted = _wanted(segment, ends, live)
             made = [node for node in wanted if not _is_view(node)]
             call = graph.call_function(
                 make(ProgramPart(list(segment), given, made, {})), tuple(known[x] for x in given)
@@ -59,74 +59,74 @@ def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Calla
             continue
         if step in fit:
             segment[step] = None
-            if "value" not in step.meta:  # with its parts
+            if "value" not in step.meta:  # a step with several results, which belong to the segment
                 segment.update(dict.fromkeys(x for x in step.users if x in fit))
         else:
             close()
             copied([step])
     close()
-    again = ProgramPart(
+    with_segments = ProgramPart(
         [node for node in graph.nodes if node.op == "call_function"],
         [known[node] for node in inputs],
-        [known[one] if isinstance(one, fx.Node) else one for one in outputs],
+        [known[output] if isinstance(output, fx.Node) else output for output in outputs],
         {known[node]: x for node, x in constants.items()},
         [known[node] for node in donated],
     )
-    return compiled(again)
+    return compiled(with_segments)
 
 
-def _wanted(segment: dict[fx.Node, None], ends: set[fx.Node], alive: set[fx.Node]) -> list[fx.Node]:
+def _wanted(segment: dict[fx.Node, None], ends: set[fx.Node], live: set[fx.Node]) -> list[fx.Node]:
     """The results of a segment that other steps need, in order, and the bases of views among them."""
-    found: set[fx.Node] = set()
-    waiting = [x for x in segment if x in ends or any(y in alive and y not in segment for y in x.users)]
+    wanted: set[fx.Node] = set()
+    waiting = [x for x in segment if x in ends or any(y in live and y not in segment for y in x.users)]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in wanted:
+            wanted.add(node)
             waiting += [x for x in node.all_input_nodes if x in segment] if _is_view(node) else ()
-    return [node for node in segment if node in found]
+    return [node for node in segment if node in wanted]
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the result of a local step lies in the memory of another, or is several results."""
+    """Whether a local step has several results, or a result in the memory of another value."""
     return "value" not in node.meta or owner(node) is not node
 
 
 def local_steps(steps: Sequence[fx.Node], suits: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
-    """The steps that may be part of a segment: local ones that suit the backend."""
+    """The steps that may be part of a segment: local steps for which ``suits`` is true."""
     written = {owner(x) for node in steps for x in written_by(node)}
     written |= {owner(x) for node in steps if node.target in OF_RANKS for x in node.all_input_nodes}
 
-    def is_left(x: fx.Node) -> bool:
+    def is_unwritten(x: fx.Node) -> bool:
         return "value" in x.meta and owner(x) not in written
 
-    alive, found = set(steps), set[fx.Node]()
+    live, local = set(steps), set[fx.Node]()
     for node in steps:
-        parts = results_of(node, alive)
+        parts = results_of(node, live)
         if node.target is operator.getitem:
-            fits = node.args[0] in found
+            fits = node.args[0] in local
         else:
             fits = (
                 isinstance(node.target, OpOverload)
-                and node.target is not torch.ops.aten.as_strided.default  # it reads a whole storage
+                and node.target is not torch.ops.aten.as_strided.default  # it reads all of a storage
                 and facts_of(node.target).pure
-                and bool(parts)  # else it gives no tensor
-                and all(map(is_left, (*parts, *node.all_input_nodes)))
+                and bool(parts)  # else it returns no tensor
+                and all(map(is_unwritten, (*parts, *node.all_input_nodes)))
                 and all(map(is_plain, (*node.args, *node.kwargs.values())))
                 and suits(node)
             )
         if fits:
-            found.add(node)
-    return found
+            local.add(node)
+    return local
 
 
-def results_of(node: fx.Node, alive: Collection[fx.Node]) -> list[fx.Node]:
-    """The tensors that a step gives."""
-    return [node] if "value" in node.meta else [x for x in node.users if x in alive]
+def results_of(node: fx.Node, live: Collection[fx.Node]) -> list[fx.Node]:
+    """The tensors that a step returns: its result, or its parts among ``live``."""
+    return [node] if "value" in node.meta else [x for x in node.users if x in live]
 
 
 def is_plain(arg: Any) -> bool:
-    """Whether an argument is a node or a literal, which any graph may have."""
+    """Whether an argument is a node or a literal, which every graph may contain."""
     if isinstance(arg, (list, tuple)):
         return all(map(is_plain, arg))
     return isinstance(arg, fx.Node) or type(arg) in _PLAIN

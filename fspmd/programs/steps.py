@@ -18,21 +18,22 @@ from fspmd.transport.local_tensor import LocalTensor
 from fspmd.transport.rows import Routes
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: kernels that change the type of a value; only simulations have steps for them
-NAMES_ALONE: Final = frozenset({"alias", "per_rank", "pick"})
-#: facts that a new step has from the step that it is made for
+#: kernels of casts, which give the same value another type; only simulations have steps for them
+CASTS: Final = ("alias", "per_rank", "pick")
+#: facts that a new step takes from the step for which it is made
 _INHERITED = ("cause", "backward", "deferred", "repeats")
 
 
 @functools.lru_cache(maxsize=4096)
 def runner(call: Call, waits: bool) -> Callable[[Tensor], Any]:
-    """A function that runs a call, and gives a contiguous result, as a recording takes it to be."""
+    """A function that runs a call, and makes its result contiguous, since recordings assume so."""
     if not waits:
         return call.start
     return (lambda x: call.run(x).contiguous()) if _has_gaps(call) else call.run
 
 
 def _has_gaps(call: Call) -> bool:
+    """Whether the result of a call may be not contiguous."""
     if call.mesh.transport == "simulation":
         return False
     kernel = call.pair.kernel
@@ -49,16 +50,16 @@ class Routed:
         self.call, self.waits = call, waits
 
     def __call__(self, x: Tensor, routes: Routes) -> Any:
-        made = self.along(routes)
-        return made.run(x) if self.waits else made.start(x)
+        call = self.along(routes)
+        return call.run(x) if self.waits else call.start(x)
 
     def along(self, routes: Routes) -> Call:
-        """The call that is run."""
+        """The call with these routes."""
         plain = self.call
         return Call(plain.pair.name, plain.mesh, plain.axes, plain.options._replace(routes=routes))
 
 
-def way_back(routes: Routes) -> Routes:
+def transposed_routes(routes: Routes) -> Routes:
     """The routes of the transposed call."""
     return routes.transposed
 
@@ -69,22 +70,22 @@ def landed(pending: Pending) -> Tensor:
 
 
 def waiter(call: Call) -> Callable[[Pending], Tensor]:
-    """The function that waits for a call that was begun."""
+    """The function that waits for a call which another step has begun."""
     return landed if _has_gaps(call) else Pending.wait
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a step waits for a collective that another one has begun."""
+    """Whether a step waits for a collective that another step has begun."""
     return node.target is Pending.wait or node.target is landed
 
 
 def compact(x: Tensor) -> Tensor:
-    """The same value, copied where it is not contiguous."""
+    """The value itself if it is contiguous, else a contiguous copy."""
     return x.contiguous()
 
 
 def is_collective(node: fx.Node, *kernels: str) -> bool:
-    """Whether a step runs a call of the pair table for its result alone; with names, of one of these kernels."""
+    """Whether a step runs a call of the pair table without effects; if ``kernels`` are given, with one of these."""
     call = node.meta.get("call")
     return call is not None and not node.meta.get("effect") and (not kernels or call.pair.kernel in kernels)
 
@@ -111,7 +112,7 @@ def add_begun(graph: fx.Graph, call: Call, operand: fx.Node, like: fx.Node) -> f
 
 
 def add_wait(graph: fx.Graph, begun: fx.Node, like: fx.Node) -> fx.Node:
-    """A step that waits for a call that was begun."""
+    """A step that waits for the call of the step ``begun``."""
     call = begun.meta["call"]
     return add_step(graph, waiter(call), (begun,), like, _value_after(call, begun.all_input_nodes[0]))
 
@@ -124,7 +125,7 @@ def add_step(
     value: Value | None = None,
     **kwargs: Any,
 ) -> fx.Node:
-    """A step of any function; ``value``: its result, in memory of its own."""
+    """A step of any function. ``value``: the result, which lies in new memory."""
     node = graph.create_node("call_function", target, args, kwargs)
     _inherit(node, like)
     if value is not None:
@@ -144,24 +145,24 @@ def _inherit(node: fx.Node, like: fx.Node) -> None:
     node.meta["constant"] = False
 
 
-def reading_what_it_gives(function: F) -> F:
-    """Mark a function that gives a part of a value, and reads no more of it."""
-    setattr(function, "reads_what_it_gives", True)  # noqa: B010 (not known to type checkers)
+def reads_result_alone(function: F) -> F:
+    """Mark a function that returns a part of a value, and reads no other part."""
+    setattr(function, "reads_result_alone", True)  # noqa: B010 (not known to type checkers)
     return function
 
 
 def replace(node: fx.Node, other: fx.Node) -> None:
-    """Put another step in the place of a step, which is erased; its views become views of the other."""
-    before, now = owner(node), owner(other)
-    for view in _views(node, before) if before is not now else ():
-        view.meta["memory"] = now
-    node.meta["memory"] = now
+    """Replace a step by another one, and erase it. Its views become views of the other step."""
+    before, after = owner(node), owner(other)
+    for view in _views(node, before) if before is not after else ():
+        view.meta["memory"] = after
+    node.meta["memory"] = after
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
 
 
 def _views(node: fx.Node, memory: fx.Node) -> Iterator[fx.Node]:
-    """The views of a value that lie in a memory."""
+    """The views of a value that lie in ``memory``."""
     for user in node.users:
         if "memory" not in user.meta or (owner(user) is memory and user is not memory):
             yield from _views(user, memory)
@@ -179,9 +180,9 @@ def shard_of(x: LocalTensor, i: int) -> Tensor:
     return x.shards[i]
 
 
-#: the step that puts the blocks of simulated ranks together
+#: the step that joins the blocks of simulated ranks
 JOINED: Final[Any] = LocalTensor
 #: steps between a value and the blocks of simulated ranks
 OF_RANKS: Final = frozenset((shard_of, JOINED))
-#: steps that take values apart, or put them together
+#: steps that split or join values
 PARTS: Final = OF_RANKS | {operator.getitem}

@@ -1,7 +1,7 @@
-"""``x[i]`` with a tensor ``i``, and ``one_hot``: torch reads values, and a record has functions that read none.
+"""``x[i]`` with a tensor ``i``, and ``one_hot``: torch reads values for them, and a record uses functions that do not.
 
-``x[i]`` with a tensor ``i`` of one number is a view in torch and a copy here. So writes into either, while both are
-there, are refused.
+If ``i`` is a tensor of one number, ``x[i]`` is a view in torch and a copy in a record. A write into either raises
+`RecordError` while both are in use.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ def _one_hot(records: Any, tensor: Any, num_classes: int = -1) -> Any:
 
 
 def _getitem(records: Any, x: Any, index: Any) -> Any:
-    found = _taken(records, x, index)
-    if found is None:
+    if (parts := _with_dims(records, x, index)) is None:
         return NotImplemented
-    entries, dim, _ = found
+    entries, dim, _ = parts
     out = x[entries].squeeze(dim)
     records.copied(_local(out), _local(x))
     return out
@@ -54,10 +53,9 @@ def _narrow(records: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
 
 
 def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
-    found = _taken(records, x, index)
-    if found is None:
+    if (parts := _with_dims(records, x, index)) is None:
         return NotImplemented
-    entries, _, after = found
+    entries, _, after = parts
     if isinstance(value, _VALUES):
         value = value.to(x.dtype)
         value = value.unsqueeze(value.dim() - after) if value.dim() >= after else value
@@ -65,30 +63,30 @@ def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
     return None
 
 
-def _taken(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int] | None:
+def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int] | None:
     """The index with its numbers as tensors of one dim, the place of that dim in the result, and the dims after it.
 
-    None where no number in the index is a value of the record, or where the index has more than numbers, slices and
-    None.
+    Returns None if no number in the index is a value of the record, or if the index has other entries than numbers,
+    slices, Ellipsis and None.
     """
     entries = index if isinstance(index, tuple) else (index,)
-    if not isinstance(x, _VALUES) or not any(_is_number(records, one) for one in entries):
+    if not isinstance(x, _VALUES) or not any(_is_number(records, entry) for entry in entries):
         return None
-    left = x.dim() - sum(one is not None and one is not Ellipsis for one in entries)
-    found: list[Any] = []
+    rest = x.dim() - sum(entry is not None and entry is not Ellipsis for entry in entries)  # dims without an entry
+    extended: list[Any] = []
     places: list[int] = []
-    dims = 0  # of the result, and one for each of the tensors
-    for one in entries:
-        if _is_number(records, one):
+    dims = 0  # dims of the result, plus one for each of the tensors
+    for entry in entries:
+        if _is_number(records, entry):
             places.append(dims)
-        elif not (one is None or one is Ellipsis or type(one) is slice or _is_int(one)):
+        elif not (entry is None or entry is Ellipsis or type(entry) is slice or _is_int(entry)):
             return None
-        found.append(one.long().unsqueeze(0) if isinstance(one, _VALUES) else one)
-        dims += left if one is Ellipsis else not _is_int(one)
+        extended.append(entry.long().unsqueeze(0) if isinstance(entry, _VALUES) else entry)
+        dims += rest if entry is Ellipsis else not _is_int(entry)
     together = places[-1] - places[0] < len(places)
     dim = places[0] if together else 0
-    after = dims + (0 if any(one is Ellipsis for one in entries) else left) - len(places) - dim
-    return tuple(found), dim, after
+    after = dims + (0 if any(entry is Ellipsis for entry in entries) else rest) - len(places) - dim
+    return tuple(extended), dim, after
 
 
 def _is_number(records: Any, x: Any) -> bool:
@@ -107,7 +105,7 @@ def _local(x: Any) -> Tensor:
     return x.local if type(x) is Sharded else x
 
 
-#: by torch function its replacement, a function of the recorder and the arguments
+#: replacements by torch function: functions of the recorder and the arguments
 REPLACEMENTS: Final[dict[Any, Callable[..., Any]]] = {
     F.one_hot: _one_hot,
     Tensor.__getitem__: _getitem,

@@ -18,12 +18,12 @@ from fspmd.programs.program import Left, Program, owner
 from fspmd.spec import TensorSpec, describe
 from fspmd.torch_internals import OpOverload
 
-_WIDEST = (44, 44, 56, 28)  # of columns, in characters
+_WIDEST = (44, 44, 56, 28)  # the most characters of each column
 Row = tuple[str, ...]
 
 
 def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh | None) -> str:
-    """The program: its inputs, its steps and its results."""
+    """The text of a program: its inputs, its steps and its results."""
     names = {node: f"%{i}" for i, node in enumerate(_in_order(program))}
     text = _Text(names)
     takes = [text.given(node, path) for node, path in given_as(program, arguments).items() if node in names]
@@ -35,7 +35,7 @@ def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh |
         for i, most in enumerate(_WIDEST)
     ]
     where = f" on {mesh!r}, each of {counted(mesh.size, 'rank')}" if mesh is not None else ""
-    lines = [f"{name}{where}", *(f"{one} leaves alone {what}" for one, what in program.left.items())]
+    lines = [f"{name}{where}", *(f"{change} leaves alone {what}" for change, what in program.left.items())]
     lines += ["takes", *_table(takes, widths), "runs", *_table(runs, widths, map(text.left, program.steps))]
     lines.append(f"gives {text.values(program.results)}")
     if program.gradients:
@@ -45,7 +45,7 @@ def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh |
 
 
 def given_as(program: Program, arguments: Sequence[str]) -> dict[fx.Node, str]:
-    """The user's names of inputs and constants."""
+    """The names of inputs and constants: the names of arguments, and "closed over"."""
     closed = (*program.inputs[len(arguments) :], *program.constants)
     return dict(zip(program.inputs, arguments, strict=False)) | dict.fromkeys(closed, "closed over")
 
@@ -56,7 +56,7 @@ def _in_order(program: Program) -> list[fx.Node]:
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's line that asked for a step."""
+    """The user's line that caused a step."""
     cause: Cause | None = node.meta.get("cause")
     if cause is None:
         return "a cotangent"
@@ -64,7 +64,7 @@ def line_of(node: fx.Node) -> str:
 
 
 def _table(rows: Iterable[Row], widths: list[int], notes: Iterable[Sequence[str]] = ()) -> list[str]:
-    """Rows in columns, each with its notes below."""
+    """Rows in columns. The notes of a row stand below it."""
     lines = []
     for row, below in zip(rows, chain(notes, repeat(())), strict=False):
         cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
@@ -74,7 +74,7 @@ def _table(rows: Iterable[Row], widths: list[int], notes: Iterable[Sequence[str]
 
 
 class _Text:
-    """Makes rows: name and local type, global type, function, bytes and µs, the user's line."""
+    """Makes the rows of a table: name and local type, global type, function, bytes and µs, the user's line."""
 
     def __init__(self, names: dict[fx.Node, str]) -> None:
         self.names = names
@@ -93,12 +93,12 @@ class _Text:
         return (*self.typed(node), f"{does(node)}({', '.join(arguments)})", moves, line)
 
     def left(self, node: fx.Node) -> list[str]:
-        """Notes of passes that have left a step as it is."""
-        found: dict[str, Left] = node.meta.get("left", {})
-        return [f"{one} leaves this alone: {left.why}{self._other(left.other)}" for one, left in found.items()]
+        """The notes of passes that have not changed a step."""
+        notes: dict[str, Left] = node.meta.get("left", {})
+        return [f"{name} leaves this alone: {left.why}{self._other(left.other)}" for name, left in notes.items()]
 
     def _other(self, node: fx.Node | None) -> str:
-        """The step that a note names, or the step that has replaced it since."""
+        """The name of the step that a note mentions, or of the step that has replaced it."""
         return "" if node is None else f" {self.value(node if node in self.names else owner(node))}"
 
     def typed(self, node: fx.Node) -> tuple[str, str]:
@@ -106,15 +106,15 @@ class _Text:
         if "value" not in node.meta:
             return self.names[node], ""
         spec: TensorSpec | None = node.meta.get("spec")
-        whole = "" if spec is None else describe(spec.dtype, spec.shape, spec.partition)
-        return f"{self.names[node]}: {node.meta['value']}", whole
+        global_type = "" if spec is None else describe(spec.dtype, spec.shape, spec.partition)
+        return f"{self.names[node]}: {node.meta['value']}", global_type
 
     def values(self, nodes: Iterable[fx.Node | None]) -> str:
-        """Several arguments."""
+        """The text of several values."""
         return ", ".join(map(self.value, nodes)) or "nothing"
 
     def value(self, arg: Any) -> str:
-        """An argument of a step."""
+        """The text of an argument of a step."""
         if isinstance(arg, fx.Node):
             return self.names.get(arg, arg.name)
         if isinstance(arg, (list, tuple)) and not isinstance(arg, torch.Size):
@@ -125,7 +125,7 @@ class _Text:
 
 
 def does(node: fx.Node) -> str:
-    """The name of a step: of a function of torch, or of a collective with its axes."""
+    """The name of the function of a step; a collective has its axes, too."""
     call, target = node.meta.get("call"), node.target
     if call is not None:
         return f"{call.pair.name}[{', '.join(call.axes or call.mesh.axis_names)}]"

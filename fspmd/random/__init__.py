@@ -1,4 +1,6 @@
-"""Random numbers that depend on the seed and the element alone, whatever the layout; those of keys, as in JAX.
+"""Random numbers that depend only on a seed or key and the element, and not on the layout.
+
+The public functions here take keys, as in ``jax.random``.
 
 >>> from fspmd import P, make_mesh, random
 >>> first, second = random.split(random.key(0))

@@ -1,4 +1,4 @@
-"""A `Sharded` whose blocks are computed where they lie, each from its place in the global tensor. Nothing moves."""
+"""A `Sharded` whose ranks compute their blocks, each from its place in the global tensor. Nothing moves."""
 
 from __future__ import annotations
 
@@ -28,32 +28,36 @@ Law = Callable[[torch.dtype], Distribution]
 
 
 def fill(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Sharded:
-    """``make`` gives a block, alike on every rank that has it; of a pending sum the first rank has it, others zeros."""
-    if spec.flat:  # of which no block has one place
-        like = spec.partition
-        entries = (None if isinstance(entry, Flat) else entry for entry in like)
-        whole = spec.with_partition(P(*entries, unreduced=like.unreduced, reduced=like.reduced))
-        return Sharded(redistribute(fill(whole, make, device).local, whole, spec), spec)
+    """A value whose blocks ``make`` computes, alike on every rank that has the block.
+
+    Of a pending sum the first rank has the value, and the other ranks have zeros.
+    """
+    if spec.flat:  # a block has several places
+        partition = spec.partition
+        entries = (None if isinstance(entry, Flat) else entry for entry in partition)
+        uncut = spec.with_partition(P(*entries, unreduced=partition.unreduced, reduced=partition.reduced))
+        return Sharded(redistribute(fill(uncut, make, device).local, uncut, spec), spec)
     if not transforms_active():
         return pair(_local(spec, make, device), spec)
-    with outside_transforms():  # they would wrap each simulated rank's block, and refuse writes into what is drawn
+    with outside_transforms():  # a transform would wrap each simulated rank's block, and refuse writes into draws
         local = _local(spec, make, device)
-    return pair(_alias(local), spec)  # as what torch makes, to be written into
+    return pair(_alias(local), spec)  # the alias belongs to the transform, so that it can be written into
 
 
 class _Place(NamedTuple):
-    """Where a rank's block lies; whether it is the zeros that this rank has of a pending sum."""
+    """The place of a rank's block, and whether the block is the zeros of a pending sum."""
 
     block: Block
     zeros: bool
 
 
 def _local(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Tensor:
+    """This rank's block, or the blocks of a simulation."""
     mesh = spec.mesh
     if mesh.transport != "simulation":
         return _made(_place(spec, mesh.coordinate() or ()), spec, make, device)
-    held, places = _places(spec)
-    return local_tensor([_made(place, spec, make, device) for place in places], held)
+    value_frame, places = _places(spec)
+    return local_tensor([_made(place, spec, make, device) for place in places], value_frame)
 
 
 def _made(place: _Place, spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device) -> Tensor:
@@ -62,18 +66,18 @@ def _made(place: _Place, spec: TensorSpec, make: Callable[[Block], Tensor], devi
 
 @functools.lru_cache(maxsize=256)
 def _places(spec: TensorSpec) -> tuple[Frame, tuple[_Place, ...]]:
-    """The places of all blocks of a simulation, and the frame in whose order they are."""
+    """The frame of a value in a simulation, and the places of its blocks in the frame's order."""
     mesh = spec.mesh
-    held = frame(mesh, spec.partition.axes | spec.partition.unreduced)
-    first = dict.fromkeys(mesh.axis_names, 0)
-    full = (first | dict(zip(held.axes, coordinate, strict=True)) for coordinate in held.coordinates())
-    return held, tuple(_place(spec, tuple(one.values())) for one in full)
+    value_frame = frame(mesh, spec.partition.axes | spec.partition.unreduced)
+    origin = dict.fromkeys(mesh.axis_names, 0)
+    coordinates = (origin | dict(zip(value_frame.axes, index, strict=True)) for index in value_frame.coordinates())
+    return value_frame, tuple(_place(spec, tuple(coordinate.values())) for coordinate in coordinates)
 
 
 @functools.lru_cache(maxsize=1024)
 def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> _Place:
-    names = zip(spec.mesh.axis_names, coordinate, strict=True)
-    zeros = any(i and axis in spec.partition.unreduced for axis, i in names)
+    indices = zip(spec.mesh.axis_names, coordinate, strict=True)
+    zeros = any(i and axis in spec.partition.unreduced for axis, i in indices)
     return _Place(Block(spec.shape, spec.offset(coordinate), spec.local_shape(coordinate)), zeros)
 
 
@@ -85,37 +89,43 @@ def drawn(
     generator: torch.Generator | None = None,
     key: Tensor | None = None,
 ) -> Sharded:
-    """Every rank draws its block's elements, and ``then`` makes of them what is wanted.
+    """A value of random numbers. Every rank draws the elements of its block, to which ``then`` is applied.
 
-    They follow from ``key``, or from one draw of ``generator``, by default torch's own; all ranks have the same.
+    The numbers depend on ``key``, or on one draw of ``generator``, by default torch's own. It must be equal on all
+    ranks.
     """
-    if spec.flat:  # elements that are in the same order, and so the same numbers
+    if spec.flat:  # the unflattened dims have the same order of elements, and therefore the same numbers
         view = drawn(spec.unflattened, law, device, then, generator, key)
         return Sharded(viewed(view.local, view.spec, spec), spec)
-    make = drawing(spec.dtype, law, device, then)  # which refuses a dtype before the generator goes on
+    make = drawing(spec.dtype, law, device, then)  # a wrong dtype is an error before the generator advances
     seed = shared_seed(generator) if key is None else key
     return fill(spec, lambda block: make(block, seed), device)
 
 
 def shared_seed(generator: torch.Generator | None) -> int:
-    """The seed of a new value, whose numbers all elements of a mapped function share."""
+    """The seed of a new value. In a function that `vmap` maps, all elements share it.
+
+    Raises:
+        ArgumentError: `vmap` runs with another ``randomness`` than "same".
+    """
     if transforms_active():
-        mapping = [one.randomness() for one in running_transforms() if isinstance(one, VmapInterpreter)]
-        if any(randomness != "same" for randomness in mapping):
-            raise ArgumentError(
-                f"vmap with randomness={next(r for r in mapping if r != 'same')!r} maps a function that draws a "
-                'Sharded, whose numbers all elements share; write randomness="same", or draw outside of the function, '
-                "with one dim more, and map over that"
-            )
+        vmaps = [transform for transform in running_transforms() if isinstance(transform, VmapInterpreter)]
+        for randomness in (transform.randomness() for transform in vmaps):
+            if randomness != "same":
+                raise ArgumentError(
+                    f"vmap with randomness={randomness!r} maps a function that draws a Sharded, whose numbers all "
+                    'elements share; write randomness="same", or draw outside of the function, with one dim more, and '
+                    "map over that"
+                )
     return draw_seed(generator)
 
 
 def drawing(
     dtype: torch.dtype, law: Law, device: torch.device, then: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[Block, int | Tensor], Tensor]:
-    """What draws a block of a seed.
+    """A function that draws a block with a seed.
 
-    The parts of complex numbers are two independent draws, of half the variance if normal.
+    The real and the imaginary parts of complex numbers are independent draws. Normal ones have half the variance each.
     """
     split = dtype.is_complex and law in (uniform, normal)
     chosen = law(dtype.to_real() if split else dtype)
@@ -123,17 +133,17 @@ def drawing(
     def make(block: Block, seed: int | Tensor) -> Tensor:
         if split:
             parts = Block((*block.whole, 2), (*block.offset, 0), (*block.shape, 2))
-            found = torch.view_as_complex(draw(parts, chosen, seed, device))
-            found = found.mul_(0.5**0.5) if law is normal else found
+            x = torch.view_as_complex(draw(parts, chosen, seed, device))
+            x = x.mul_(0.5**0.5) if law is normal else x
         else:
-            found = draw(block, chosen, seed, device)
-        found = found if then is None else then(found)
-        return found if found.dtype is dtype else found.to(dtype)
+            x = draw(block, chosen, seed, device)
+        x = x if then is None else then(x)
+        return x if x.dtype is dtype else x.to(dtype)
 
     return make
 
 
 def shuffled(n: int, seed: int | Tensor, device: torch.device) -> Tensor:
-    """The integers below ``n`` in a random order, for which ``n`` keys are drawn and sorted."""
+    """The integers below ``n`` in a random order. ``n`` keys are drawn and sorted."""
     bits = draw(Block((n,), (0,), (n,)), integers(0, 1 << 64, torch.int64), seed, device)
     return unwrapped(bits.argsort(stable=True))

@@ -1,10 +1,10 @@
-"""Random bits as a function of (seed, stream, element): each rank draws its own block's, and all agree.
+"""Random bits as a function of (seed, stream, element). Each rank draws its own block, and all ranks agree.
 
 Word i of a key is a hash of ``state + (i + 1) * gamma``, as in SplitMix of Steele, Lea and Flood, "Fast splittable
 pseudorandom number generators" (OOPSLA 2014). The hash is Lea's, as in Steele and Vigna, "LXM: better splittable
-pseudorandom number generators" (OOPSLA 2021): all of its shifts are by 32 bits, so each is one operation on halves of
-words, and a word takes six operations of int64 arithmetic, which torch has on every device. Words of 64 bits that
-follow one another are a *group* of elements that follow one another in the global tensor.
+pseudorandom number generators" (OOPSLA 2021). All of its shifts are by 32 bits, so each is one operation on halves of
+words. A word takes six operations of int64 arithmetic, which torch has on every device. A word has 64 bits. It becomes
+a *group* of one or two elements, and consecutive words become consecutive elements of the global tensor.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ Shape = tuple[int, ...]
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _LEA: Final = 0xDABA0B6EB09322E3
-_CHUNK: Final = 1 << 15  # words at a time on a CPU: as many as stay in a core's cache
+_CHUNK: Final = 1 << 15  # words at a time on a CPU; a core's cache has room for them
 _CHUNK_ELSEWHERE: Final = 1 << 24
 
 
 class Key(NamedTuple):
-    """Which sequence of words: where it begins, and its step, an odd number."""
+    """A sequence of words: its start, and its step, which is odd."""
 
     state: int
     gamma: int
 
 
 def key_of(seed: int, stream: int = 0) -> Key:
-    """The key of a seed and a stream, as SplitMix makes that of a generator it splits off."""
+    """The key of a seed and a stream, computed as SplitMix computes the key of a generator that it splits off."""
     start = _hash(seed & _MASK) + stream * _GOLDEN & _MASK
     gamma = _hash(start ^ _MASK) | 1
-    if (gamma ^ gamma >> 1).bit_count() < 24:  # steps of too regular bits
+    if (gamma ^ gamma >> 1).bit_count() < 24:  # the bits of the step are too regular
         gamma ^= 0xAAAAAAAAAAAAAAAA
     return Key(_hash(start), gamma)
 
@@ -53,7 +53,7 @@ def _hash(z: int) -> int:
 
 
 def number(value: float, dtype: torch.dtype) -> Any:
-    """An operand for tensors of that dtype: a tensor without dims, which torch need not make in each call."""
+    """A number as an operand for tensors of a dtype: a cached 0-d tensor, so that torch does not make one per call."""
     return value if count_dispatch_modes() else _number(value, dtype)
 
 
@@ -64,7 +64,10 @@ def _number(value: float, dtype: torch.dtype) -> Tensor:
 
 
 class Words:
-    """Room for some words: ``all`` of them, int64[n]; ``halves``, the same memory as int32[2n]; the ramp 0, 1 ..."""
+    """Some words, to be computed in place.
+
+    ``all`` is int64[n], ``halves`` is the same memory as int32[2n], and ``ramp`` is 0, 1, ... as int64[n].
+    """
 
     __slots__ = ("_high", "_low", "all", "halves", "ramp")
 
@@ -75,7 +78,7 @@ class Words:
         self.ramp = ramp
 
     def hash(self) -> None:
-        """Put the hash of each word in its place."""
+        """Replace each word by its hash."""
         low, high, words, multiplier = self._low, self._high, self.all, number(_SIGNED_LEA, torch.int64)
         low.bitwise_xor_(high)
         words.mul_(multiplier)
@@ -84,29 +87,29 @@ class Words:
         low.bitwise_xor_(high)
 
 
-class _Room:
-    """A chunk's memory on the CPU, kept from draw to draw, with the views of it that draws of some lengths took."""
+class _CachedMemory:
+    """Memory for a chunk of words on the CPU, kept from draw to draw, and its views for some lengths."""
 
-    __slots__ = ("_parts", "_ramp", "_words")
+    __slots__ = ("_ramp", "_views", "_words")
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
             self._words, self._ramp = torch.empty(_CHUNK, dtype=torch.int64, device="cpu"), _ramp()
-        self._parts: dict[int, Words] = {}
+        self._views: dict[int, Words] = {}
 
     def first(self, count: int) -> Words:
-        """Room for so many words."""
-        found = self._parts.get(count)
-        if found is None:
-            if len(self._parts) == _PARTS:
-                self._parts.clear()
+        """Memory for ``count`` words."""
+        view = self._views.get(count)
+        if view is None:
+            if len(self._views) == _VIEWS:
+                self._views.clear()
             with torch.inference_mode(False):
-                found = self._parts[count] = Words(self._words[:count], self._ramp[:count])
-        return found
+                view = self._views[count] = Words(self._words[:count], self._ramp[:count])
+        return view
 
 
-class _Fresh:
-    """Memory for one draw: of another device, or that someone watches."""
+class _FreshMemory:
+    """Memory for one draw, on another device or under a dispatch mode."""
 
     __slots__ = ("_ramp", "_words")
 
@@ -115,13 +118,13 @@ class _Fresh:
         self._ramp = torch.arange(count, device=device)
 
     def first(self, count: int) -> Words:
-        """Room for so many words."""
+        """Memory for ``count`` words."""
         return Words(self._words[:count], self._ramp[:count])
 
 
-_PARTS: Final = 32
-#: of no thread at the moment; one that draws takes one out, or makes another
-_ROOMS: Final[list[_Room]] = []
+_VIEWS: Final = 32
+#: memory that no thread uses; a thread that draws takes one out, or makes another
+_FREE: Final[list[_CachedMemory]] = []
 
 
 @functools.cache
@@ -131,15 +134,16 @@ def _ramp() -> Tensor:
 
 def words(counters: Tensor, key: Key) -> Tensor:
     """The words of some counters."""
-    found = Words(counters * _signed(key.gamma) + _signed(key.state + key.gamma), counters)
-    found.hash()
-    return found.all
+    hashed = Words(counters * _signed(key.gamma) + _signed(key.state + key.gamma), counters)
+    hashed.hash()
+    return hashed.all
 
 
 def derived(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
-    """The key of a number, or of each of several, for a purpose: word ``number`` of what the key and the purpose give.
+    """The new key for a number, or one for each of several numbers: word ``number`` of a sequence that ``key`` and
+    ``purpose`` give.
 
-    It works with whatever ``key`` is: of a transform, or with a value of its own on each rank.
+    ``key`` may belong to a transform of torch, or have another value on each rank.
     """
     state = _hashed(key + _signed(purpose * _GOLDEN & _MASK))
     if isinstance(number, int):
@@ -148,14 +152,14 @@ def derived(key: Tensor, number: int | Tensor, purpose: int) -> Tensor:
 
 
 def _hashed(z: Tensor) -> Tensor:
-    """The hash of words in memory of their own."""
+    """The hash of words, as a new tensor."""
     for multiplier in (_SIGNED_LEA, _SIGNED_LEA, 1):
         z = (z ^ (z >> 32 & 0xFFFFFFFF)) * multiplier
     return z
 
 
 def _signed(word: int) -> int:
-    """64 bits as torch has them."""
+    """64 bits as a signed integer, as torch has them."""
     return (word + (1 << 63) & _MASK) - (1 << 63)
 
 
@@ -163,7 +167,7 @@ _SIGNED_LEA: Final = _signed(_LEA)
 
 
 class Block(NamedTuple):
-    """Where a block lies in its global tensor."""
+    """The place of a block in its global tensor, whose shape is ``whole``."""
 
     whole: Shape
     offset: Shape
@@ -172,31 +176,32 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How each word becomes ``group`` elements of ``dtype``.
+    """A function from words to elements of ``dtype``: each word becomes ``group`` elements.
 
-    ``fill(found, out)`` writes into a contiguous ``out`` the elements of the words ``found``, which it may overwrite.
+    ``fill(words, out)`` writes the elements of the words into a contiguous ``out``. It may overwrite the words.
     """
 
     dtype: torch.dtype
-    group: int  # 2 or 1
+    group: int  # 1 or 2
     fill: Callable[[Words, Tensor], object]
 
 
 @step
 def draw(block: Block, law: Distribution, seed: int | Tensor, device: torch.device, stream: int = 0) -> Tensor:
-    """The elements of a block: those the whole tensor has there, whoever draws them and however it is cut.
+    """The random elements of a block. They depend on the place in the global tensor, and not on the cut or the rank.
 
-    A ``seed`` that is a tensor is read when the numbers are drawn; where ranks differ in it, each has its own numbers.
+    A ``seed`` that is a tensor is read when the numbers are drawn. Ranks with different seeds draw different numbers.
     """
     if type(seed) is int and not transforms_active():
         return _drawn(block, law, seed, device, stream)
-    with outside_transforms():  # or the result of the step would be wrapped, whose value no record knows
+    with outside_transforms():  # a transform would wrap the result, and a record does not know wrapped values
         if isinstance(seed, FakeTensor):
             return torch.empty(block.shape, dtype=law.dtype, device=device)
-        return per_block(lambda one: _drawn(block, law, int(one), device, stream), seed)
+        return per_block(lambda rank_seed: _drawn(block, law, int(rank_seed), device, stream), seed)
 
 
 def _drawn(block: Block, law: Distribution, seed: int, device: torch.device, stream: int) -> Tensor:
+    """The elements of a block: of one run of consecutive elements, or of several runs of one length."""
     run = _run(block)
     if not run.length:
         return torch.empty(block.shape, dtype=law.dtype, device=device)
@@ -206,7 +211,7 @@ def _drawn(block: Block, law: Distribution, seed: int, device: torch.device, str
         count = (skipped + run.length - 1) // group + 1
         values = _groups(first, count, law, key, device)
         if count * group != run.length:
-            values = values[skipped : skipped + run.length].clone()  # in memory no larger than it
+            values = values[skipped : skipped + run.length].clone()  # without the memory of skipped elements
         return values if len(block.shape) == 1 else values.view(block.shape)
     starts, phase = _starts(block, run, group, device)
     length = run.length
@@ -220,12 +225,12 @@ def _drawn(block: Block, law: Distribution, seed: int, device: torch.device, str
 
 
 class _Run(NamedTuple):
-    """Elements of a block that follow one another in the global tensor: they begin at a dim."""
+    """The runs of a block: elements that are consecutive in the global tensor."""
 
-    dim: int
-    length: int  # 0: the block is empty
-    start: int  # the number of the block's first element
-    single: bool  # there are no others
+    dim: int  # a run is one index of the dims before this one
+    length: int  # of each run; 0 if the block is empty
+    start: int  # the number of the block's first element in the global tensor
+    single: bool  # the block is one run
 
 
 @functools.lru_cache(maxsize=4096)
@@ -244,40 +249,41 @@ def _strides(whole: Shape) -> list[int]:
 
 
 def _starts(block: Block, run: _Run, group: int, device: torch.device) -> tuple[Tensor, int | None]:
-    """The number of each run's first element; and its place in its group, if that is one for all runs."""
+    """The number of each run's first element, and its place in its group; None if the places of the runs differ."""
     starts = torch.full((), run.start, dtype=torch.int64, device=device)
     runs = list(zip(block.shape[: run.dim], _strides(block.whole), strict=False))
     for n, stride in runs:
         starts = starts.unsqueeze(-1) + torch.arange(n, device=device) * stride
-    alike = all(stride % group == 0 or n == 1 for n, stride in runs)
-    return starts.view(-1), run.start % group if alike else None
+    same = all(stride % group == 0 or n == 1 for n, stride in runs)
+    return starts.view(-1), run.start % group if same else None
 
 
 def _groups(groups: int | Tensor, number: int, law: Distribution, key: Key, device: torch.device) -> Tensor:
-    """All elements of some groups, in a row: of so many from the first one on, or of those in a tensor."""
+    """The elements of ``number`` groups, in a row. ``groups`` is the first of consecutive groups, or has them all."""
     out = torch.empty(number * law.group, dtype=law.dtype, device=device)
     chunk = _CHUNK if device.type == "cpu" else _CHUNK_ELSEWHERE
-    room = _room(min(number, chunk), device)
+    memory = _memory(min(number, chunk), device)
     gamma = _signed(key.gamma)
     for at in range(0, number, chunk):
         count = min(number - at, chunk)
-        found = room.first(count)
+        chunk_words = memory.first(count)
         if isinstance(groups, int):
             first = _signed(key.state + (groups + at + 1) * key.gamma)
-            torch.add(first, found.ramp, alpha=gamma, out=found.all)
+            torch.add(first, chunk_words.ramp, alpha=gamma, out=chunk_words.all)
         else:
-            torch.add(_signed(key.state + key.gamma), groups[at : at + count], alpha=gamma, out=found.all)
-        found.hash()
-        law.fill(found, out if count == number else out[at * law.group : (at + count) * law.group])
-    if type(room) is _Room:
-        _ROOMS.append(room)
+            torch.add(_signed(key.state + key.gamma), groups[at : at + count], alpha=gamma, out=chunk_words.all)
+        chunk_words.hash()
+        law.fill(chunk_words, out if count == number else out[at * law.group : (at + count) * law.group])
+    if type(memory) is _CachedMemory:
+        _FREE.append(memory)
     return out
 
 
-def _room(count: int, device: torch.device) -> _Room | _Fresh:
+def _memory(count: int, device: torch.device) -> _CachedMemory | _FreshMemory:
+    """Memory for a draw whose chunks have at most ``count`` words."""
     if device.type != "cpu" or count_dispatch_modes():
-        return _Fresh(count, device)
+        return _FreshMemory(count, device)
     try:
-        return _ROOMS.pop()
+        return _FREE.pop()
     except IndexError:
-        return _Room()
+        return _CachedMemory()

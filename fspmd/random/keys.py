@@ -1,10 +1,10 @@
-"""Random numbers of keys, as in ``jax.random``: a function of the key and the element, with no state anywhere.
+"""Random numbers of keys, as in ``jax.random``: functions of the key and the element, without a state.
 
-A key is an int64 tensor without dims. The same key gives the same numbers, so each is used once: `split` and `fold_in`
-make new ones of it. Every rank passes the same key; what it draws is the same global tensor on any mesh, under any
-``spec``, and nothing moves. Without ``spec`` the result is a plain tensor. In a body a key that varies, as
-``fold_in(key, axis_index("x"))`` does, gives each rank numbers of its own. Under `jit` keys are arguments like any
-tensor, so a replay draws the numbers of its key; under `vmap` each example has its own.
+A key is a 0-d int64 tensor. The same key gives the same numbers, so use each key once; `split` and `fold_in` make new
+keys from it. Every rank passes the same key. The result is the same global tensor on any mesh, under any ``spec``, and
+nothing moves. Without ``spec`` and ``mesh`` it is a plain tensor. In a body a varying key, such as
+``fold_in(key, axis_index("x"))``, gives each rank different numbers. Under `jit` keys are arguments like any tensor, so
+a replay draws the numbers of its key. Under `vmap` each element has its own key.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from fspmd.variance import get_variance, set_variance, unwrapped
 
 Shape = int | tuple[int, ...] | list[int]
 Key = Tensor
-_SPLIT, _FOLDED = 1, 2  # what keys are derived for
+_SPLIT, _FOLDED = 1, 2  # the purposes of new keys
 
 
-class Lies(TypedDict, total=False):
-    """The options of every function here that draws."""
+class LayoutOptions(TypedDict, total=False):
+    """The keyword arguments of every function here that draws."""
 
     spec: P | None
     mesh: Mesh | None
-    device: torch.device | str | None  # of a plain tensor; torch's default one
+    device: torch.device | str | None  # of a plain tensor; by default torch's default device
 
 
 def key(seed: int) -> Key:
@@ -67,10 +67,10 @@ def key(seed: int) -> Key:
 
 
 def split(key: Key, num: int | tuple[int, ...] = 2) -> Key:
-    """``num`` new keys, int64[num], independent of each other and of all that other keys give.
+    """``num`` new keys, int64[num], independent of each other and of the numbers of all other keys.
 
     Raises:
-        ArgumentError: ``key`` is not a key, or ``num`` is not a number of keys.
+        ArgumentError: ``key`` is no key, or ``num`` is no number of keys.
 
     >>> first, second = split(key(0))
     >>> first == second
@@ -80,17 +80,17 @@ def split(key: Key, num: int | tuple[int, ...] = 2) -> Key:
     """
     sizes = (num,) if isinstance(num, int) else tuple(num)
     if not all(type(n) is int and n >= 0 for n in sizes):
-        raise ArgumentError(f"split got {described(num)} for num; give it how many keys to make")
+        raise ArgumentError(f"split got {described(num)} for num; give it the number of keys")
     _check_key(key, "split")
     index = torch.arange(prod(sizes), device=key.device)
     return derived(key, index, _SPLIT).view(sizes)
 
 
 def fold_in(key: Key, data: int | Tensor) -> Key:
-    """A new key from a key and a number, such as a step, layer or rank: an int, or an integer tensor without dims.
+    """A new key from a key and a number, such as a step, layer or rank: an int, or a 0-d integer tensor.
 
     Raises:
-        ArgumentError: ``key`` is not a key, or ``data`` is not an integer.
+        ArgumentError: ``key`` is no key, or ``data`` is no integer.
 
     >>> fold_in(key(0), 1) == fold_in(key(0), 2)
     tensor(False)
@@ -105,19 +105,19 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
     return derived(key, data, _FOLDED)
 
 
-def normal(key: Key, shape: Shape = (), dtype: torch.dtype | None = None, **lies: Unpack[Lies]) -> Any:
-    """Normal numbers of mean 0 and variance 1.
+def normal(key: Key, shape: Shape = (), dtype: torch.dtype | None = None, **options: Unpack[LayoutOptions]) -> Any:
+    """Normal numbers with mean 0 and variance 1.
 
     Raises:
         ArgumentError: the key or shape is invalid, or the dtype is neither floating-point nor complex.
-        SpecError: a ``spec`` that does not fit.
+        SpecError: ``spec`` does not fit.
 
     >>> from fspmd import P, device_get, make_mesh
     >>> x = normal(key(0), (5, 3), spec=P("x"), mesh=make_mesh((4,), ("x",)))
     >>> torch.equal(device_get(x), normal(key(0), (5, 3)))
     True
     """
-    return _numbers("normal", key, shape, dtype or torch.get_default_dtype(), distributions.normal, lies)
+    return _numbers("normal", key, shape, dtype or torch.get_default_dtype(), distributions.normal, options)
 
 
 def uniform(
@@ -126,37 +126,42 @@ def uniform(
     dtype: torch.dtype | None = None,
     minval: float | Tensor = 0.0,
     maxval: float | Tensor = 1.0,
-    **lies: Unpack[Lies],
+    **options: Unpack[LayoutOptions],
 ) -> Any:
     """Uniform numbers on [minval, maxval). Bounds are numbers, or tensors that broadcast to the shape.
 
     Raises:
         ArgumentError: the key, shape or a bound is invalid, or the dtype is not floating-point.
-        SpecError: a ``spec`` that does not fit.
+        SpecError: ``spec`` does not fit.
 
     >>> bool((uniform(key(0), (100,), minval=2.0, maxval=3.0) >= 2).all())
     True
     """
-    kind = dtype or torch.get_default_dtype()
+    dtype = dtype or torch.get_default_dtype()
     if isinstance(minval, (int, float)) and isinstance(maxval, (int, float)):
-        scaled = None if (minval, maxval) == (0, 1) else lambda x: x.mul_(maxval - minval).add_(minval)
-        return _numbers("uniform", key, shape, kind, distributions.uniform, lies, scaled)
+        scale = None if (minval, maxval) == (0, 1) else lambda x: x.mul_(maxval - minval).add_(minval)
+        return _numbers("uniform", key, shape, dtype, distributions.uniform, options, scale)
     for name, bound in (("minval", minval), ("maxval", maxval)):
         if not isinstance(bound, (int, float, Tensor)) or not _broadcasts(bound, _sizes("uniform", shape)):
             raise ArgumentError(
                 f"uniform got {described(bound)} for {name}; give it a number, or a tensor that broadcasts to {shape!r}"
             )
-    return _numbers("uniform", key, shape, kind, distributions.uniform, lies) * (maxval - minval) + minval
+    return _numbers("uniform", key, shape, dtype, distributions.uniform, options) * (maxval - minval) + minval
 
 
 def randint(
-    key: Key, shape: Shape, minval: int, maxval: int, dtype: torch.dtype = torch.int64, **lies: Unpack[Lies]
+    key: Key,
+    shape: Shape,
+    minval: int,
+    maxval: int,
+    dtype: torch.dtype = torch.int64,
+    **options: Unpack[LayoutOptions],
 ) -> Any:
     """Integers on [minval, maxval).
 
     Raises:
-        ArgumentError: the key or shape is invalid; the range is empty or does not fit the dtype.
-        SpecError: a ``spec`` that does not fit.
+        ArgumentError: the key or shape is invalid, or the range is empty or does not fit the dtype.
+        SpecError: ``spec`` does not fit.
 
     >>> sorted(set(randint(key(0), (100,), 0, 3).tolist()))
     [0, 1, 2]
@@ -167,19 +172,20 @@ def randint(
             "below maxval"
         )
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        raise ArgumentError(f"randint got dtype={dtype}; give it one of integers")
+        raise ArgumentError(f"randint got dtype={dtype}; give it an integer dtype such as torch.int64")
     least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     if minval < least or maxval - 1 > most:
         raise ArgumentError(f"randint got bounds {minval} and {maxval}, but {dtype} goes from {least} to {most}")
-    return _numbers("randint", key, shape, dtype, lambda kind: distributions.integers(minval, maxval, kind), lies)
+    law: Law = lambda dtype: distributions.integers(minval, maxval, dtype)  # noqa: E731
+    return _numbers("randint", key, shape, dtype, law, options)
 
 
-def bernoulli(key: Key, p: float | Tensor = 0.5, shape: Shape | None = None, **lies: Unpack[Lies]) -> Any:
-    """True with probability ``p``, a number or a tensor. The result has the shape and layout of a tensor ``p``.
+def bernoulli(key: Key, p: float | Tensor = 0.5, shape: Shape | None = None, **options: Unpack[LayoutOptions]) -> Any:
+    """True with probability ``p``, a number or a tensor. For a tensor ``p`` the result has its shape and layout.
 
     Raises:
         ArgumentError: the key, shape or probability is invalid, or the shape differs from that of ``p``.
-        SpecError: a ``spec`` that does not fit.
+        SpecError: ``spec`` does not fit.
 
     >>> float(bernoulli(key(0), 0.25, (10_000,)).float().mean())  # doctest: +ELLIPSIS
     0.2...
@@ -189,19 +195,19 @@ def bernoulli(key: Key, p: float | Tensor = 0.5, shape: Shape | None = None, **l
             raise ArgumentError(
                 f"bernoulli got a p of shape {tuple(p.shape)} and the shape {shape!r}; leave out the shape, or expand p"
             )
-        return uniform(key, tuple(p.shape), p.dtype, **_like(p, lies)) < p
+        return uniform(key, tuple(p.shape), p.dtype, **_like(p, options)) < p
     if not isinstance(p, (int, float)) or not 0 <= p <= 1:
         raise ArgumentError(f"bernoulli got {described(p)} for p; give it a probability, from 0 to 1")
-    return _numbers("bernoulli", key, shape or (), torch.bool, lambda _: distributions.bernoulli(p), lies)
+    return _numbers("bernoulli", key, shape or (), torch.bool, lambda _: distributions.bernoulli(p), options)
 
 
 def categorical(key: Key, logits: Any, axis: int = -1) -> Any:
     """The index of a class for each row along ``axis``, drawn with probabilities ``softmax(logits, axis)``.
 
-    The result lies as ``logits`` do along the other dims; one that is cut along ``axis`` is reduced as by argmax.
+    The result has the layout of the other dims of ``logits``. If ``axis`` is cut, it communicates as argmax.
 
     Raises:
-        ArgumentError: the key is invalid, ``logits`` is not a tensor of floats, or ``axis`` has no classes.
+        ArgumentError: the key is invalid, ``logits`` is no tensor of floats, or ``axis`` has no classes.
 
     >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))
     tensor([0, 1])
@@ -212,19 +218,19 @@ def categorical(key: Key, logits: Any, axis: int = -1) -> Any:
         raise ArgumentError(
             f"categorical got {described(axis)} for axis, and {described(logits)}; give it a dim that has classes"
         )
-    lies = _like(logits, {})
-    waits = _numbers("categorical", key, tuple(logits.shape), logits.dtype, distributions.exponential, lies)
-    return (logits - waits.log()).argmax(axis)  # of exponential clocks at rates exp(logits) the first to ring
+    options = _like(logits, {})
+    times = _numbers("categorical", key, tuple(logits.shape), logits.dtype, distributions.exponential, options)
+    return (logits - times.log()).argmax(axis)  # the first event of exponential clocks with the rates exp(logits)
 
 
-def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> Any:
+def permutation(key: Key, x: int | Tensor | Sharded, **options: Unpack[LayoutOptions]) -> Any:
     """The integers below ``x`` in a random order. For a tensor ``x``, its rows (dim 0) in a random order.
 
-    Every rank draws and sorts as many keys as there are rows.
+    Every rank draws and sorts one key per row.
 
     Raises:
         ArgumentError: the key or ``x`` is invalid, ``x`` has no dims, or a tensor is passed with ``spec=``.
-        SpecError: a ``spec`` that does not fit.
+        SpecError: ``spec`` does not fit.
 
     >>> permutation(key(0), 5).sort().values
     tensor([0, 1, 2, 3, 4])
@@ -233,19 +239,19 @@ def permutation(key: Key, x: int | Tensor | Sharded, **lies: Unpack[Lies]) -> An
     """
     if isinstance(x, Tensor):
         if not x.dim():
-            raise ArgumentError("permutation got a tensor without dims; give it rows, or how many integers there are")
-        if lies:
+            raise ArgumentError("permutation got a tensor without dims; give it a tensor with rows, or an int")
+        if options:
             raise ArgumentError(
-                f"permutation got {next(iter(lies))}= beside a tensor, whose rows stay laid out as they are; lay the "
-                "tensor out first: permutation(key, device_put(x, P('x')))"
+                f"permutation got {next(iter(options))}= beside a tensor, whose layout stays as it is; lay the tensor "
+                "out first: permutation(key, device_put(x, P('x')))"
             )
         rows = permutation(key, x.shape[0], device=x.device if state.body is None else None)
         return torch.index_select(x, 0, rows)
     if type(x) is not int or x < 0:
         raise ArgumentError(f"permutation got {described(x)}; give it a number of integers, or a tensor")
     law: Law = lambda _: distributions.integers(0, 1 << 64, torch.int64)  # noqa: E731
-    order = _numbers("permutation", key, (x,), torch.int64, law, {"device": lies.get("device")}).argsort(stable=True)
-    spec = _spec("permutation", (x,), torch.int64, lies)
+    order = _numbers("permutation", key, (x,), torch.int64, law, {"device": options.get("device")}).argsort(stable=True)
+    spec = _spec("permutation", (x,), torch.int64, options)
     return order if spec is None else Sharded(to_blocks(order, spec), spec)
 
 
@@ -257,7 +263,7 @@ def _check_key(key: Any, what: str) -> None:
         raise ArgumentError(f"{what} got {described(key)} for key; make one: random.key(0)")
     if key.dim():
         raise ArgumentError(
-            f"{what} got {described(key)} for key, which are several; pass one of them, keys[0], or map over them: "
+            f"{what} got {described(key)} for key, which are several keys; pass one, keys[0], or map over them: "
             f"vmap(lambda key: {what}(key, ...))(keys)"
         )
 
@@ -271,39 +277,40 @@ def _numbers(
     shape: Any,
     dtype: torch.dtype,
     law: Law,
-    lies: Lies,
+    options: LayoutOptions,
     then: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
+    """The random numbers of a key, plain or `Sharded`, after ``then``."""
     _check_key(key, what)
     sizes = _sizes(what, shape)
     if isinstance(key, Sharded):
         key = from_blocks(key.local, key.spec)
-    spec = _spec(what, sizes, dtype, lies)
-    device = _device(what, lies) if spec is None else spec.mesh.device
+    spec = _spec(what, sizes, dtype, options)
+    device = _device(what, options) if spec is None else spec.mesh.device
 
     def make(key: Tensor) -> Any:
         if spec is not None:
             return drawn(spec, law, device, then, key=key)
         with DisableTorchFunction():
-            found = drawing(dtype, law, device, then)(Block(sizes, (0,) * len(sizes), sizes), key)
-        return set_variance(found, get_variance(key))
+            x = drawing(dtype, law, device, then)(Block(sizes, (0,) * len(sizes), sizes), key)
+        return set_variance(x, get_variance(key))
 
     return _mapped(make, key)
 
 
 def _mapped(make: Callable[[Tensor], Any], key: Tensor) -> Any:
-    """Of a key that `vmap` maps over, what is made of each."""
+    """The result of ``make`` for a key. For a key that `vmap` maps, it has the results of all its elements."""
     if not is_batched(key):
         return make(unwrapped(key) if is_wrapped(key) else key)
     level, dim = level_of(key), batch_dim_of(key)
-    parts = [_mapped(make, one) for one in wrapped_by(key).unbind(dim)]
+    parts = [_mapped(make, element) for element in wrapped_by(key).unbind(dim)]
     if not isinstance(parts[0], Sharded):
         return add_batch_dim(torch.stack(parts), 0, level)
     return Sharded(add_batch_dim(torch.stack([x.local for x in parts]), 0, level), parts[0].spec)
 
 
 def _broadcasts(x: Any, sizes: tuple[int, ...]) -> bool:
-    """Whether a number or a tensor fits a shape without making it larger."""
+    """Whether a number or a tensor broadcasts to a shape."""
     shape = tuple(x.shape) if isinstance(x, Tensor) else ()
     ends = zip(reversed(shape), reversed(sizes), strict=False)
     return len(shape) <= len(sizes) and all(n in (1, size) for n, size in ends)
@@ -316,11 +323,12 @@ def _sizes(what: str, shape: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _spec(what: str, sizes: tuple[int, ...], dtype: torch.dtype, lies: Lies) -> TensorSpec | None:
-    """How a result lies; None: a plain tensor."""
-    if unknown := sorted(lies.keys() - Lies.__annotations__.keys()):
-        raise ArgumentError(f"{what} got {unknown[0]}=; it takes {', '.join(Lies.__annotations__)} besides")
-    partition, mesh = lies.get("spec"), lies.get("mesh")
+def _spec(what: str, sizes: tuple[int, ...], dtype: torch.dtype, options: LayoutOptions) -> TensorSpec | None:
+    """The layout of a result; None for a plain tensor."""
+    known = LayoutOptions.__annotations__
+    if unknown := sorted(options.keys() - known.keys()):
+        raise ArgumentError(f"{what} got {unknown[0]}=; it takes {', '.join(known)} besides")
+    partition, mesh = options.get("spec"), options.get("mesh")
     if partition is None and mesh is None:
         return None
     mesh, partition = the_mesh(mesh, what), P() if partition is None else partition
@@ -329,14 +337,14 @@ def _spec(what: str, sizes: tuple[int, ...], dtype: torch.dtype, lies: Lies) -> 
     return TensorSpec(mesh, partition, sizes, dtype)
 
 
-def _device(what: str, lies: Lies) -> torch.device:
-    """Where a plain tensor is wanted."""
-    asked = lies.get("device")
+def _device(what: str, options: LayoutOptions) -> torch.device:
+    """The device of a plain tensor."""
+    device = options.get("device")
     try:
-        return _default_device() if asked is None else torch.device(asked)
+        return _default_device() if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(
-            f"{what} got {described(asked)} for device; expected one such as 'cpu' or 'cuda'"
+            f"{what} got {described(device)} for device; expected a device such as 'cpu' or 'cuda'"
         ) from error
 
 
@@ -344,8 +352,9 @@ def _default_device() -> torch.device:
     return torch.get_default_device() if state.body is None else state.body.mesh.device
 
 
-def _like(x: Tensor | Sharded, lies: Lies) -> Lies:
-    """Options for numbers that lie as a tensor does."""
+def _like(x: Tensor | Sharded, options: LayoutOptions) -> LayoutOptions:
+    """The options; where they leave something open, numbers get the layout, or the device, of ``x``."""
     if isinstance(x, Sharded):
-        return Lies(spec=lies.get("spec") or P(*x.spec.partition), mesh=lies.get("mesh") or x.spec.mesh)
-    return lies or Lies(device=x.device if state.body is None else None)
+        spec, mesh = options.get("spec") or P(*x.spec.partition), options.get("mesh") or x.spec.mesh
+        return LayoutOptions(spec=spec, mesh=mesh)
+    return options or LayoutOptions(device=x.device if state.body is None else None)

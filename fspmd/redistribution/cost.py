@@ -1,4 +1,4 @@
-"""What a collective costs: the alpha-beta model over ring algorithms, with the links of a machine as data.
+"""The price of a collective: the alpha-beta model over ring algorithms, with the links of a machine as data.
 
 A message of ``b`` bytes over a link takes ``latency + b / bandwidth``. Rings of ``n`` ranks: Thakur, Rabenseifner and
 Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), sections 3 to 5.
@@ -19,13 +19,13 @@ from fspmd.messages import described, micros
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way between two ranks: the time to begin, µs, and the bytes per µs (1 GB/s = 1000) in one direction."""
+    """A link between two ranks: latency in µs, and bandwidth in one direction in bytes per µs (1 GB/s = 1000)."""
 
     latency: float
     bandwidth: float
 
 
-#: one direction, for each rank, as vendors give them
+#: figures of the vendors, for each rank, in one direction
 NVLINK: Final = Link(1.0, 450e3)  # NVLink 4, 18 links of 25 GB/s
 PCIE: Final = Link(1.5, 32e3)  # PCIe 4.0 x16
 INFINIBAND: Final = Link(5.0, 50e3)  # NDR, 400 Gb/s
@@ -34,16 +34,17 @@ ETHERNET: Final = Link(30.0, 12.5e3)  # 100 Gb/s
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Hosts of ``per_host`` ranks, consecutive ones together: ``inside`` a host one link, ``between`` hosts another.
+    """The speed of a machine. A host has ``per_host`` consecutive ranks.
 
-    ``launch`` is the time in µs to begin any collective, which makes one over two axes cheaper than two in a row.
-    ``memory`` is what a rank reads or writes of its own, bytes per µs; it makes a plan that holds less memory the
-    cheaper of two that move the same. ``flops`` are a rank's operations in a µs: what is sharded computes less. Blocks
-    beyond ``capacity``, in bytes, are reckoned as moved out over ``spill``, so plans avoid steps that do not fit.
-    ``axes`` overrides the link of single mesh axes, by name.
+    ``inside`` is the link within a host, and ``between`` the link from host to host. ``axes`` overrides the link of
+    single mesh axes, by name. ``launch`` is the time in µs to begin any collective; it makes one collective over two
+    axes cheaper than two in a row. ``memory`` is the speed at which a rank reads or writes its own memory, in bytes per
+    µs; of two plans that move the same, it makes the plan that holds less the cheaper. ``flops`` is the number of
+    operations of a rank in a µs. The bytes of blocks beyond ``capacity`` count as moved out over ``spill``, so plans
+    avoid steps that do not fit.
 
     Raises:
-        ArgumentError: a figure is no number or too small, or ``axes`` are no pairs of names and links.
+        ArgumentError: A figure is not a number or too small, or ``axes`` is not a tuple of (name, link) pairs.
     """
 
     inside: Link = NVLINK
@@ -71,7 +72,7 @@ class Topology:
         return self._hash
 
     def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
-        """The slowest link on the way between the ranks of a group along some axes."""
+        """Return the slowest link between the ranks of a group along ``axes``."""
         if not self.axes:
             return self._between_hosts(mesh, axes)
         named = dict(self.axes)
@@ -82,16 +83,16 @@ class Topology:
         return _slowest(links)
 
     def _between_hosts(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
-        """The same where axes have no links of their own."""
+        """Return `link` for axes without links of their own."""
         if not _leaves_host(mesh, axes, self.per_host):
             return self.inside
         return _slowest([self.between, self.inside]) if _stays(mesh, axes, self.per_host) else self.between
 
 
 def _figures(topology: Topology) -> Iterator[tuple[str, Any, float]]:
-    """Each number by name, with the least it may be; what should be something else as a number too small."""
+    """Yield the name, the value and the least allowed value of each figure. A value of a wrong type is never enough."""
     links = {"inside": topology.inside, "between": topology.between, "spill": topology.spill}
-    for name, link in (*links.items(), *(topology.axes if _is_by_name(topology.axes) else (("axes", topology.axes),))):
+    for name, link in (*links.items(), *(topology.axes if _is_pairs(topology.axes) else (("axes", topology.axes),))):
         if isinstance(link, Link):
             yield from ((f"{name}.latency", link.latency, 0), (f"{name}.bandwidth", link.bandwidth, _ABOVE))
         else:
@@ -101,8 +102,8 @@ def _figures(topology: Topology) -> Iterator[tuple[str, Any, float]]:
     yield from ((name, getattr(topology, name), _ABOVE) for name in ("memory", "flops", "capacity"))
 
 
-def _is_by_name(axes: Any) -> bool:
-    """Whether links of axes are a tuple of pairs, a name and a link."""
+def _is_pairs(axes: Any) -> bool:
+    """Return whether ``axes`` is a tuple of pairs that begin with a name."""
     pairs = axes if isinstance(axes, tuple) else (None,)
     return all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
 
@@ -120,13 +121,13 @@ def _slowest(links: list[Link]) -> Link:
 
 @functools.lru_cache(maxsize=1024)
 def _stays(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
-    """Whether some axis of a group stays on a host, so that its links are on the way, too."""
+    """Return whether some axis of a group stays on a host, so that data also passes the links of the host."""
     return any(mesh.shape[axis] > 1 and not _leaves_host(mesh, (axis,), per_host) for axis in axes)
 
 
 @functools.lru_cache(maxsize=1024)
 def _leaves_host(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
-    """Whether the corners of a group along the axes stand on more than one host."""
+    """Return whether the corners of a group along the axes stand on more than one host."""
     corners = [(0,) * len(mesh.axis_names)]
     for place, axis in enumerate(mesh.axis_names):
         if axis in axes:
@@ -137,7 +138,7 @@ def _leaves_host(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def links_differ(mesh: Mesh, topology: Topology) -> bool:
-    """Whether some axes of a mesh are quicker than others, or than all together."""
+    """Return whether some axes of a mesh are quicker than others, or than all axes together."""
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     groups = [(axis,) for axis in axes] + [axes] * (len(axes) > 1)
     return len({topology.link(mesh, group) for group in groups}) > 1
@@ -145,7 +146,7 @@ def links_differ(mesh: Mesh, topology: Topology) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one collective costs each rank."""
+    """The price of a collective for each rank."""
 
     moved: float  # bytes that a rank sends, or receives
     time: float  # µs
@@ -159,13 +160,13 @@ class Price:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """For choosing among ways: the quickest, then that which holds least."""
+        """A key to choose by: the quickest, and of equally quick ones the one that holds least."""
         return self.time, self.peak
 
 
 FREE: Final = Price(0.0, 0.0, 0)
 
-#: kernel -> (messages that follow each other, bytes a rank sends), of n ranks, bytes before and bytes after
+#: kernel -> function of n ranks, bytes before and bytes after -> (messages one after another, bytes that a rank sends)
 _FORMULAS: Final[dict[str, Callable[[int, int, int], tuple[int, float]]]] = {
     "gather": lambda n, before, after: (n - 1, (n - 1) * after / n),
     "reduce_scatter": lambda n, before, after: (n - 1, (n - 1) * before / n),
@@ -179,12 +180,12 @@ _KERNELS: Final = {
     **{"gather_once": "gather", "reduce_once": "reduce", "mean": "reduce", "reduce_to_root": "reduce"},
     "broadcast_once": "broadcast",
 }
-_IN_PARTS: Final = frozenset({"gather", "reduce_scatter", "exchange"})  # a message is what two ranks' blocks share
+_IN_PARTS: Final = frozenset({"gather", "reduce_scatter", "exchange"})  # a message is the overlap of two ranks' blocks
 VIEWS: Final = frozenset({"alias", "per_rank", "pick", "slice", "view"})  # kernels that read and write nothing
 
 
 def moves(kernel: str) -> bool:
-    """Whether a kernel moves anything between ranks."""
+    """Return whether a kernel moves data between ranks."""
     return kernel in _KERNELS or kernel in ("ragged", "reblock")
 
 
@@ -199,12 +200,13 @@ def price(
     ranks: int | None = None,
     message: int | None = None,
 ) -> Price:
-    """Of a kernel of the pair table over axes, on blocks of ``before`` bytes that become blocks of ``after`` bytes.
+    """Return the price of a kernel over ``axes`` on blocks of ``before`` bytes that become blocks of ``after`` bytes.
 
-    A kernel that moves nothing between ranks costs what reading and writing the blocks does, or nothing. ``traffic``:
-    the messages and bytes that the busiest rank receives, of a kernel that has no formula because it depends on how
-    blocks lie; it puts together its new block piece by piece. ``ranks``: of a group, where axes are cut into several.
-    ``message``: the bytes of the longest one, where blocks are uneven, and all wait for it.
+    A kernel that moves nothing between ranks costs the time to read and write the blocks; a kernel that makes a view
+    is free. ``traffic`` gives the messages and bytes that the busiest rank receives. It serves kernels without a
+    formula, whose traffic depends on the layouts; they assemble the new block piece by piece. ``ranks`` is the size of
+    a group where axes are cut into several groups. ``message`` gives the bytes of the longest message, for which all
+    ranks wait, where blocks are uneven.
 
     >>> from fspmd import make_mesh
     >>> slow = Topology(Link(1.0, 1000.0), launch=2.0, memory=float("inf"))
@@ -223,13 +225,13 @@ def price(
     if traffic is not None:
         rounds, moved = traffic
         local += 2 * after / topology.memory
-    if not rounds or not moved:  # nobody begins what is empty
+    if not rounds or not moved:  # an empty collective is not launched
         return Price(0.0, local, held)
     return Price(moved, _sending(rounds, moved, topology.link(mesh, axes), topology) + local, held)
 
 
 def native_time(kernel: str, n: int, before: int, after: int, link: Link, topology: Topology) -> float:
-    """The time of `price` for such a kernel over ``n`` ranks, two or more, with blocks that fit."""
+    """Return the time of `price` for a kernel with a formula, over 2 or more ranks, whose blocks fit into memory."""
     return _sending(*_FORMULAS[kernel](n, before, after), link, topology) + (before + after) / topology.memory
 
 
@@ -238,7 +240,7 @@ def _sending(rounds: int, moved: float, link: Link, topology: Topology) -> float
 
 
 def work(products: float, held: float, topology: Topology) -> float:
-    """µs to compute so many products and sums, of so many bytes."""
+    """Return the µs to compute so many products and sums, on operands and results of ``held`` bytes."""
     return max(2 * products / topology.flops, held / topology.memory)
 
 
@@ -247,20 +249,20 @@ _planned: list[Callable[[], None]] = []
 
 
 def topology() -> Topology:
-    """What prices are reckoned with."""
+    """Return the topology by which prices are computed."""
     return _current
 
 
 def replan_with(forget: Callable[[], None]) -> None:
-    """Call ``forget`` when other figures are set: it lets go of what was planned by the old ones."""
+    """Call ``forget`` whenever a topology is set, so that it drops the plans of the old one."""
     _planned.append(forget)
 
 
 def set_topology(topology: Topology) -> None:
-    """Reckon with other figures from here on, in this process, and plan anew; every rank must set the same.
+    """Compute prices by ``topology`` from now on in this process, and plan anew. Every rank must set the same one.
 
     Raises:
-        ArgumentError: it is no Topology.
+        ArgumentError: ``topology`` is not a Topology.
     """
     global _current
     if not isinstance(topology, Topology):
@@ -269,6 +271,6 @@ def set_topology(topology: Topology) -> None:
             "Topology(inside=Link(latency=2.0, bandwidth=450e3), per_host=8)"
         )
     changed, _current = topology != _current, topology
-    if changed:  # what other threads plan is by these figures from now on
+    if changed:  # other threads plan by the new topology from now on
         for forget in _planned:
             forget()

@@ -1,8 +1,8 @@
-"""What leads from one layout of a tensor to the next: each edge one row of the pair table.
+"""The edges from one layout of a tensor to the next. Each edge is a row of the pair table.
 
-Edges lead towards the target, into dims where it has an axis, or anywhere. What no native collective does in one step
-(uneven dims that are cut partly anew, axes in another order, several dims at once, another mesh), ``reblock`` does:
-each rank receives what it lacks, and no more.
+Edges lead towards the target, that is, an axis moves to the dim that it cuts there, or they lead anywhere. The row
+``reblock`` does the changes that no native collective does in one step: uneven dims that are partly cut anew, axes in
+another order, several dims at once, another mesh. Each rank receives only the elements that it lacks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def edges(
     anywhere: bool,
     worth: Callable[[TensorSpec], bool] = lambda _: True,
 ) -> Iterator[tuple[Call, TensorSpec]]:
-    """The edges that leave a layout: into dims where the target has an axis, or ``anywhere``.
+    """Yield the edges that leave a layout: towards the target, or ``anywhere``.
 
-    ``worth``: whether a layout is worth a reblock to it; there are many.
+    ``worth(layout)`` says whether to yield a reblock to a layout. There are many of them.
     """
     yield from _settlings(spec, target, anywhere)
     yield from gathers(spec, target)
@@ -43,7 +43,7 @@ def moved(
     unreduced: frozenset[str] | None = None,
     reduced: frozenset[str] | None = None,
 ) -> TensorSpec:
-    """The layout with the axes of some dims replaced."""
+    """Return the layout with the axes of some dims replaced."""
     partition = spec.partition
     new: list[Entry] = list(partition.entries)
     for dim, axes in entries.items():
@@ -59,7 +59,7 @@ def moved(
 
 @functools.lru_cache(maxsize=8192)
 def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
-    """The block lengths of a dim cut by axes, in rank order; None where they are equal."""
+    """Return the block lengths of a dim cut by ``axes``, in rank order, or None where they are equal."""
     parts = tuple([spec.mesh.shape[axis] for axis in axes])
     if spec.shape[dim] % math.prod(parts) == 0:
         return None
@@ -68,7 +68,7 @@ def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
 
 
 def _splits(axes: Axes, wanted: Axes, straight: bool) -> Iterator[tuple[Axes, Axes]]:
-    """The axes that stay, and the minor ones that go; ``straight``: all of those that are not ``wanted``."""
+    """Yield the axes that stay and the minor axes that go. ``straight``: only the split at the first unwanted axis."""
     places: Iterable[int] = range(len(axes))
     if straight:
         common = next((i for i, axis in enumerate(axes) if wanted[i : i + 1] != (axis,)), len(axes))
@@ -77,12 +77,15 @@ def _splits(axes: Axes, wanted: Axes, straight: bool) -> Iterator[tuple[Axes, Ax
 
 
 def can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
-    """Whether the minor axes of a dim can go alone: all of them always, else where all blocks are of one length."""
+    """Return whether the minor ``axes`` of a dim can be removed, or added, while ``kept`` stay.
+
+    That needs blocks of one length, with and without them. Without ``kept`` axes it is always possible.
+    """
     return not kept or (lengths(spec, dim, kept) is None and lengths(spec, dim, (*kept, *axes)) is None)
 
 
 def gathers(spec: TensorSpec, target: TensorSpec, straight: bool = False) -> Iterator[tuple[Call, TensorSpec]]:
-    """The minor axes of a dim, gathered; ``straight``: all that the target has not there."""
+    """Yield gathers of minor axes of a dim. ``straight``: only of all axes that do not cut it in the target."""
     for dim, (now, wanted) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
         for kept, gone in _splits(now, wanted, straight):
             if not can_part(spec, dim, kept, gone):
@@ -98,9 +101,9 @@ def gathers(spec: TensorSpec, target: TensorSpec, straight: bool = False) -> Ite
 def _cuts(
     spec: TensorSpec, free: Axes, target: TensorSpec | None, whole: bool = False
 ) -> Iterator[tuple[int, Axes, Axes, Options]]:
-    """Where free axes, ``whole``: all of them as they are, may cut further: as the target has them, None: anywhere.
+    """Yield the further cuts that free axes allow: (dim, its axes, its new axes, the options of the call).
 
-    (dim, its axes, the new ones, how).
+    Cuts are those of the target, or all if ``target`` is None. ``whole``: only cuts by all free axes, in their order.
     """
     anyhow = (free,) if whole else _orders(free) if target is None else ()
     for dim, now in enumerate(spec.partition.dim_axes):
@@ -114,7 +117,7 @@ def _cuts(
 
 
 def free_axes(spec: TensorSpec) -> Axes:
-    """The axes over which a value is the same, in the order of the mesh."""
+    """Return the axes over which a value is invariant, in the order of the mesh."""
     return spec.mesh.ordered(frozenset(spec.mesh.axis_names) - spec.partition.mentioned)
 
 
@@ -126,9 +129,12 @@ def _slices(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call,
 def exchanges(
     spec: TensorSpec, target: TensorSpec, anywhere: bool, straight: bool = False
 ) -> Iterator[tuple[Call, TensorSpec]]:
-    """The minor axes of a dim, cutting another one instead; ``straight``: all that the target has not there."""
-    for source, (held, wanted) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
-        for kept, gone in _splits(held, wanted, straight):
+    """Yield all-to-alls, after which minor axes of a dim cut another dim.
+
+    ``straight``: only of all axes that do not cut the first dim in the target.
+    """
+    for source, (present, wanted) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
+        for kept, gone in _splits(present, wanted, straight):
             if not can_part(spec, source, kept, gone):
                 continue
             concat_sizes = None if kept else lengths(spec, source, gone)
@@ -138,7 +144,7 @@ def exchanges(
 
 
 def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
-    """Ends and beginnings of pending sums."""
+    """Yield the edges that change over which axes a value is unreduced or reduced."""
     mesh, have, want = spec.mesh, spec.partition, target.partition
     if not (have.unreduced or have.reduced or want.unreduced or want.reduced):
         return
@@ -156,7 +162,7 @@ def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator
 
 
 def sums(spec: TensorSpec, target: TensorSpec, axes: Axes) -> Iterator[tuple[Call, TensorSpec]]:
-    """Pending sums over axes, ended on every rank."""
+    """Yield the calls that settle sums over ``axes`` on every rank."""
     left = spec.partition.unreduced.difference(axes)
     yield call("psum_unreduced", spec.mesh, axes), moved(spec, {}, left)
     if target.partition.reduced.issuperset(axes):
@@ -164,19 +170,19 @@ def sums(spec: TensorSpec, target: TensorSpec, axes: Axes) -> Iterator[tuple[Cal
 
 
 def scatter(spec: TensorSpec, dim: int, now: Axes, new: Axes, options: Options) -> tuple[Call, TensorSpec]:
-    """Pending sums over axes, ended in parts of a dim that other axes may cut already."""
+    """Return the call that settles sums over ``new`` and scatters them along a dim, which the axes ``now`` cut."""
     after = moved(spec, {dim: (*now, *new)}, spec.partition.unreduced.difference(new))
     return call("psum_scatter_unreduced", spec.mesh, new, options), after
 
 
 @functools.lru_cache(maxsize=1024)
 def _orders(axes: Axes) -> tuple[Axes, ...]:
-    """Every choice of axes in every order."""
+    """Return every choice of axes in every order."""
     return tuple(itertools.chain.from_iterable(itertools.permutations(axes, n + 1) for n in range(len(axes))))
 
 
 def _some(axes: Axes, any_of_them: bool) -> list[Axes]:
-    """All of the axes, or every choice of them."""
+    """Return every choice of axes, or only the choice of all."""
     counts = range(1 if any_of_them else max(1, len(axes)), len(axes) + 1)
     return list(itertools.chain.from_iterable(itertools.combinations(axes, n) for n in counts))
 
@@ -184,51 +190,51 @@ def _some(axes: Axes, any_of_them: bool) -> list[Axes]:
 def reblocks(
     spec: TensorSpec, target: TensorSpec, anywhere: bool, worth: Callable[[TensorSpec], bool] = lambda _: True
 ) -> Iterator[tuple[Call, TensorSpec]]:
-    """All dims at once to how the target has them, as far as axes are not pending.
+    """Yield reblocks of all dims at once, to the axes that cut them in the target and are not pending.
 
-    Axes over which the target is reduced go, or they stay, for a gather whose gradient is scattered. ``anywhere``: to
-    every other placement, too.
+    Axes over which the target is reduced are gathered, or stay for a later gather whose gradient is scattered.
+    ``anywhere``: also to every other placement.
     """
     now = spec.partition.dim_axes
-    held, reduced = spec.partition.unreduced | spec.partition.reduced, target.partition.reduced
-    goal = [tuple([axis for axis in axes if axis not in held]) for axes in target.partition.dim_axes]
-    stay = [(*axes, *[axis for axis in own if axis in reduced]) for axes, own in zip(goal, now, strict=True)]
-    # in order: every rank must take the same of equal routes
+    pending, reduced = spec.partition.unreduced | spec.partition.reduced, target.partition.reduced
+    goal = [tuple([axis for axis in axes if axis not in pending]) for axes in target.partition.dim_axes]
+    stay = [(*axes, *[axis for axis in present if axis in reduced]) for axes, present in zip(goal, now, strict=True)]
+    # a dict keeps the order: of equal routes every rank must take the same
     goals = dict.fromkeys(moved(spec, dict(enumerate(axes))) for axes in (goal, stay))
     if anywhere:
         goals |= _placements(spec.with_partition(P(unreduced=spec.partition.unreduced, reduced=spec.partition.reduced)))
     for after in goals:
         if after is spec or not worth(after):
             continue
-        uneven = not (spec.even and after.even)  # a gather of such waits for the longest block
+        uneven = not (spec.even and after.even)  # a native gather of uneven blocks waits for the longest
         if (anywhere and uneven) or not _is_native(spec, after):
             yield reblock(spec, after)
 
 
-_MANY = 500  # placements, of which only those are looked at that lead towards the target
+_MANY = 500  # of more placements, only those that lead towards the target are considered
 
 
 @functools.lru_cache(maxsize=64)
 def _placements(spec: TensorSpec) -> dict[TensorSpec, None]:
-    """Every way to cut the dims of a whole tensor over axes that are free, in every order, unless they are too many."""
+    """Return every cut of the dims of a whole tensor by free axes, in every order, or none if there are too many."""
     axes, ndim = free_axes(spec), spec.ndim
-    found: dict[TensorSpec, None] = {}
+    placements: dict[TensorSpec, None] = {}
     few = sum(perm(len(axes), n) * comb(n + max(ndim, 1) - 1, n) for n in range(len(axes) + 1)) <= _MANY
     for order in itertools.permutations(axes) if few else ():
         for places in itertools.product([*range(ndim), None], repeat=len(order)):
             cuts = (tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim))
-            found[moved(spec, dict(enumerate(cuts)))] = None
-    return found
+            placements[moved(spec, dict(enumerate(cuts)))] = None
+    return placements
 
 
 def reblock(spec: TensorSpec, after: TensorSpec) -> tuple[Call, TensorSpec]:
-    """From any placement to any other, and where it leads."""
+    """Return the call that leads from one placement to another, and the other."""
     move = Reblock(spec, after)
     return call("reblock", spec.mesh, move.axes, Options(move=move)), after
 
 
 def _is_native(spec: TensorSpec, after: TensorSpec) -> bool:
-    """Whether a change is one gather or one slice."""
+    """Return whether a change is one gather or one slice."""
     now, then = spec.partition.dim_axes, after.partition.dim_axes
     changed = [dim for dim, axes in enumerate(now) if axes != then[dim]]
     if len(changed) > 1:

@@ -1,4 +1,4 @@
-"""How an operand of a call comes to lie as it must: collectives, casts, and what both cost, in backward too."""
+"""The collectives and casts that lay an operand out for a call, and their price, backward included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fspmd.spec import P, TensorSpec
 
 
 class Leg(NamedTuple):
-    """Calls that lead a block from one layout to another; ``own``: that of a Sharded, of which fspmd knows all uses."""
+    """Calls that lead a block from one layout to another. ``own``: the block of a Sharded; fspmd knows all its uses."""
 
     source: TensorSpec
     reached: TensorSpec
@@ -27,28 +27,28 @@ class Leg(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """The collectives of one operand, and the casts after them; what they take in µs, in backward where one follows."""
+    """The collectives of one operand, the casts after them, and their times in µs. Backward counts if it follows."""
 
     route: Route
     calls: tuple[Call, ...]
     casts: tuple[Call, ...]
     forward: float
     backward: float = 0.0  # of the transposed collectives
-    casting: float = 0.0  # of the sums of gradients that a cast brings
+    casting: float = 0.0  # of the sums of gradients that casts bring
 
     @property
     def time(self) -> float:
-        """µs of all, there and back."""
+        """The µs of all, forward and backward."""
         return self.forward + self.backward + self.casting
 
     @property
     def leg(self) -> Leg:
         """The collectives, without the casts."""
-        lies = self.route.target.partition
-        gathered = {axis for one in self.calls if one.pair.name == "all_gather_reduced" for axis in one.axes}
-        reached = P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gathered)
-        moving = [one for one in self.calls if is_moving(one.pair.kernel)]
-        communicates = any(prod(one.mesh.shape[axis] for axis in one.axes) > 1 for one in moving)
+        partition = self.route.target.partition
+        gathered = {axis for step in self.calls if step.pair.name == "all_gather_reduced" for axis in step.axes}
+        reached = P(*partition, unreduced=partition.unreduced, reduced=partition.reduced | gathered)
+        moving = [step for step in self.calls if is_moving(step.pair.kernel)]
+        communicates = any(prod(step.mesh.shape[axis] for axis in step.axes) > 1 for step in moving)
         return Leg(self.route.source, self.route.target.with_partition(reached), self.calls, communicates)
 
 
@@ -61,59 +61,63 @@ def moves(
     followed: bool = False,
     directly: bool = False,
 ) -> Moves:
-    """From one layout to another, then cast to varying over axes.
+    """Return the moves from one layout to another, then cast to varying over ``axes``.
 
-    By the quickest route; ``followed`` by a gradient by that or the direct one (`route`), whichever is quicker there
-    and back; ``directly`` by that in any case.
+    They follow the quickest route. If a gradient follows (``followed``), they follow the route that is quicker forward
+    and backward together: that one or the direct one (`route`). ``directly`` asks for the direct one.
     """
-    found = _along(route(spec, need, topology, directly), axes, topology, followed)
+    quickest = _along(route(spec, need, topology, directly), axes, topology, followed)
     if not followed or directly or spec is need or spec.mesh != need.mesh or are_many(spec.mesh):
-        return found
+        return quickest
     direct = moves(spec, need, axes, topology, followed, True)
-    return direct if direct.time < found.time * (1 - 1e-9) else found
+    return direct if direct.time < quickest.time * (1 - 1e-9) else quickest
 
 
-def _along(way: Route, axes: tuple[str, ...], topology: Topology, followed: bool) -> Moves:
-    steps, need = way.steps, way.target
+def _along(route: Route, axes: tuple[str, ...], topology: Topology, followed: bool) -> Moves:
+    """Return the moves along a route, with their times."""
+    steps, need = route.steps, route.target
     calls, gathered = _scattering_backward([step.call for step in steps], axes)
     cast = casts(need, axes, gathered) if axes else ()
     forward = sum([step.price.time for step in steps])
     if not followed:
-        return Moves(way, calls, cast, forward)
-    backward, casting, before = 0.0, 0.0, way.source
-    for step, one in zip(steps, calls, strict=True):
-        time = back(Step(one, step.spec, step.price), before, topology).time
-        if one is step.call:
+        return Moves(route, calls, cast, forward)
+    backward, casting, before = 0.0, 0.0, route.source
+    for step, made in zip(steps, calls, strict=True):
+        time = back(Step(made, step.spec, step.price), before, topology).time
+        if made is step.call:
             backward += time
         else:
             casting += time
         before = step.spec
     size = prod(need.block_shape) * need.dtype.itemsize
-    after = [one.transposed for one in cast]
-    casting += sum(price(one.pair.kernel, one.mesh, one.axes, size, size, topology).time for one in after)
-    return Moves(way, calls, cast, forward, backward, casting)
+    sums = [step.transposed for step in cast]
+    casting += sum(price(step.pair.kernel, step.mesh, step.axes, size, size, topology).time for step in sums)
+    return Moves(route, calls, cast, forward, backward, casting)
 
 
 def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple[tuple[Call, ...], frozenset[str]]:
-    """Gathers of what is then cast to varying: to reduced, so backward is a reduce-scatter and not twice as much."""
-    found, axes = list(steps), set[str]()
+    """Gather to reduced where a cast to varying follows: backward is then a reduce-scatter, half of an all-reduce.
+
+    Returns the calls, and the axes that they gather to reduced.
+    """
+    calls, axes = list(steps), set[str]()
     if not casts:
-        return tuple(found), frozenset()
+        return tuple(calls), frozenset()
     for i, step in reversed(list(enumerate(steps))):
         if step.options.dims is not None:
             continue
         if step.pair.name != "all_gather_invariant" or not set(step.axes) <= set(casts):
             break
-        found[i] = call("all_gather_reduced", step.mesh, step.axes, step.options)
+        calls[i] = call("all_gather_reduced", step.mesh, step.axes, step.options)
         axes.update(step.axes)
-    return tuple(found), frozenset(axes)
+    return tuple(calls), frozenset(axes)
 
 
 def casts(need: TensorSpec, axes: tuple[str, ...], gathered: frozenset[str] = frozenset()) -> tuple[Call, ...]:
-    """To varying, over axes of which some were just ``gathered``, to reduced."""
+    """Return the casts to varying over ``axes``, of which some were just ``gathered`` to reduced."""
     reduced = tuple(axis for axis in axes if axis in need.partition.reduced | gathered)
     others = tuple(axis for axis in axes if axis not in reduced)
     rows = [("invariant_to_varying", others)]
-    if need.mesh.transport == "simulation":  # elsewhere the blocks are apart, and nothing is left to do, backward too
+    if need.mesh.transport == "simulation":  # elsewhere each rank has its own block, and this cast does nothing
         rows.insert(0, ("reduced_to_varying", reduced))
     return tuple(call(name, need.mesh, over) for name, over in rows if over)

@@ -1,6 +1,6 @@
-"""Between a global tensor and its blocks, and from one spec to another, differentiably.
+"""Differentiable moves between a global tensor and its blocks, and from one layout to another.
 
-Every move is a row of the pair table, so backward communicates what the table says.
+Every move is a row of the pair table, which also gives the communication of backward.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fspmd.transport.windows import Regroup
 
 
 def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
-    """The blocks of ``target`` from those of ``source``, by the cheapest route; on one mesh or from one to another.
+    """Move a block from ``source`` to ``target`` by the cheapest route, on one mesh or from one to another.
 
-    Where gradients follow, that is the one that is cheaper there and back. What was moved or cut may be written into.
+    If a gradient follows, the price counts backward too. A block that was moved or cut has its own memory.
     """
     if source is target:
         return x
@@ -41,63 +41,61 @@ def redistribute(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
 def begun(
     x: Tensor, source: TensorSpec, target: TensorSpec, forward: torch.dtype, backward: torch.dtype, wait: bool
 ) -> Callable[[], Tensor]:
-    """`redistribute` in one dtype, and its gradient in another; what waits for it. Not ``wait``: the last collective is
-    under way meanwhile.
+    """Start `redistribute`, and return a function that waits for its result.
 
-    The gradient has the dtype of ``x`` in the end.
+    The block moves in the dtype ``forward``, and its gradient in the dtype ``backward``. The gradient ends in the dtype
+    of ``x``. Without ``wait`` the last collective is under way until the function is called.
     """
     before, after = (TensorSpec(spec.mesh, spec.partition, spec.shape, forward) for spec in (source, target))
     if source.mesh != target.mesh:
         elsewhere = redistribute(x.to(forward), before, after)
         return lambda: elsewhere
     calls = moves(before, after, (), topology(), x.requires_grad and torch.is_grad_enabled()).calls
-    same = forward == backward
-    if wait or _kernels(calls) <= VIEWS or transforms_active():  # under which nothing is split
-        there = moved(x.to(forward), calls) if same else _Moved.apply(x, moved, calls, forward, backward)
-        return lambda: there
-    flight = depart(_led((x if same else x.detach()).to(forward), calls[:-1]), calls[-1])
-    if same:
+    one_dtype = forward == backward
+    if wait or _kernels(calls) <= VIEWS or transforms_active():  # torch.func sees whole collectives only
+        y = moved(x.to(forward), calls) if one_dtype else _Moved.apply(x, moved, calls, forward, backward)
+        return lambda: y
+    flight = depart(_led((x if one_dtype else x.detach()).to(forward), calls[:-1]), calls[-1])
+    if one_dtype:
         return lambda: land(flight)
     return lambda: _Moved.apply(x, lambda *_: land(flight), calls, forward, backward)
 
 
 def _led(x: Tensor, calls: Sequence[Call]) -> Tensor:
-    for one in calls:
-        x = apply(x, one)
+    for step in calls:
+        x = apply(x, step)
     return x
 
 
 def moved(x: Tensor, calls: Sequence[Call]) -> Tensor:
-    """``x`` led along calls. A part that was cut off has memory of its own: a write into it must not change ``x``, on
-    each rank elsewhere.
-    """
+    """Apply calls to ``x``. A slice is copied: a write into a view would change ``x``, elsewhere on each rank."""
     y, kernels = _led(x, calls), _kernels(calls)
     return y.clone() if "slice" in kernels and kernels <= VIEWS else y
 
 
 def _kernels(calls: Sequence[Call]) -> set[str]:
-    return {one.pair.kernel for one in calls}
+    return {step.pair.kernel for step in calls}
 
 
 class _Moved(torch.autograd.Function):
-    """``x`` led along calls in one dtype, by ``there``; its gradient goes back along them in another."""
+    """Moves ``x`` along calls in one dtype, by the function ``move``, and its gradient back along them in another."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, there: Any, calls: tuple[Call, ...], forward: torch.dtype, backward: torch.dtype) -> Tensor:
-        y: Tensor = there(x.to(forward), calls)
+    def forward(x: Tensor, move: Any, calls: tuple[Call, ...], forward: torch.dtype, backward: torch.dtype) -> Tensor:
+        y: Tensor = move(x.to(forward), calls)
         return y.view_as(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, _, ctx.calls, ctx.forward_dtype, ctx.backward_dtype = inputs
-        ctx.given = x.dtype
+        ctx.dtype = x.dtype
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        g = _led(g.to(ctx.backward_dtype), [one.transposed for one in reversed(ctx.calls)])
-        return g.to(ctx.given), None, None, None, None
+        g = _led(g.to(ctx.backward_dtype), [step.transposed for step in reversed(ctx.calls)])
+        return g.to(ctx.dtype), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
@@ -106,10 +104,10 @@ class _Moved(torch.autograd.Function):
 
 
 def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
-    """A process has its part in what happens on a mesh of which it is a member."""
-    here, there = source.mesh, target.mesh
-    if (here.transport, here.device_type) != (there.transport, there.device_type):  # no collective spans both
-        return to_blocks(from_blocks(x, source).to(there.device), target)
+    """Move a block to another mesh. A process takes part in the steps on the meshes of which it is a member."""
+    before, after = source.mesh, target.mesh
+    if (before.transport, before.device_type) != (after.transport, after.device_type):  # no collective spans both
+        return to_blocks(from_blocks(x, source).to(after.device), target)
     for step in route(source, target, topology()).steps:
         if step.call.options.move is not None or step.call.mesh.coordinate() is not None:
             x = apply(x, step.call)
@@ -117,49 +115,52 @@ def _to_mesh(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
 
 
 def viewed(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
-    """Blocks as those of a layout of which dims are products of theirs, or factors. Nothing moves, backward either."""
+    """View blocks of one layout as blocks of another, whose dims are products of its dims, or factors.
+
+    Nothing moves, forward or backward.
+    """
     return apply(x, call("view", source.mesh, (), Options(dims=Regroup(source, target))))
 
 
 def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
-    """This rank's block of a global tensor that every rank holds. Nothing moves; backward gathers the gradient."""
+    """Return this rank's block of a global tensor that every rank holds. Nothing moves. Backward gathers."""
     refuse_misfit(x, "a global tensor was expected, but got")
     return moved(x, cuts(spec, topology()))
 
 
 def borrowed_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
-    """The same, as a view that is not to be written into."""
+    """Return the block as a view of the global tensor, for readers only."""
     refuse_misfit(x, "a global tensor was expected, but got")
     return _led(x, cuts(spec, topology()))
 
 
 @functools.lru_cache(maxsize=8192)
 def cuts(spec: TensorSpec, topology: Topology) -> tuple[Call, ...]:
-    """From a global tensor that every rank holds to its blocks: a slice per dim, then casts.
+    """Return the calls from a global tensor that every rank holds to its blocks: a slice per dim, then casts.
 
-    The slowest links come last: in backward they carry the gradient before other gathers make it larger.
+    The slowest links come last. In backward they are then the first, and carry the gradient while it is smallest.
     """
-    mesh, lies = spec.mesh, spec.partition
+    mesh, partition = spec.mesh, spec.partition
     if spec.flat:
-        apart = spec.unflattened
-        views = Regroup(spec.with_partition(P()), apart.with_partition(P())), Regroup(apart, spec)
+        unflattened = spec.unflattened
+        views = Regroup(spec.with_partition(P()), unflattened.with_partition(P())), Regroup(unflattened, spec)
         first, last = (call("view", mesh, (), Options(dims=view)) for view in views)
-        return (first, *cuts(apart, topology), last)
+        return (first, *cuts(unflattened, topology), last)
     dims = sorted(spec.cuts, key=lambda cut: -topology.link(mesh, cut[1]).bandwidth)
-    found = [call("slice", mesh, axes, Options(dim=d, sizes=lengths(spec, d, axes))) for d, axes, _ in dims]
-    for name, pending in (("invariant_to_reduced", lies.reduced), ("invariant_to_unreduced", lies.unreduced)):
-        if pending:
-            found.append(call(name, mesh, mesh.ordered(pending)))
-    return tuple(found)
+    calls = [call("slice", mesh, axes, Options(dim=d, sizes=lengths(spec, d, axes))) for d, axes, _ in dims]
+    for name, axes in (("invariant_to_reduced", partition.reduced), ("invariant_to_unreduced", partition.unreduced)):
+        if axes:
+            calls.append(call(name, mesh, mesh.ordered(axes)))
+    return tuple(calls)
 
 
 def from_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
-    """The global tensor on every rank: gathered where sharded, summed where unreduced. Backward slices."""
+    """Return the global tensor on every rank: gathered where sharded, summed where unreduced. Backward slices."""
     return redistribute(x, spec, spec.with_partition(P()))
 
 
 def from_even_blocks(x: Tensor, partition: P, mesh: Mesh) -> Tensor:
-    """`from_blocks` where the blocks along each cut have one length, which may differ along axes of no cut."""
+    """Return `from_blocks` where the blocks along each cut have one length, which may vary over the other axes."""
     for name, pending in (("psum_unreduced", partition.unreduced), ("reduced_to_invariant", partition.reduced)):
         if axes := mesh.ordered(pending):
             x = apply(x, call(name, mesh, axes))

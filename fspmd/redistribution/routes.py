@@ -1,8 +1,8 @@
-"""From one layout of a tensor to another: the cheapest sequence of collectives, by shortest path over layouts.
+"""The cheapest sequence of collectives from one layout of a tensor to another: a shortest path over layouts.
 
-A node of the graph is a `TensorSpec`; `edges` has its edges. Where ways round can pay all of them are searched: beside
-a pending sum (scatter it first), and where links differ in speed (fetch a part over the slow axis, and gather it over
-the fast one); else those that lead towards the target.
+A node of the graph is a `TensorSpec`, and `edges` gives its edges. Normally the search follows the edges that lead
+towards the target. It follows all edges where a detour can pay: with a pending sum (scatter it first), and where links
+differ in speed (fetch a part over the slow axis, and gather it over the fast one).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import micros
 from fspmd.pairs import Call, call
-from fspmd.redistribution.bounds import bounded, closely
+from fspmd.redistribution.bounds import bound, closely
 from fspmd.redistribution.cost import FREE, Price, Topology, links_differ
 from fspmd.redistribution.edges import edges, reblock
 from fspmd.redistribution.steps import Step, held, priced, short
@@ -37,8 +37,8 @@ _UNREACHED: Final[Label] = (inf, 0, 0)
 class Route:
     """The steps between two layouts of one tensor.
 
-    ``looked``: how many edges the search looked at. ``bound``: where it was cut short, the µs that no route can beat;
-    else None.
+    ``looked`` is the number of edges that the search looked at. ``bound`` is None after a complete search; otherwise it
+    is the µs that no route can beat.
     """
 
     source: TensorSpec
@@ -49,35 +49,30 @@ class Route:
 
     @property
     def price(self) -> Price:
-        """Of all steps: bytes and times add up, the peak is the highest."""
+        """The price of all steps: bytes and times add up, and the peak is the highest."""
         return sum((step.price for step in self.steps), Price(0.0, 0.0, held(self.source)))
 
     def __str__(self) -> str:
         where = repr(self.source.mesh)
         if self.target.mesh != self.source.mesh:
             where += f", then {self.target.mesh!r}"
-        return "\n".join(
-            (
-                f"{short(self.source)} -> {short(self.target)} on {where}",
-                *(f"{i:3}. {step}" for i, step in enumerate(self.steps, 1)),
-                str(self.price),
-                *self._told(),
-            )
-        )
-
-    def _told(self) -> list[str]:
-        if self.bound is None:
-            return []
-        return [f"there are too many routes to look at all of them; none takes less than {micros(self.bound)}"]
+        lines = [
+            f"{short(self.source)} -> {short(self.target)} on {where}",
+            *(f"{i:3}. {step}" for i, step in enumerate(self.steps, 1)),
+            str(self.price),
+        ]
+        if self.bound is not None:
+            lines.append(f"there are too many routes to look at all of them; none takes less than {micros(self.bound)}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
 
 @functools.lru_cache(maxsize=8192)
 def route(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> Route:
-    """The cheapest way; of equally quick ones that which holds less, then that of fewer steps.
+    """Return the quickest route. Of equally quick routes the one that holds less wins, then the one of fewer steps.
 
-    ``directly``: that of `straight`, which is found far sooner.
+    ``directly`` asks for the route of `straight`, which is found far sooner.
     """
     if source is target:
         return Route(source, target, ())
@@ -89,34 +84,36 @@ def route(source: TensorSpec, target: TensorSpec, topology: Topology, directly: 
 
 
 def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool) -> Route:
-    """Where dims are `Flat`: between views of both that have the same dims, in which each is in blocks of its own.
+    """Return a route between layouts with flat dims. It runs between views of both that have the same factors as dims.
 
-    A dim that has no such views is whole on the way.
+    A dim without common factors becomes whole on the way.
     """
-    views = [_alike(source, target, dim) for dim in range(source.ndim)]
+    views = [_common_factors(source, target, dim) for dim in range(source.ndim)]
     if None in views:
         entries = [None if view is None else entry for view, entry in zip(views, target.partition, strict=True)]
         after = target.partition
         middle = target.with_partition(P(*entries, unreduced=after.unreduced, reduced=after.reduced))
         halves = route(source, middle, topology, directly), route(middle, target, topology, directly)
-        cut = any(half.bound is not None for half in halves)
+        incomplete = any(half.bound is not None for half in halves)
         least = sum(half.price.time if half.bound is None else half.bound for half in halves)
         looked = sum(half.looked for half in halves)
-        return Route(source, target, halves[0].steps + halves[1].steps, looked, least if cut else None)
-    known = [view for view in views if view is not None]
-    sizes = [found for found, _, _ in known]
+        return Route(source, target, halves[0].steps + halves[1].steps, looked, least if incomplete else None)
+    factors = [view for view in views if view is not None]
+    sizes = [dim_sizes for dim_sizes, _, _ in factors]
     first, last = (
-        source.viewed(sizes, [axes for _, axes, _ in known]),
-        target.viewed(sizes, [axes for *_, axes in known]),
+        source.viewed(sizes, [axes for _, axes, _ in factors]),
+        target.viewed(sizes, [axes for *_, axes in factors]),
     )
-    found = route(first, last, topology, directly)
+    between = route(first, last, topology, directly)
     begins = () if first is source else (_viewing(source, first, topology),)
     ends = () if last is target else (_viewing(last, target, topology),)
-    return Route(source, target, (*begins, *found.steps, *ends), found.looked, found.bound)
+    return Route(source, target, (*begins, *between.steps, *ends), between.looked, between.bound)
 
 
-def _alike(source: TensorSpec, target: TensorSpec, dim: int) -> tuple[Sizes, tuple[Axes, ...], tuple[Axes, ...]] | None:
-    """Of which dims one dim of both layouts can be viewed, and the axes of each before and after; None: of none."""
+def _common_factors(
+    source: TensorSpec, target: TensorSpec, dim: int
+) -> tuple[Sizes, tuple[Axes, ...], tuple[Axes, ...]] | None:
+    """Return sizes as which both layouts can view a dim, and the axes that cut each before and after; None if none."""
     now, then, size = source.partition[dim], target.partition[dim], source.shape[dim]
     if not (isinstance(now, Flat) or isinstance(then, Flat)):
         return (size,), (entry_axes(now),), (entry_axes(then),)
@@ -124,10 +121,10 @@ def _alike(source: TensorSpec, target: TensorSpec, dim: int) -> tuple[Sizes, tup
         sizes, axes = zip(*source.factors[dim], strict=True)
         return sizes, axes, axes
     for spec, other in ((source, then), (target, now)):
-        if not axes_within(other):  # whole, which can be viewed as anything
+        if not axes_within(other):  # a whole dim can be viewed as any factors
             sizes, axes = zip(*spec.factors[dim], strict=True)
-            nothing = ((),) * len(sizes)
-            return (sizes, axes, nothing) if spec is source else (sizes, nothing, axes)
+            uncut = ((),) * len(sizes)
+            return (sizes, axes, uncut) if spec is source else (sizes, uncut, axes)
     finer = refined(*([n for n, _ in spec.factors[dim]] for spec in (source, target)))
     if finer is None:
         return None
@@ -140,18 +137,18 @@ def _viewing(before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
 
 
 def _within(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> Route:
-    """By few layouts (`straight`); then, unless axes are many, a better way by all edges that may be part of one."""
-    if (one := _direct(source, target, topology)) is not None:
-        return Route(source, target, (one,))
+    """Return a route on one mesh: a plain collective, else the route of `straight`, improved unless axes are many."""
+    if (step := _direct(source, target, topology)) is not None:
+        return Route(source, target, (step,))
     known = Route(source, target, *straight(source, target, topology))
     if not (directly or are_many(source.mesh)):
-        return _search(known, topology, anywhere=_round_pays(source, target, topology))
+        return _search(known, topology, anywhere=_detour_may_pay(source, target, topology))
     least = closely(source, target, topology)
     return replace(known, bound=least) if known.price.time > least + _ROUNDING else known
 
 
 def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step | None:
-    """The collective from the one to the other that no route beats, if it is plain to see."""
+    """Return the native collective between two layouts if plainly no route beats it, else None."""
     for move, after in leaving(source, target):
         if after is target and move.pair.name != "reblock":
             step = priced(move, source, target, topology)
@@ -160,11 +157,11 @@ def _direct(source: TensorSpec, target: TensorSpec, topology: Topology) -> Step 
 
 
 def _is_unbeaten(step: Step, source: TensorSpec, topology: Topology) -> bool:
-    """Whether no route beats a native collective that leads to the target, as far as that is plain to see.
+    """Return whether plainly no route beats a native collective that leads to the target.
 
-    What is over when two collectives have only begun is not beaten by two. Over links that are alike it sends what
-    ranks lack, and no less will do; more steps have fewer rounds only over fewer axes at a time. But those that hold
-    copies may share a sum.
+    A collective that takes no longer than two launches is not beaten by two. Over links of one speed it sends exactly
+    the data that ranks lack, so a longer route can only save rounds, by passing fewer axes at a time. The exception is
+    a sum that ranks with copies can share.
     """
     mesh, before, after = source.mesh, source.partition, step.spec.partition
     if not (source.even and step.spec.even):
@@ -182,21 +179,22 @@ def _is_unbeaten(step: Step, source: TensorSpec, topology: Topology) -> bool:
 
 
 def _weight(move: Call) -> int:
-    return 3 if move.pair.name == "reblock" else 1  # of equals rather two native collectives
+    return 3 if move.pair.name == "reblock" else 1  # two native collectives are preferred to an equally quick reblock
 
 
 _ROUNDING: Final = 1e-6  # µs
-_EFFORT: Final = 2000  # edges that are looked at, before what is known is good enough
+_EFFORT: Final = 2000  # edges that a search looks at before it takes the best route so far
 
 
 def _search(known: Route, topology: Topology, *, anywhere: bool) -> Route:
-    """The best way, given one: by edges that lead towards the target, or by way of ``anywhere``.
+    """Return the best route, given a known one: over edges that lead towards the target, or ``anywhere``.
 
-    A*, with `bound` for what is still to come. A reblock is queued at what any takes, then at what its last rank
-    receives, and priced when its turn comes again. Where the search is cut short, the best so far.
+    The search is an A*, with `bound` as the estimate of the time ahead. A reblock is queued with a bound for any
+    reblock, then with a bound for its last rank, and priced when its turn comes again. A search that is cut short
+    returns the best route so far.
     """
     source, target = known.source, known.target
-    least, limit = bounded(target, topology), known.price.time + _ROUNDING
+    least, limit = bound(target, topology), known.price.time + _ROUNDING
     order, looked, begin = itertools.count(), known.looked, _begins(source.mesh, topology)
     reached: dict[TensorSpec, Label] = {}
     queue: list[tuple[float, int, int, int, float, TensorSpec, tuple[Step, ...], Call | bool]] = []
@@ -208,8 +206,8 @@ def _search(known: Route, topology: Topology, *, anywhere: bool) -> Route:
             heapq.heappush(queue, (round(time + ahead, 9), peak, length, next(order), time, spec, steps, edge))
 
     def offer(label: Label, before: TensorSpec, steps: tuple[Step, ...], after: TensorSpec) -> bool:
-        begun = begin if before.even and after.even else 0.0  # something moves, or slices do the same
-        push(label, after, steps, begun, True)
+        start = begin if before.even and after.even else 0.0  # an even reblock moves data, or slices do the same
+        push(label, after, steps, start, True)
         return False
 
     def take(label: Label, move: Call, before: TensorSpec, after: TensorSpec, steps: tuple[Step, ...]) -> None:
@@ -235,19 +233,19 @@ def _search(known: Route, topology: Topology, *, anywhere: bool) -> Route:
             reached[spec] = label
             for move, after in edges(spec, target, anywhere, functools.partial(offer, label, spec, steps)):
                 take(label, move, spec, after, steps)
-    arrived = [(*way[4:5], *way[1:4], way[6]) for way in queue if way[5] is target and way[7] is False]
+    arrived = [(*node[4:5], *node[1:4], node[6]) for node in queue if node[5] is target and node[7] is False]
     steps = min(arrived)[-1] if arrived else known.steps
     return Route(source, target, steps, looked, queue[0][0] if queue else None)
 
 
 @functools.lru_cache(maxsize=1024)
 def _begins(mesh: Mesh, topology: Topology) -> float:
-    """µs until anything that moves has begun to arrive."""
+    """Return the µs until the first data of any collective arrives."""
     return topology.launch + min(topology.link(mesh, (axis,)).latency for axis in mesh.axis_names)
 
 
 def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> float:
-    """What a reblock takes at least: what its last rank receives, or whose block grows."""
+    """Return the least µs of a reblock: its last rank receives the elements that it lacks, or its block grows by."""
     size = held(after)
     lacks = max(lacking(before, after) * before.dtype.itemsize, size - held(before))
     link = topology.link(move.mesh, move.axes)
@@ -255,8 +253,8 @@ def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology
     return sending + 2 * size / topology.memory
 
 
-def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:
-    """Whether a way round may: past a pending sum, where links differ in speed, and on many axes to a pending sum."""
+def _detour_may_pay(source: TensorSpec, target: TensorSpec, topology: Topology) -> bool:
+    """Return whether a detour may pay: from a pending sum, to a sum on many axes, and where links differ in speed."""
     mesh, before, after = source.mesh, source.partition, target.partition
     many = sum(n > 1 for n in mesh.shape.values()) > 2
     return bool(
@@ -267,20 +265,23 @@ def _round_pays(source: TensorSpec, target: TensorSpec, topology: Topology) -> b
 
 
 def _across(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
-    """To another mesh in one move, before which pending sums end unless both meshes have them on the same ranks."""
+    """Return the steps to another mesh: a reblock.
+
+    Pending sums are settled before it, unless both meshes have them on the same ranks.
+    """
     starts, end = [source], target
     if not Reblock(source, target).carries:
         starts, end = list(_settled_layouts(source)), target.with_partition(P(*target.partition))
     leave = _within(end, target, topology).steps
-    ways = []
+    candidates = []
     for start in starts:
         step = priced(reblock(start, end)[0], start, end, topology)
-        ways.append((*_within(source, start, topology).steps, step, *leave))
-    return min(ways, key=lambda steps: sum((step.price for step in steps), FREE).rank)
+        candidates.append((*_within(source, start, topology).steps, step, *leave))
+    return min(candidates, key=lambda steps: sum((step.price for step in steps), FREE).rank)
 
 
 def _settled_layouts(spec: TensorSpec) -> Iterator[TensorSpec]:
-    """Without pending sums: added up on every rank, or each dim's parts where they will lie."""
+    """Yield layouts without pending sums: settled on every rank, or scattered to one of the dims."""
     entries, pending = spec.partition.entries, spec.mesh.ordered(spec.partition.unreduced)
     yield spec.with_partition(P(*entries))
     for dim, axes in enumerate(spec.partition.dim_axes if pending else ()):

@@ -1,4 +1,4 @@
-"""Moves and casts that several uses of a value share: what was done for one serves the others, forward and backward."""
+"""Moves and casts that all uses of a value share, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import (
     bypass,
     has_moves,
-    is_asked,
     is_hooked,
     moves_of,
+    needs_gradient,
     origin_of,
     recall,
     recall_cast,
@@ -31,36 +31,36 @@ from fspmd.spec import P, TensorSpec, describe
 from fspmd.torch_internals import transforms_active
 from fspmd.transport.local_tensor import blocks_of
 
-_ARRANGED: Final = "arranged"  # a value that users see, which no move of an operand hands on
-KEPT: Final = "_fspmd_casts"
+_ARRANGED: Final = "arranged"  # part of the key of values that users see; moves of operands do not share them
+KEPT: Final = "_fspmd_casts"  # the metadata of an autograd node that holds casts
 
 
 def redistribute_once(x: Tensor, source: TensorSpec, target: TensorSpec) -> Tensor:
-    """`redistribute`, of a value that several functions take so: they are given one and the same tensor."""
-    what = _ARRANGED, source, target
-    lasting = not (source is target or is_transformed() or (x.requires_grad and is_asked(x)))
-    if lasting and (known := recall(x, what)) is not None:
+    """Return `redistribute` of a value that several functions take, as one tensor for all of them."""
+    move = _ARRANGED, source, target
+    shares = not (source is target or is_transformed() or (x.requires_grad and needs_gradient(x)))
+    if shares and (known := recall(x, move)) is not None:
         return known
     y = redistribute(x, source, target)
-    if lasting and y is not x and y._base is not x:
-        remember(x, what, y)
+    if shares and y is not x and y._base is not x:
+        remember(x, move, y)
     return y
 
 
 def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tensor:
-    """A block in the layout that a leg leads to, which is found again where it was led there before.
+    """Lead a block along a leg. If the block was led there before, return the remembered result.
 
-    What communicates is remembered as long as the block lives, where that is not long: of results that are followed by
-    autograd, and of pending sums, whose ends are as large as they. A parameter is moved at each use. Slices, which move
-    something in backward alone, are remembered as long as their graph lives, of which ``kept`` is to be a part. Not
-    ``shared``: this use hands out parts of what it is given, which is memory of its own.
+    A result that took communication is remembered as long as the block lives, if that is not longer than a step: for
+    blocks with a gradient, and for pending sums. A parameter is moved at each use. Slices communicate in backward only;
+    they are remembered as long as their graph lives, and appended to ``kept``, which the caller ties to the graph.
+    Without ``shared`` the result has memory of its own, because the call hands out parts of it.
     """
-    shares = leg.communicates and not (is_transformed() or (x.requires_grad and is_asked(x)))
+    shares = leg.communicates and not (is_transformed() or (x.requires_grad and needs_gradient(x)))
     if shares and has_moves(x) and (known := _known(x, leg)) is not None:
         return known if shared else known.clone()
-    y = x
     if (made := _made_again(x, leg, kept)) is not None:
         return made
+    y = x
     for step in leg.calls:
         if step.pair.name == "slice" and _is_followed(y):
             y = cast_once(y, step)
@@ -73,53 +73,59 @@ def along(x: Tensor, leg: Leg, kept: list[Tensor], shared: bool = True) -> Tenso
 
 
 def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
-    """A part of a value that is larger than what it was made of; the gradient of a slice would be gathered."""
+    """Make the blocks of a target anew from the operands that a value was made of, or return None.
+
+    This serves values that are larger than their operands. The gradient of a slice would be gathered.
+    """
     if not (leg.own and _is_followed(x)) or is_transformed():
         return None
-    origin, grown = origin_of(x), _is_expanded(x)
-    if not (origin or grown):
+    origin, expanded = origin_of(x), _is_expanded(x)
+    if not (origin or expanded):
         return None
-    if not _only_slices(leg) or is_asked(x):
+    if not _only_slices(leg) or needs_gradient(x):
         return None
     y = recall_cast(x, leg.reached)
     if y is None:
         y = origin(x, leg.reached) if origin else None
-        y = _part_of_expanded(x, leg) if y is None and grown else y
+        y = _part_of_expanded(x, leg) if y is None and expanded else y
         if y is None:
             return None
         remember_cast(x, leg.reached, y)
         bypass(x)
-    if is_hooked(x):  # perhaps on this rank alone, which has sent what the others send
+    if is_hooked(x):  # perhaps on this rank alone: it raises after it has taken part in all collectives
         raise ArgumentError(_HOOKED.format(describe(leg.source.dtype, leg.source.shape)))
     kept.append(y)
     return y
 
 
 _HOOKED: Final = (
-    "the gradient of a value {} is asked for, by register_hook or retain_grad, but it is used in another layout, for "
-    "which it is made anew, of what it was made of, and its gradient does not come by it; write x = x.clone() on all "
-    "ranks, before that, and use the copy, whose gradient is gathered"
+    "register_hook or retain_grad got a value {} whose gradient is incomplete: the value is used in another layout, "
+    "where each rank makes its part anew from the operands; write x = x.clone() on all ranks before, and use the copy, "
+    "whose gradient is gathered"
 )
 
 
 def _only_slices(leg: Leg) -> bool:
-    return all(one.pair.name == "slice" for one in leg.calls)
+    return all(step.pair.name == "slice" for step in leg.calls)
 
 
 def _is_expanded(x: Tensor) -> bool:
-    """And no view of that, of which fspmd does not know: its gradient would be seen, and is all in one place."""
+    """Return whether ``x`` is the result of `expand` itself. Of views of such a result fspmd does not know all uses."""
     return 0 in blocks_of(x)[0].stride() and x.grad_fn is not None and x.grad_fn.name() == "ExpandBackward0"
 
 
 def _part_of_expanded(x: Tensor, leg: Leg) -> Tensor | None:
-    """Of what was expanded along all dims that are cut: expanded from one element there, whose gradient is summed."""
-    dims = {one.options.dim for one in leg.calls}
+    """Expand one element along the dims that are cut, so that its gradient is summed and not gathered.
+
+    Returns None if ``x`` is not expanded along all of these dims, or if the sum costs more than the gather.
+    """
+    dims = {step.options.dim for step in leg.calls}
     if any(x.stride(dim) for dim in dims):
         return None
-    axes = tuple([axis for one in leg.calls for axis in one.axes])
+    axes = tuple([axis for step in leg.calls for axis in step.axes])
     shape = tuple([1 if dim in dims else size for dim, size in enumerate(leg.source.shape)])
-    one = TensorSpec(leg.source.mesh, leg.source.partition, shape, leg.source.dtype)
-    summed = moves(one, one, axes, topology(), True).casting
+    element = TensorSpec(leg.source.mesh, leg.source.partition, shape, leg.source.dtype)
+    summed = moves(element, element, axes, topology(), True).casting
     if summed >= moves(leg.source, leg.reached, (), topology(), True).time:
         return None
     part, y = x.detach(), x
@@ -131,7 +137,7 @@ def _part_of_expanded(x: Tensor, leg: Leg) -> Tensor | None:
 
 
 def cast_once(x: Tensor, cast: Call) -> Tensor:
-    """A cast, or a slice: forward it is free, and one serves all uses whose graph is alive."""
+    """Return a cast or a slice of ``x``. It is free forward, and one result serves all uses whose graph is alive."""
     if (known := recall_cast(x, cast)) is not None:
         return known
     y = lend(x, cast)
@@ -141,23 +147,23 @@ def cast_once(x: Tensor, cast: Call) -> Tensor:
 
 
 def keep(casts: Iterable[Tensor], out: Any, name: str = KEPT) -> None:
-    """Alive as long as the graph is, and no longer; what else is kept there has other names."""
-    for one in (out,) if isinstance(out, Tensor) else out:
-        node: Any = one.grad_fn
+    """Keep casts alive exactly as long as the graph of ``out``. Other things kept on a graph have other names."""
+    for y in (out,) if isinstance(out, Tensor) else out:
+        node: Any = y.grad_fn
         if node is not None:
             node.metadata[name] = casts
 
 
 def ended(x: Tensor, source: TensorSpec) -> TensorSpec | None:
-    """In which layout the pending sum that a block is a part of was ended, if it was; of several the most whole one."""
+    """Return the layout in which a pending sum was settled, or None. Of several layouts it is that of larger blocks."""
     pending = source.partition.unreduced
-    found = [what[1] for what in moves_of(x) if what[0] is source]
-    found = [one for one in found if one.partition.unreduced < pending and recall(x, (source, one)) is not None]
-    return max(found, key=lambda one: prod(one.block_shape), default=None)
+    reached = [move[1] for move in moves_of(x) if move[0] is source]
+    settled = [spec for spec in reached if spec.partition.unreduced < pending and recall(x, (source, spec)) is not None]
+    return max(settled, key=lambda spec: prod(spec.block_shape), default=None)
 
 
 def _known(x: Tensor, leg: Leg) -> Tensor | None:
-    """What was remembered of a leg, or of its twin."""
+    """Return the remembered result of a leg, or of its twin, or None."""
     if (known := recall(x, (leg.source, leg.reached))) is not None:
         return known
     twin = _twin(leg)
@@ -174,11 +180,12 @@ def _known(x: Tensor, leg: Leg) -> Tensor | None:
 
 @functools.lru_cache(maxsize=4096)
 def _twin(leg: Leg) -> Leg | None:
-    """Of a gather to invariant that to reduced, and of that the other: forward they do the same."""
+    """Return the gather to reduced for a gather to invariant, and the other way round. Forward both do the same."""
     if len(leg.calls) != 1 or leg.calls[0].pair.name not in _TWINS:
         return None
-    (gather,), lies = leg.calls, leg.reached.partition
-    reached = leg.reached.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced ^ set(gather.axes)))
+    (gather,), partition = leg.calls, leg.reached.partition
+    reduced = partition.reduced ^ set(gather.axes)
+    reached = leg.reached.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
     twin = call(_TWINS[gather.pair.name], gather.mesh, gather.axes, gather.options)
     return leg._replace(reached=reached, calls=(twin,))
 
@@ -191,5 +198,5 @@ def _is_followed(x: Tensor) -> bool:
 
 
 def _passes(x: Tensor, spec: TensorSpec) -> bool:
-    """Whether a block, or what is remembered of it, is not held for longer than a step, or is of no account."""
+    """Return whether a block lives no longer than a step, or its remembered results are no larger than it."""
     return x.requires_grad or bool(spec.partition.unreduced)

@@ -1,4 +1,4 @@
-"""One step of a route: a collective, the layout it leads to, and its price."""
+"""A step of a route: a collective, the layout it leads to, and its price."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fspmd.transport.windows import traffic
 
 
 class Step(NamedTuple):
-    """One collective, the layout it leads to, and what it costs each rank."""
+    """A collective, the layout it leads to, and its price for each rank."""
 
     call: Call
     spec: TensorSpec
@@ -28,27 +28,27 @@ class Step(NamedTuple):
 
 
 def priced(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> Step:
-    """What a collective from one layout to another is."""
-    blocks = move.options.move
-    moved = None if blocks is None else traffic(blocks)
-    received = None if moved is None else (moved.messages, moved.elements * before.dtype.itemsize)
+    """Return the step of a collective from ``before`` to ``after``, with its price."""
+    reblock = move.options.move
+    busiest = None if reblock is None else traffic(reblock)
+    received = None if busiest is None else (busiest.messages, busiest.elements * before.dtype.itemsize)
     size, message = 0 if move.options.dims is not None else held(before), None
-    if not (before.even and after.even) and moved is None:
+    if not (before.even and after.even) and busiest is None:
         message = prod(map(min, before.block_shape, after.block_shape)) * before.dtype.itemsize
     cost = price(move.pair.kernel, before.mesh, move.axes, size, held(after), topology, received, message=message)
     return Step(move, after, cost)
 
 
 def back(step: Step, before: TensorSpec, topology: Topology) -> Price:
-    """What the transpose of a step costs, which leads back to ``before``."""
+    """Return the price of the transpose of a step, which leads back to ``before``."""
     return priced(step.call.transposed, step.spec, before, topology).price
 
 
 def short(spec: TensorSpec) -> str:
-    """A layout without its mesh."""
+    """Return the text of a layout without its mesh."""
     return repr(spec).partition(" on ")[0]
 
 
 def held(spec: TensorSpec) -> int:
-    """The bytes of a block."""
+    """Return the bytes of a block."""
     return prod(spec.block_shape) * spec.dtype.itemsize

@@ -1,10 +1,10 @@
-"""Routes by a search that looks at few layouts: of many axes there are too many, n! orders to cut a dim by n.
+"""Routes by a search that looks at few layouts. Many axes allow too many layouts: n axes cut a dim in n! orders.
 
-On few axes it is where the search of `routes` begins.
+On few axes the search of `routes` starts from this route.
 
-Between two collectives all that moves nothing happens at once: slices as the target has them, and casts. Sums end over
-runs of the pending axes, in the order of the target, on every rank or in parts, which lie where the target has them or
-in one other dim. All else goes straight to where the target has it.
+Steps that move nothing are taken at once between two collectives: slices as in the target, and casts. Sums are settled
+over runs of the pending axes, in the order of the target: on every rank, or scattered, to the dim of the target or to
+one other dim. Everything else moves straight to its place in the target.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Final
 from fspmd.entries import Axes
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, call
-from fspmd.redistribution.bounds import bounded
+from fspmd.redistribution.bounds import bound
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.edges import can_part, exchanges, free_axes, gathers, lengths, moved, reblocks, scatter, sums
 from fspmd.redistribution.steps import Step, priced
 from fspmd.spec import TensorSpec
 from fspmd.transport import Options
 
-#: axes of more than one rank in all whose orders are looked at
+#: the most axes of more than one rank for which `routes` looks at all orders
 MOST: Final = 3
-_PATIENCE: Final = 60  # collectives that are priced; from there on what looks best is taken
-_HASTE: Final = 1.5  # what the least time ahead is weighed with
+_PATIENCE: Final = 60  # collectives that are priced before the search turns greedy
+_HASTE: Final = 1.5  # the weight of the bound on the time ahead
 
 
 def are_many(mesh: Mesh) -> bool:
-    """Whether a mesh has too many axes to look at all their orders."""
+    """Return whether a mesh has too many axes to look at all their orders."""
     return sum(n > 1 for n in mesh.shape.values()) > MOST
 
 
 def straight(source: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[tuple[Step, ...], int]:
-    """The steps from one layout to another, and how many collectives were looked at.
+    """Return the steps from one layout to another, and how many collectives were looked at.
 
-    By weighted A*, which after a while goes on from the nearest layout alone.
+    The search is a weighted A*. After ``_PATIENCE`` collectives it goes on from the most promising layout alone.
     """
     order, looked, done = itertools.count(), 0, set[TensorSpec]()
     queue: list[tuple[float, float, int, int, int, TensorSpec, tuple[Step, ...]]] = []
@@ -49,7 +49,7 @@ def straight(source: TensorSpec, target: TensorSpec, topology: Topology) -> tupl
         steps, spec = (*steps, *free), free[-1].spec if free else before
         if spec not in done:
             time = round(time + sum(step.price.time for step in free), 9)
-            ahead = _HASTE * bounded(target, topology)(spec)
+            ahead = _HASTE * bound(target, topology)(spec)
             heapq.heappush(queue, (time + ahead, time, peak, len(steps), next(order), spec, steps))
 
     push(0.0, 0, source, ())
@@ -70,7 +70,7 @@ def straight(source: TensorSpec, target: TensorSpec, topology: Topology) -> tupl
 
 
 def leaving(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, TensorSpec]]:
-    """The collectives that lead on."""
+    """Yield the collectives that lead from ``spec`` straight towards ``target``."""
     pending = _pending(spec, target)
     for i, j in itertools.combinations(range(len(pending) + 1), 2):
         run = pending[i:j]
@@ -86,17 +86,20 @@ def leaving(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Tensor
 
 
 def _pending(spec: TensorSpec, target: TensorSpec) -> Axes:
-    """The axes whose sums must end: as the target cuts dims, then those over which it is reduced, then whole."""
+    """Return the axes whose sums must be settled.
+
+    Axes that cut a dim of the target come first, in its order; then those over which it is reduced; then the others.
+    """
     want, ends = target.partition, spec.partition.unreduced - target.partition.unreduced
     if not ends:
         return ()
     cut = [axis for axes in want.dim_axes for axis in axes]
     rest = [axis for axis in spec.mesh.axis_names if axis not in cut]
-    return tuple(axis for axis in (*cut, *sorted(rest, key=lambda one: one not in want.reduced)) if axis in ends)
+    return tuple(axis for axis in (*cut, *sorted(rest, key=lambda axis: axis not in want.reduced)) if axis in ends)
 
 
 def _for_parts(spec: TensorSpec, target: TensorSpec, run: Axes) -> Iterator[int]:
-    """The dim in whose parts sums may end as the target has them; and one other, in equal parts."""
+    """Yield the dims to which sums over ``run`` may be scattered: as in the target, and one other, in equal parts."""
     other, least = None, (inf, 0.0)
     for dim, (now, then) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
         if not can_part(spec, dim, now, run):
@@ -104,20 +107,20 @@ def _for_parts(spec: TensorSpec, target: TensorSpec, run: Axes) -> Iterator[int]
         if run == tuple(axis for axis in then if axis in run):
             yield dim
         elif lengths(spec, dim, (*now, *run)) is None:
-            taken = len(now) + len(then), -spec.block_shape[dim]
-            other, least = (dim, taken) if taken < least else (other, least)
+            rank = len(now) + len(then), -spec.block_shape[dim]
+            other, least = (dim, rank) if rank < least else (other, least)
     if other is not None:
         yield other
 
 
 def _free_steps(spec: TensorSpec, target: TensorSpec, topology: Topology) -> tuple[Step, ...]:
-    """All that leads on and moves nothing."""
-    found: list[Step] = []
+    """Return the steps towards the target that move nothing."""
+    steps: list[Step] = []
     mesh, want = spec.mesh, target.partition
 
     def take(name: str, axes: Axes, after: TensorSpec, options: Options = Options()) -> None:  # noqa: B008
         nonlocal spec
-        found.append(priced(call(name, mesh, axes, options), spec, after, topology))
+        steps.append(priced(call(name, mesh, axes, options), spec, after, topology))
         spec = after
 
     have = spec.partition
@@ -125,7 +128,7 @@ def _free_steps(spec: TensorSpec, target: TensorSpec, topology: Topology) -> tup
         take("reduced_to_invariant", axes, moved(spec, {}, None, have.reduced & want.reduced))
     free = frozenset(free_axes(spec))
     if not free:
-        return tuple(found)
+        return tuple(steps)
     for dim, (now, then) in enumerate(zip(have.dim_axes, want.dim_axes, strict=True)):
         if len(then) == len(now) or then[: len(now)] != now:
             continue
@@ -138,4 +141,4 @@ def _free_steps(spec: TensorSpec, target: TensorSpec, topology: Topology) -> tup
         take("invariant_to_reduced", axes, moved(spec, {}, None, have.reduced.union(axes)))
     if axes := mesh.ordered(free & want.unreduced):
         take("invariant_to_unreduced", axes, moved(spec, {}, have.unreduced.union(axes)))
-    return tuple(found)
+    return tuple(steps)

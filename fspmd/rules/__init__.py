@@ -1,4 +1,4 @@
-"""How torch functions act on dims: rows in factor notation."""
+"""The rules of torch functions: how they act on dims, as rows in factor notation."""
 
 from __future__ import annotations
 

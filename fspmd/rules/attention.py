@@ -1,8 +1,8 @@
-"""Scaled dot product attention: batch and heads as they lie, sequences by bodies.
+"""Scaled dot product attention: batch and heads may be sharded by its rule, sequences by its body.
 
-With queries and keys sharded alike, blocks of keys and values go round a ring, each sent on while the one before it is
-used, and the softmax is summed up as they come (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers",
-2023). With keys alone sharded each rank attends to its own, and the parts are added up.
+If queries and keys are sharded alike, blocks of keys and values go round a ring. Each block is sent on while the one
+before it is in use, and the softmax is accumulated (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
+Transformers", 2023). If only keys are sharded, each rank attends to its own, and the results are added up.
 """
 
 from __future__ import annotations
@@ -34,82 +34,80 @@ _PATTERNS = {
 
 
 def attention(whole: Whole) -> Factors:
-    """Keys (``s``), and causal queries (``l``), by a body; where there are as many of both, together (``t``)."""
+    """The rule of attention. A body shards keys (``s``), causal queries (``l``), or both alike (``t``)."""
     if whole.argument(4, "dropout_p", 0.0) or min(map(len, whole.shapes)) < 2 or len(whole.shapes) < 3:
         return NO_RULE
     grouped = bool(whole.argument(7, "enable_gqa", False))
     query, key, value = whole.shapes[:3]
     if grouped and min(len(shape) for shape in whole.shapes[:3]) < 3:
         return NO_RULE
-    found = match(_PATTERNS[0, "h " if grouped else ""], whole.shapes[:3])
-    names = {name: found.names[name] for name in ("l", "s")}
+    factors = match(_PATTERNS[0, "h " if grouped else ""], whole.shapes[:3])
+    names = {name: factors.names[name] for name in ("l", "s")}
     rows, s = names["l"], names["s"]
-    t = names["t"] = len(found.names)
-    masks = tuple(_mask(found.results[0], shape, whole, s) for shape in whole.shapes[3:])
-    own = frozenset({s, rows} if whole.argument(5, "is_causal", False) else {s})
-    scaled = frozenset({found.names["h"]} if grouped else ())
-    found = found._replace(
-        operands=(*found.operands, *masks),
+    t = names["t"] = len(factors.names)
+    masks = tuple(_mask(factors.results[0], shape, whole, s) for shape in whole.shapes[3:])
+    separate = factors._replace(
+        operands=(*factors.operands, *masks),
         summed=frozenset(),
-        whole=own,
-        scaled=scaled,
+        whole=frozenset({s, rows} if whole.argument(5, "is_causal", False) else {s}),
+        scaled=frozenset({factors.names["h"]} if grouped else ()),
         names=names,
         products=query[-1] + value[-1],
     )
     if query[-2] != key[-2]:
-        return found
+        return separate
     ring = {rows: t, s: t}
-    joint = tuple(tuple(ring.get(f, f) if f is not None else None for f in dims) for dims in found.operands[:3])
-    beside = tuple(tuple(t if f == rows else None if f == s else f for f in dims) for dims in masks)
-    results = (tuple(ring.get(f, f) if f is not None else None for f in found.results[0]),)
-    together = found._replace(
-        operands=(*joint, *beside), results=results, whole=frozenset({t}), products=found.products * key[-2]
+    operands = tuple(tuple(ring.get(f, f) if f is not None else None for f in dims) for dims in separate.operands[:3])
+    ring_masks = tuple(tuple(t if f == rows else None if f == s else f for f in dims) for dims in masks)
+    results = (tuple(ring.get(f, f) if f is not None else None for f in separate.results[0]),)
+    alike = separate._replace(
+        operands=(*operands, *ring_masks), results=results, whole=frozenset({t}), products=separate.products * key[-2]
     )
-    return found._replace(others=(together,))
+    return separate._replace(others=(alike,))
 
 
 def _mask(result: Dims, shape: Sequence[int], whole: Whole, s: int) -> Dims:
-    """``[..., l, s]``, of which any dim may be 1."""
+    """Return the dims of a mask ``[..., l, s]``, in which any size may be 1."""
     sizes = (*whole.results[0][:-1], whole.shapes[1][-2])
     factors = (*result[:-1], s)
-    pairs = zip(factors[len(factors) - len(shape) :], sizes[len(sizes) - len(shape) :], shape, strict=True)
-    return tuple(f if size == own and own != 1 else None for f, size, own in pairs)
+    rows = zip(factors[len(factors) - len(shape) :], sizes[len(sizes) - len(shape) :], shape, strict=True)
+    return tuple(f if n == size and n != 1 else None for f, size, n in rows)
 
 
 def _time(layout: BodyLayout) -> float:
-    """Of what the products do not hide of the rounds of a ring; or of the sums of all parts, and of their weights."""
-    own, goes_round = _along(layout)
-    if not own.axes:
+    """Return the µs of forward: of the ring, or of the all-reduces of the parts, their maxima and their weights."""
+    over_keys, is_ring = _along(layout)
+    if not over_keys.axes:
         return 0.0
-    if goes_round:
-        return _rounds(own)
-    query, value = own.operands[0], own.operands[2]
+    if is_ring:
+        return _rounds(over_keys)
+    query, value = over_keys.operands[0], over_keys.operands[2]
     rows = math.prod(query.block_shape[:-1]) * max(query.dtype.itemsize, 4)
-    one, whole = (own.price("reduce", n, n) for n in (rows, rows * value.shape[-1]))
-    return 2 * one + whole
+    number_per_row, parts = (over_keys.price("reduce", n, n) for n in (rows, rows * value.shape[-1]))
+    return 2 * number_per_row + parts
 
 
 def _back(layout: BodyLayout) -> float:
-    """Of the same for gradients: sums have none."""
-    own, goes_round = _along(layout)
-    return _rounds(own) if goes_round else 0.0
+    """Return the µs of backward: of the ring; all-reduces need no communication there."""
+    over_keys, is_ring = _along(layout)
+    return _rounds(over_keys) if is_ring else 0.0
 
 
 def _along(layout: BodyLayout) -> tuple[BodyLayout, bool]:
-    """Over those of the axes that cut keys; and whether they cut queries alike, so that keys go round a ring."""
+    """Return the layout over the axes that cut keys, and whether they cut queries alike, so that there is a ring."""
     cut = [entry_axes(spec.partition[-2]) for spec in layout.operands[:2]]
-    queries, keys = (tuple([axis for axis in layout.axes if axis in own]) for own in cut)
+    queries, keys = (tuple([axis for axis in layout.axes if axis in axes]) for axes in cut)
     return layout._replace(axes=keys), bool(keys) and queries == keys
 
 
 def _rounds(layout: BodyLayout) -> float:
-    """Each round begins before the products of the one before it, and none comes after the last products."""
+    """Return the µs of the ring's rounds that the products do not hide. The last products need no round."""
     query, key, value = layout.operands[:3]
-    heads = math.prod(query.block_shape[:-2])  # those of keys and values are repeated first
+    heads = math.prod(query.block_shape[:-2])  # heads of keys and values are repeated first
     sent = heads * key.block_shape[-2] * (query.shape[-1] + value.shape[-1]) * max(query.dtype.itemsize, 4)
-    one = layout.price("permute", sent, sent)
+    round_time = layout.price("permute", sent, sent)
     products = math.prod(query.block_shape[:-1]) * key.block_shape[-2] * (query.shape[-1] + value.shape[-1])
-    return (query.mesh.axis_size(layout.axes) - 1) * max(0.0, one - work(products, sent, layout.topology))
+    return (query.mesh.axis_size(layout.axes) - 1) * max(0.0, round_time - work(products, sent, layout.topology))
 
 
 def _body(
@@ -125,7 +123,7 @@ def _body(
     enable_gqa: bool = False,
 ) -> Tensor:
     empty = any(length == 0 for _, length in site.blocks(site.operands[0].shape[-2], "l"))
-    if not site.over(("s", "t")) and not empty:  # causal, of a part of the queries
+    if not site.over(("s", "t")) and not empty:  # causal queries are sharded, keys are not
         allowed = _allowed(site, "l", None, 0, is_causal)
         return F.scaled_dot_product_attention(query, key, value, allowed, scale=scale, enable_gqa=enable_gqa)
     device = query.device.type
@@ -149,9 +147,9 @@ def _masked(scores: Tensor, allowed: Tensor | None, mask: Tensor | None) -> Tens
 
 
 def _allowed(site: Site, rows: str, columns: str | None, step: int, causal: bool) -> Tensor | None:
-    """Which of the keys that are here in a step of the ring each query of the block may see; None for all.
+    """Return a mask of the keys that each query of the block may see in a step of the ring; None means all.
 
-    Blocks that go round are as long as the longest.
+    All blocks of the ring have the length of the longest.
     """
     length, size = (site.operands[i].shape[-2] for i in (0, 1))
     over, across = site.over((rows,)), site.over((columns,))
@@ -183,8 +181,8 @@ def _ring(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
         coming = ppermute(pair, axes, turn, wait=False) if step + 1 < n else None
         part = mask
         if mask is not None and mask.shape[-1] != 1:
-            held = per_rank(site, ("columns", step), axes, _columns(cut, step, longest))
-            part = mask.index_select(-1, held)
+            columns = per_rank(site, ("columns", step), axes, _columns(cut, step, longest))
+            part = mask.index_select(-1, columns)
         scores = _masked(query @ pair[0].mT, _allowed(site, "t", "t", step, causal), part)
         new = torch.maximum(top, scores.detach().amax(-1, keepdim=True))
         finite = new.where(new.isfinite(), 0)
@@ -196,7 +194,7 @@ def _ring(site: Site, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def _columns(cut: Sequence[tuple[int, int]], step: int, longest: int) -> Callable[[int], Tensor]:
-    """The keys that a rank has in a step; beyond the end of a block any."""
+    """Return a function that gives the keys of a rank in a step. Places beyond the end of its block repeat the last."""
 
     def made(at: int) -> Tensor:
         start, length = cut[(at - step) % len(cut)]
@@ -206,7 +204,7 @@ def _columns(cut: Sequence[tuple[int, int]], step: int, longest: int) -> Callabl
 
 
 def _lengthened(site: Site, x: Tensor, cut: Sequence[tuple[int, int]]) -> Tensor:
-    """With zeros at the end, as long as the longest block."""
+    """Append zeros to a block, to the length of the longest block."""
     if len({n for _, n in cut}) == 1:
         return x
     index = per_rank(site, "lengthened", site.axes["t"], lambda at: _or_last(cut[at][1], cut[0][1]))
@@ -243,7 +241,7 @@ def with_dropout(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention of which shares are dropped, the same ones under every layout: by functions that have rules."""
+    """Attention with dropout, composed of functions that have rules. It drops the same weights in every layout."""
     if attn_mask is not None and is_causal:
         raise RuntimeError("scaled_dot_product_attention: explicit attn_mask should not be set when is_causal=True")
     if enable_gqa:

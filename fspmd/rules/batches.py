@@ -1,4 +1,4 @@
-"""Functions of the trailing dims of their operands, one result for each place of the leading ones: matrices, images."""
+"""Functions of the trailing dims of their operands, batched over the leading ones: of matrices, of images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from fspmd.rules.global_call import NO_RULE, Rule, Whole
 
 
 def batched(*trailing: int) -> Rule:
-    """So many trailing dims of each operand (of further ones as of the last) are whole; the others broadcast."""
+    """Return a rule in which ``trailing`` dims of each operand must be whole, and the leading dims broadcast.
+
+    The last number also holds for all further operands.
+    """
 
     def rule(whole: Whole) -> Factors:
         counts = [*trailing, *(trailing[-1],) * len(whole.shapes)][: len(whole.shapes)]
@@ -21,11 +24,11 @@ def batched(*trailing: int) -> Rule:
 
 
 def solved(whole: Whole) -> Factors:
-    """Of matrices and what they are multiplied with: columns (rows, where that stands left), or vectors."""
+    """The rule of ``linalg.solve``: the columns of the right-hand side may be sharded (rows if ``left=False``)."""
     left, (a, b) = whole.argument(2, "left", True), whole.shapes
     vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
-    found, given = ("... 1", "... [p]") if vectors else ("... 1 k", "... [p] k") if left else ("... k 1", "... k [p]")
-    return match(parse(f"... [n] [m], {given} -> {found}, ... 1 1, ... 1, ..."), whole.shapes)
+    out, given = ("... 1", "... [p]") if vectors else ("... 1 k", "... [p] k") if left else ("... k 1", "... k [p]")
+    return match(parse(f"... [n] [m], {given} -> {out}, ... 1 1, ... 1, ..."), whole.shapes)
 
 
 def _each(whole: Whole) -> range:
@@ -37,7 +40,7 @@ def _whole_dims(whole: Whole, result: int, batch: Factors) -> Dims:
 
 
 def leading(count: int) -> Rule:
-    """Only so many leading dims of the first operand may be sharded; the other operands must be whole."""
+    """Return a rule in which only ``count`` leading dims of the first operand may be sharded, and no other operand."""
 
     def rule(whole: Whole) -> Factors:
         first = (*range(count), *(None,) * whole.ndim)[: whole.ndim]
@@ -49,7 +52,7 @@ def leading(count: int) -> Rule:
 
 
 def gathered(whole: Whole) -> Factors:
-    """No dim may be sharded."""
+    """The rule of a function that takes whole operands: no dim may be sharded."""
     return Factors(
         tuple((None,) * len(shape) for shape in whole.shapes), tuple((None,) * len(shape) for shape in whole.results)
     )

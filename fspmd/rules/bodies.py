@@ -1,7 +1,7 @@
-"""Sharded bodies: what a function does on blocks along dims that must otherwise be whole, in the local view's words.
+"""Sharded bodies: functions of the local view that run where a dim that must otherwise be whole is sharded.
 
-A body runs as one of `shard_map` does, its types tracked: it is given a `Site`, and the arguments of the call with a
-block in place of each tensor.
+A body runs as the body of a `shard_map` does, with its types tracked. It gets a `Site`, and the arguments of the call
+with a block in place of each tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dim = int | Sequence[int] | None
 
 
 class BodyLayout(NamedTuple):
-    """How the operands and results of a body lie. A function of it prices the body: `rule` with ``price=``.
+    """The layouts of the operands and results of a body. `rule` takes a function of it, ``price=``, to price the body.
 
     >>> import torch
     >>> from fspmd import P, TensorSpec, make_mesh, topology
@@ -40,12 +40,12 @@ class BodyLayout(NamedTuple):
 
     operands: Sequence[TensorSpec]
     results: Sequence[TensorSpec]
-    axes: tuple[str, ...]  # that cut dims which must otherwise be whole
+    axes: tuple[str, ...]  # the axes that cut dims which must otherwise be whole
     topology: Topology
     whole: frozenset[int]  # those dims, of the first operand
 
     def row_bytes(self) -> int:
-        """Bytes of one number for each row of the first block along the dims that must otherwise be whole."""
+        """Return the bytes of one number per row of the first block. Rows run along the dims in ``whole``."""
         first = self.operands[0]
         size = first.dtype.itemsize
         for dim, length in enumerate(first.block_shape):
@@ -53,14 +53,17 @@ class BodyLayout(NamedTuple):
         return size
 
     def each(self) -> float:
-        """The elements of the first result for each such row."""
+        """Return the number of elements of the first result per row."""
         rows = prod(size for d, size in enumerate(self.operands[0].shape) if d not in self.whole)
         return prod(self.results[0].shape) / max(1, rows)
 
     def price(self, kernel: str, before: int, after: int) -> float:
-        """µs of a collective over the axes, on blocks of so many bytes that become blocks of so many.
+        """Return the µs of a collective over ``axes``.
 
-        ``kernel``: ``"reduce"`` (an all-reduce), ``"gather"``, ``"reduce_scatter"`` or ``"exchange"`` (an all-to-all).
+        Args:
+            kernel: ``"reduce"`` (an all-reduce), ``"gather"``, ``"reduce_scatter"`` or ``"exchange"`` (an all-to-all).
+            before: Bytes of a block before the collective.
+            after: Bytes of a block after it.
         """
         return price(kernel, self.operands[0].mesh, self.axes, before, after, self.topology).time
 
@@ -70,7 +73,7 @@ Time = Callable[[BodyLayout], float]  # µs of a body's collectives, forward
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a sharded body runs: its first argument.
+    """The first argument of a sharded body: the layouts of the call, and the axes that cut each dim.
 
     >>> import torch
     >>> from fspmd import P, device_get, device_put, make_mesh, pmax, rule
@@ -87,12 +90,12 @@ class Site:
     """
 
     axes: dict[Any, tuple[str, ...]]
-    """The mesh axes that cut each dim: by its name in the rule, in fspmd's own rules by its number."""
+    """The mesh axes that cut each dim, by the dim's name in the rule; in fspmd's own rules by its number."""
     operands: tuple[TensorSpec, ...]
     """The layouts of the operands."""
     results: tuple[TensorSpec, ...]
     """The layouts that the results must have."""
-    memo: dict[Any, Any] = field(default_factory=dict)  # what a body worked out of its arguments, the same in each call
+    memo: dict[Any, Any] = field(default_factory=dict)  # results of `once`
 
     @property
     def mesh(self) -> Any:
@@ -100,11 +103,11 @@ class Site:
         return self.operands[0].mesh
 
     def over(self, dims: Sequence[Any]) -> tuple[str, ...]:
-        """The axes that shard some of these dims."""
+        """Return the axes that cut any of these dims."""
         return tuple(axis for dim in dims for axis in self.axes.get(dim, ()))
 
     def blocks(self, size: int, dim: Any) -> tuple[tuple[int, int], ...]:
-        """(offset, length) of each block of a dim of a global size, in the order of its axes."""
+        """Return (offset, length) of each block of a dim of a global size, in the order of its axes."""
         return blocks(size, tuple(self.mesh.shape[axis] for axis in self.axes.get(dim, ())))
 
     def has_empty(self, dim: int) -> bool:
@@ -112,64 +115,66 @@ class Site:
         return any(length == 0 for _, length in self.blocks(self.operands[0].shape[dim], dim))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, made in the first call."""
+        """Return the result of ``make``, which runs in the first call of the body only."""
         if key not in self.memo:
             self.memo[key] = hidden(make)()
         return self.memo[key]
 
     def offset(self, size: int, dim: Any) -> Tensor | int:
-        """Where this rank's block of a dim begins: a 0-d tensor that varies over the dim's axes."""
+        """Return the offset of this rank's block of a dim: a 0-d tensor that varies over the dim's axes."""
         if not self.axes.get(dim):
             return 0
-        found = torch.tensor([start for start, _ in self.blocks(size, dim)], device=self.mesh.device)
-        return found[axis_index(self.axes[dim])]
+        starts = torch.tensor([start for start, _ in self.blocks(size, dim)], device=self.mesh.device)
+        return starts[axis_index(self.axes[dim])]
 
-    def gathered(self, dims: Sequence[Any], *found: Tensor) -> list[Tensor]:
-        """What each rank along some dims found, along a new first dim; equal on all ranks."""
+    def gathered(self, dims: Sequence[Any], *values: Tensor) -> list[Tensor]:
+        """Gather values from the ranks along some dims, in a new first dim; the results are equal on all ranks."""
         axes = self.over(dims)
         if not axes:
-            return [one[None] for one in found]
-        return list(all_gather(list(found), axes, to="invarying"))
+            return [value[None] for value in values]
+        return list(all_gather(list(values), axes, to="invarying"))
 
 
 @dataclass(frozen=True, slots=True)
 class Bodied:
-    """A body, and the time it takes to communicate."""
+    """A body, and the price of its communication."""
 
     body: Body
-    time: Time  # infinite for operands that it does not take
-    back: float | Time = 1.0  # of its gradients, in times of that
-    asks: bool = False  # ranks compare the shapes of what they give to collectives: not known to be right
+    time: Time  # inf for operands that the body does not take
+    back: float | Time = 1.0  # backward: a multiple of ``time``, or µs
+    asks: bool = False  # ranks compare the shapes of operands of collectives, since the body is the user's
 
 
 def dims_of(x: Tensor, dim: Dim) -> tuple[int, ...]:
-    """The dims that a reduction is told to take, as torch counts them: all for None or an empty list."""
+    """Return the dims of a reduction, counted from 0: all of them for None or an empty list."""
     given = (dim,) if isinstance(dim, int) else tuple(dim or range(x.dim()))
     return tuple(d % x.dim() for d in given)
 
 
 def padded(site: Site, x: Tensor, dim: int, value: float) -> Tensor:
-    """With one more element at the end of a dim, where some block of it may be empty."""
+    """Append one element with a value to a dim if some block of it is empty."""
     if not site.has_empty(dim):
         return x
     return torch.cat([x, torch.full_like(x.narrow(dim, 0, 0).sum(dim, keepdim=True, dtype=x.dtype), value)], dim)
 
 
 def widened(x: Tensor) -> Tensor:
-    """Sums of many halves are floats."""
+    """Promote a value to float32 at least, since a sum of many halves loses precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def is_followed(x: Tensor) -> bool:
-    """Whether a gradient goes through a value, or a transform."""
+    """Whether autograd or a transform follows a value."""
     transformed = transforms_active() or forward_ad._current_level >= 0
     return transformed or (x.requires_grad and torch.is_grad_enabled())
 
 
 def reducing(rounds: float, back: float | None = None, *, each: bool = False) -> Callable[[Body], Bodied]:
-    """A body that all-reduces so many numbers for each row of its first operand's block along the sharded dims.
+    """Return a decorator for a body that all-reduces ``rounds`` times one number per row of its first operand.
 
-    ``back``: so many in backward, by default the same. ``each``: so many for each element of the result.
+    Args:
+        back: The all-reduces in backward. Default: ``rounds``.
+        each: The numbers are counted per element of the result, not per row.
     """
 
     def time(layout: BodyLayout) -> float:
@@ -180,9 +185,11 @@ def reducing(rounds: float, back: float | None = None, *, each: bool = False) ->
 
 
 def gathering(numbers: float, back: float = 0.0, *, each: bool = False) -> Callable[[Body], Bodied]:
-    """A body that gathers so many numbers for each such row from each rank, in one round.
+    """Return a decorator for a body that gathers ``numbers`` numbers per row of its first operand, in one all-gather.
 
-    ``back``: what backward takes, in times of that. ``each``: so many for each element of the result.
+    Args:
+        back: The time of backward, as a multiple of the time of forward.
+        each: The numbers are counted per element of the result, not per row.
     """
 
     def time(layout: BodyLayout) -> float:
@@ -193,7 +200,10 @@ def gathering(numbers: float, back: float = 0.0, *, each: bool = False) -> Calla
 
 
 def finding(rounds: int, back: float | None = None) -> Callable[[Body], Bodied]:
-    """A body of all-reduces: few numbers take no longer than their gather, which has half the messages."""
-    ways = (reducing(rounds, back), gathering(rounds))
+    """Return a decorator for a body of ``rounds`` all-reduces of one number per row of its first operand.
+
+    The price is that of an all-gather of these numbers if it is lower: all-reduces of few numbers take no longer.
+    """
+    prices = (reducing(rounds, back), gathering(rounds))
     share = 1.0 if back is None else back / rounds
-    return lambda body: Bodied(body, lambda lying: min(way(body).time(lying) for way in ways), share)
+    return lambda body: Bodied(body, lambda layout: min(price(body).time(layout) for price in prices), share)

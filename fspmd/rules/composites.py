@@ -1,4 +1,4 @@
-"""Functions written in terms of others, where the graph that torch would trace is not the best one, or none."""
+"""Composites: torch functions written as calls of other functions, where torch's own graph is worse, or missing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from fspmd.spec import P, TensorSpec
 
 
 def _take(x: Any, index: Any) -> Any:
-    """By the places in each dim, which a body looks up in sharded ones."""
+    """``x.take(index)`` as ``x[i, j, ...]``, whose body looks up the indices along sharded dims."""
     like = torch.empty((1,), dtype=x.dtype, device="meta")
     like.take(torch.empty((1,), dtype=index.dtype, device="meta"))  # raises what torch does
     x, count = x.reshape(x.shape or (1,)), x.numel()
     index = torch.where(index < 0, index + count, index)
-    index = torch.where(index < 0, count, index)  # of no element
+    index = torch.where(index < 0, count, index)  # out of range
     places: list[Any] = []
     for size in reversed(x.shape[1:]):
         places.insert(0, index % size)
@@ -40,14 +40,14 @@ def _take(x: Any, index: Any) -> Any:
 
 
 def _centred(x: Any) -> Any:
-    """The observations of each variable, less their mean."""
+    """Return the observations of each variable (a row) less their mean."""
     dtype = torch.ones((2,) * x.dim(), dtype=x.dtype).cov().dtype  # raises what torch does
     rows = (x if x.dim() == 2 else x.reshape(1, -1)).to(dtype)
     return rows - rows.mean(1, keepdim=True)
 
 
 def _cov(x: Any, *, correction: int = 1, **_: None) -> Any:
-    """Of sharded observations the sums of products are pending."""
+    """``torch.cov``; if observations are sharded, the sums of products are pending."""
     centred = _centred(x)
     return (centred @ centred.mH / max(centred.size(1) - correction, 0)).squeeze()
 
@@ -55,21 +55,21 @@ def _cov(x: Any, *, correction: int = 1, **_: None) -> Any:
 def _corrcoef(x: Any) -> Any:
     centred = _centred(x)
     unit = centred / torch.linalg.vector_norm(centred, dim=1, keepdim=True)
-    found = (unit @ unit.mH).squeeze()
-    if not found.is_complex():
-        return found.clip(-1, 1)
-    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
+    out = (unit @ unit.mH).squeeze()
+    if not out.is_complex():
+        return out.clip(-1, 1)
+    return torch.complex(out.real.clip(-1, 1), out.imag.clip(-1, 1))
 
 
 def _unchunked(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-    """``options`` only bear on how a whole loss is computed in parts."""
+    """``F.linear_cross_entropy`` without ``options``, which only say how to compute the loss in parts."""
     return F.linear_cross_entropy(*args, **kwargs)
 
 
 def _normalize(x: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
-    """Which spectral norms write into their buffers."""
-    found = x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
-    return found if out is None else out.copy_(found)
+    """``F.normalize``. Spectral norms use ``out`` to write into their buffers."""
+    unit = x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
+    return unit if out is None else out.copy_(unit)
 
 
 def _is_tensor(x: Any) -> bool:
@@ -77,14 +77,17 @@ def _is_tensor(x: Any) -> bool:
 
 
 def in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """A split of a dim made of dims of which none that is cut lies across the pieces: a view of each, nothing moves."""
+    """Return a composite of a split along a flat dim that needs no communication, or None.
+
+    The uncut leading dims of the flat dim must split into equal pieces.
+    """
     x = args[0] if args else None
     if not isinstance(x, Sharded) or not x.spec.flat or any(map(_is_tensor, (*args[1:], *kwargs.values()))):
         return None
     try:
-        shapes = [one.shape for one in func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)]
+        shapes = [piece.shape for piece in func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs)]
     except Exception:
-        return None  # its row says what is wrong
+        return None  # the row of the function raises
     dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % x.dim()
     uncut = itertools.takewhile(lambda factor: not factor[1], x.spec.factors[dim])
     if len({*shapes}) > 1 or math.prod(n for n, _ in uncut) % len(shapes):
@@ -94,15 +97,18 @@ def in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
 
 
 def without_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """A reshape that leaves out dims of size 1 of which one rank has all: first they are taken there, then the rest."""
+    """Return a composite of a reshape that drops sharded dims of size 1, or None.
+
+    One rank has such a dim. The composite selects its row there, and then reshapes.
+    """
     x = args[0] if args else None
     if not isinstance(x, Sharded) or x.spec.flat or not any(x.shape[d] == 1 < math.prod(n) for d, _, n in x.spec.cuts):
         return None
-    whole = [torch.empty(one.shape, device="meta") if _is_tensor(one) else one for one in args]
+    whole = [torch.empty(arg.shape, device="meta") if _is_tensor(arg) else arg for arg in args]
     try:
         shape = func(*whole, **kwargs).shape
     except Exception:
-        return None  # its row says what is wrong
+        return None  # the row of the function raises
     cut = {d for d, _, parts in x.spec.cuts if math.prod(parts) > 1}
     gone = cut.intersection(vanishing(x.spec.shape, tuple(shape)))
     return functools.partial(_reshaped_without, sorted(gone, reverse=True), shape) if gone else None
@@ -128,17 +134,17 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """By moments over all dims but the channels'; the running ones are written where they lie."""
+    """``F.batch_norm`` by the moments over all dims but the channels. The running moments keep their layout."""
     return _normed(x, running_mean, running_var, weight, bias, training, momentum, eps)[0]
 
 
 def _normed(
     x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """The result, and the moments it is made with.
+    """Return the result, and the mean and variance that normalise it.
 
-    What the mean differs from a constant of its value goes by way of the bias: of a sharded batch backward sums two
-    gradients per channel, of scale and shift, not three.
+    The mean is subtracted as a constant of its value; the difference, which is zero, is a part of the bias. For a
+    sharded batch backward then sums two gradients per channel (of scale and shift) in place of three.
     """
     if not x.numel():
         out = x.clone() if weight is None else x * weight[0]
@@ -156,12 +162,12 @@ def _normed(
                     running.mul_(1 - momentum).add_((new.detach() * momentum).to(running.dtype))
     shape = (1, -1, *(1,) * (x.dim() - 2))
     scale = torch.rsqrt(var + eps) if weight is None else torch.rsqrt(var + eps) * weight
-    still = mean.detach()
+    constant = mean.detach()
     shift = bias
     if training:
-        moved = (mean - still) * scale
-        shift = -moved if bias is None else bias - moved
-    out = (wide - still.view(shape)) * scale.view(shape)
+        difference = (mean - constant) * scale
+        shift = -difference if bias is None else bias - difference
+    out = (wide - constant.view(shape)) * scale.view(shape)
     return (out if shift is None else out + shift.view(shape)).to(x.dtype), mean, var
 
 
@@ -176,12 +182,12 @@ def _torch_batch_norm(
     eps: float,
     _: bool,
 ) -> Any:
-    """The same, its arguments in another order."""
+    """``torch.batch_norm``, whose arguments are in another order."""
     return _batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _check_batch(shape: tuple[int, ...]) -> None:
-    """Raises what torch does of one value per channel, which has no variance."""
+    """Raise torch's error for one value per channel, which has no variance."""
     if math.prod(shape) == shape[1]:
         F.batch_norm(torch.empty(shape, device="meta"), None, None, training=True)
 
@@ -189,7 +195,7 @@ def _check_batch(shape: tuple[int, ...]) -> None:
 def _group_norm(
     x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
 ) -> Any:
-    """A layer norm of each group; of groups that block boundaries cut by two all-reduces of a number per group."""
+    """``F.group_norm`` as a layer norm of each group. If blocks cut groups, it needs two all-reduces per group."""
     if x.dim() < 2 or x.size(1) % num_groups:
         raise RuntimeError(f"Expected channels that divide into {num_groups} groups, but got {tuple(x.shape)}")
     _check_batch((x.size(0) * x.size(1) // num_groups, num_groups, *x.shape[2:]))
@@ -208,25 +214,25 @@ def _cuts_groups(x: Any, groups: int) -> bool:
 
 
 def _normed_groups(x: Any, groups: int, eps: float) -> Any:
-    """Channels stay where they are: sums of those of each group are pending, and each channel looks its own up."""
+    """Normalise groups without moving channels: the sums of groups are pending, and each channel looks up its group."""
     size, space = x.size(1) // groups, tuple(range(2, x.dim()))
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     lies = TensorSpec(x.spec.mesh, P(x.spec.partition[1]), (x.size(1),), torch.int64)
-    of = Sharded(to_blocks(torch.arange(x.size(1), device=x.device) // size, lies), lies)
+    group_of = Sharded(to_blocks(torch.arange(x.size(1), device=x.device) // size, lies), lies)
     count = size * math.prod(x.shape[2:])
 
     def mean(values: Any) -> Any:
-        own = values.sum(space) if space else values
-        means = call_torch(sums_of_groups, (own, of, groups)) / count
-        return means.index_select(1, of).view(*own.shape, *(1,) * len(space))
+        sums = values.sum(space) if space else values
+        means = call_torch(sums_of_groups, (sums, group_of, groups)) / count
+        return means.index_select(1, group_of).view(*sums.shape, *(1,) * len(space))
 
     wide = wide - mean(wide)
     return (wide * torch.rsqrt(mean(wide * wide) + eps)).to(x.dtype)
 
 
-def sums_of_groups(x: Any, of: Any, groups: int) -> Any:
-    """Of x ``[n, c]``, whose channels c are of the groups ``[c]``: ``[n, groups]``."""
-    return x.new_zeros(x.size(0), groups).index_add(1, of, x)
+def sums_of_groups(x: Any, group_of: Any, groups: int) -> Any:
+    """Sum the channels of each group: x ``[n, c]``, the group of each channel ``[c]`` -> ``[n, groups]``."""
+    return x.new_zeros(x.size(0), groups).index_add(1, group_of, x)
 
 
 def _per_channel(x: Any, weight: Any, bias: Any) -> Any:
@@ -245,7 +251,7 @@ def _instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """A layer norm of each channel of each sample; the running moments, of the batch's mean, are written."""
+    """``F.instance_norm`` as a layer norm of each channel of each sample. Running moments are means over the batch."""
     if not use_input_stats:
         return _batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     if math.prod(x.shape[2:]) == 1:
@@ -262,7 +268,7 @@ def _instance_norm(
 def _torch_instance_norm(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use: bool, momentum: float, eps: float, _: bool
 ) -> Any:
-    """The same, its arguments in another order."""
+    """``torch.instance_norm``, whose arguments are in another order."""
     return _instance_norm(x, running_mean, running_var, weight, bias, use, momentum, eps)
 
 
@@ -276,14 +282,14 @@ def _norm_and_moments(
     momentum: float,
     eps: float,
 ) -> tuple[Any, Any, Any]:
-    """The same, with what backward needs of the batch, mean and reciprocal deviation, which get no gradient."""
+    """``native_batch_norm``: the result, and in training the mean and reciprocal deviation, which get no gradient."""
     out, mean, var = _normed(x, running_mean, running_var, weight, bias, training, momentum, eps)
     mean, var = mean.detach(), var.detach()
     return (out, mean, torch.rsqrt(var + eps)) if training else (out, x.new_empty((0,)), x.new_empty((0,)))
 
 
 def _legit_norm(x: Any, weight: Any, bias: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """The same; torch leaves out the places of running moments that there are none of."""
+    """``_native_batch_norm_legit``, which torch calls without arguments for running moments if there are none."""
     missing = () if len(args) + len(kwargs) > 3 else (None, None)
     return _norm_and_moments(x, weight, bias, *missing, *args, **kwargs)
 
@@ -291,8 +297,9 @@ def _legit_norm(x: Any, weight: Any, bias: Any, *args: Any, **kwargs: Any) -> tu
 def _norm_with_update(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
 ) -> tuple[Any, Any, Any, Any]:
-    found = _norm_and_moments(x, weight, bias, running_mean, running_var, True, momentum, eps)
-    return (*found, x.new_empty((0,), dtype=torch.uint8))
+    """``_batch_norm_with_update``, whose last result is an empty buffer."""
+    results = _norm_and_moments(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return (*results, x.new_empty((0,), dtype=torch.uint8))
 
 
 def renormed_embedding(
@@ -304,7 +311,7 @@ def renormed_embedding(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    """With ``max_norm``: the rows that are looked up are first made that short, where they lie."""
+    """``F.embedding`` with ``max_norm``: first scales down the rows that are looked up, in place."""
     with torch.no_grad():
         norms = torch.linalg.vector_norm(table, norm_type, dim=1)
         used = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, places.flatten(), True)
@@ -313,17 +320,17 @@ def renormed_embedding(
 
 
 def embedding(places: Any, table: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
-    """Where some rank has no places, of which torch's own has no second derivatives."""
+    """``F.embedding`` as an index of the table. torch's own has no second derivatives on ranks without indices."""
     ints, rows = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (places, table))
     F.embedding(ints, rows, padding_idx)  # raises what torch does
     size = table.shape[0]
     padding = None if padding_idx is None else places == padding_idx % size
-    out = table[(torch.where(places < 0, size, places),)]  # there is no such row
+    out = table[(torch.where(places < 0, size, places),)]  # a negative index is out of range
     return out if padding is None else torch.where(padding[..., None], out.detach(), out)
 
 
 def torch_embedding(table: Any, places: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
-    """The same of a table and places."""
+    """``torch.embedding`` for `embedding`."""
     return embedding(places, table, padding_idx if padding_idx >= 0 else None)
 
 
@@ -336,7 +343,10 @@ def scaled_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """With options of the gradient: that of a row is divided by how often the row is looked up, on all ranks."""
+    """``F.embedding`` with options of the gradient.
+
+    With ``scale_grad_by_freq`` the gradient of a row is divided by the number of its look-ups on all ranks.
+    """
     followed = torch.is_grad_enabled() and table.requires_grad
     if sparse:
         _refuse_sparse_gradient("embedding", table)
@@ -360,24 +370,24 @@ def _refuse_sparse_gradient(name: str, table: Any) -> None:
 
 
 def sparse_embedding_bag(places: Any, table: Any, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
-    """With ``sparse=True``, which says of gradients alone how they are kept."""
+    """``F.embedding_bag`` with ``sparse=True``, which is about gradients and is refused if there are any."""
     _refuse_sparse_gradient("embedding_bag", table)
     return F.embedding_bag(places, table, *args[:5], *(False for _ in args[5:6]), *args[6:], **kwargs)
 
 
 def sparse_torch_embedding_bag(table: Any, places: Any, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
-    """The same of a table and places."""
+    """``torch.embedding_bag`` for `sparse_embedding_bag`."""
     _refuse_sparse_gradient("embedding_bag", table)
     return torch.embedding_bag(table, places, *args[:3], *(False for _ in args[3:4]), *args[4:], **kwargs)
 
 
 def scaled_torch_embedding(table: Any, places: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:
-    """The same of a table and places."""
+    """``torch.embedding`` for `scaled_embedding`."""
     return scaled_embedding(places, table, padding_idx if padding_idx >= 0 else None, None, 2.0, *options, **named)
 
 
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """The bound of a norm is of no weight in derivatives: its gradient passes."""
+    """``F.cosine_similarity``. The gradient passes the lower bound ``eps`` of a norm, as in torch."""
     dtype = torch.promote_types(x1.dtype, x2.dtype)
     if not dtype.is_floating_point:
         raise RuntimeError("expected common dtype to be floating point, yet common dtype is " + str(dtype))
@@ -391,12 +401,12 @@ def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any
 
 
 def _norm(x: Any, p: Any = 2.0, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
-    """``torch.norm`` of an order that is a number."""
+    """``torch.norm`` if its order is a number."""
     return torch.linalg.vector_norm(x, 2.0 if p is None else p, dim, keepdim, dtype=dtype)
 
 
 def _trapezoid(name: str) -> Callable[..., Any]:
-    """Of places equally far apart, as many times that of places one apart."""
+    """Return a trapezoid rule for equal distances ``dx``: ``dx`` times the rule for distances of 1."""
     of_ones = getattr(torch.ops.aten, name).dx
 
     def trapezoid(y: Any, *, dx: float = 1, dim: int = -1) -> Any:
@@ -406,36 +416,40 @@ def _trapezoid(name: str) -> Callable[..., Any]:
 
 
 def constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-    """``F.pad`` with a number."""
+    """``F.pad`` in mode ``"constant"``."""
     return torch.constant_pad_nd(x, pad, 0 if value is None else value)
 
 
 def _one_hot(x: Any, num_classes: int = -1) -> Any:
-    """Of a number that is no class the graph that torch has without values would make a row of zeros."""
+    """``F.one_hot`` that checks its classes. torch's graph gives a row of zeros for a number that is not a class."""
     if x.dtype is not torch.int64:
-        raise RuntimeError  # in torch's words
+        raise RuntimeError  # torch's own call then raises with its message
     if num_classes == -1 or not x.numel() + num_classes:
         if not x.numel():
-            raise ArgumentError("one_hot got no numbers that would tell how many classes there are; pass num_classes")
+            raise ArgumentError(
+                "one_hot got an empty tensor, which does not say how many classes there are; pass num_classes"
+            )
         num_classes = int(x.max()) + 1
-    found = x.unsqueeze(-1) == torch.arange(max(num_classes, 0), device=x.device)
-    allowed = f"one_hot got numbers of which not all are 0 or more and below num_classes={num_classes}"
-    check_values(found.any(-1), Tensor.bool, f"{allowed}; pass a greater num_classes")
-    return found.long()
+    hot = x.unsqueeze(-1) == torch.arange(max(num_classes, 0), device=x.device)
+    message = (
+        f"one_hot got a number that is negative, or not below num_classes={num_classes}; pass a greater num_classes"
+    )
+    check_values(hot.any(-1), Tensor.bool, message)
+    return hot.long()
 
 
 def _method(name: str) -> Callable[..., Any]:
-    """A method, of a `Sharded` or a tensor."""
+    """Return a function that calls a method of a `Sharded` or a tensor."""
     return lambda x, other: getattr(x, name)(other)
 
 
 def set_number(x: Any, index: Any, value: complex) -> None:
-    """``x[i] = 0.5``: as a tensor, so that the plan is that of any number."""
+    """``x[i] = 0.5`` with the number as a tensor, so that all numbers share a plan."""
     x[index] = torch.full((), value, dtype=x.dtype, device=x.device)
 
 
 def _equal(x: Any, other: Any) -> bool:
-    """One all-reduce of one byte."""
+    """``torch.equal``: one all-reduce of one byte."""
     return x.shape == other.shape and bool((x == other).all())
 
 
@@ -443,9 +457,9 @@ def _allclose(x: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equa
     return bool(torch.isclose(x, other, rtol, atol, equal_nan).all())
 
 
-#: writes that torch has other names for
+#: comparisons -> their other names, under which their writes run
 _COMPARED: Final = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
-#: by torch function, or by the name of all that have it
+#: torch function, or name of functions -> composite
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **LOSSES,
     **TRANSFORMS,

@@ -1,7 +1,7 @@
-"""Cross entropy of labels, one number a row: where classes are sharded no row of logits moves, forward or backward.
+"""Cross entropy of labels with sharded classes. Only a few numbers per row move forward, and nothing moves backward.
 
-Of logits ``x[c]`` and a label t it is ``log(sum_c exp(x[c] - m)) - (x[t] - m)`` with the row's maximum m, which has no
-derivative. The gradient is ``softmax(x) - one_hot(t)``, which each rank has of its own classes.
+For logits ``x[c]`` and a label ``t`` it is ``log(sum_c exp(x[c] - m)) - (x[t] - m)``, where ``m`` is the maximum of the
+row, treated as a constant. The gradient is ``softmax(x) - one_hot(t)``; each rank computes it for its own classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from fspmd.sharded import call_torch
 
 
 def of_labels(x: Any, target: Any, ignore_index: int) -> Any:
-    """``[n, c, ...]``, ``[n, ...]`` -> ``[n, ...]``, or ``[c]``, ``[]`` -> ``[]``; 0 where a label is ignored."""
+    """The loss of each row: ``[n, c, ...]``, ``[n, ...]`` -> ``[n, ...]``, or ``[c]``, ``[]`` -> ``[]``.
+
+    It is 0 where a label is ignored.
+    """
     return F.cross_entropy(x, target, ignore_index=ignore_index, reduction="none")
 
 
@@ -34,12 +37,15 @@ def labelled(whole: Whole) -> Factors:
 
 
 def class_dim(ndim: int) -> int:
-    """Which dim of logits is that of classes."""
+    """Return the dim of the classes, of logits with so many dims."""
     return min(1, ndim - 1)
 
 
 def _sharded_loss(site: Site, x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """An all-reduce of the maximum of each row, and one of its sum and of its label's logit; none backward."""
+    """The body of `of_labels`: an all-reduce of each row's maximum, and one of its sum and its label's logit.
+
+    Backward does not communicate.
+    """
     d = class_dim(x.dim())
     x = widened(x)
     x = x - peak(site, x, (d,))
@@ -47,20 +53,20 @@ def _sharded_loss(site: Site, x: Tensor, target: Tensor, ignore_index: int) -> T
     places, mine = in_block(site, target.masked_fill(ignored, 0).unsqueeze(d), d, site.operands[0].shape[d])
     chosen = own(filled(site, x, d, d).gather(d, places), mine)
     total, chosen = psum(torch.cat([x.exp().sum(d, keepdim=True), chosen], d), site.over((d,))).split(1, d)
-    found: Tensor = (total.log() - chosen).squeeze(d).masked_fill(ignored, 0)
-    return found.to(site.results[0].dtype)
+    loss: Tensor = (total.log() - chosen).squeeze(d).masked_fill(ignored, 0)
+    return loss.to(site.results[0].dtype)
 
 
-def _time(lying: BodyLayout) -> float:
-    size = int(lying.row_bytes())
-    return lying.price("reduce", size, size) + lying.price("reduce", 2 * size, 2 * size)
+def _time(layout: BodyLayout) -> float:
+    size = int(layout.row_bytes())
+    return layout.price("reduce", size, size) + layout.price("reduce", 2 * size, 2 * size)
 
 
 labelled_on_blocks = Bodied(_sharded_loss, _time, 0.0)
 
 
 def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> bool:
-    """Whether targets are one label a row."""
+    """Whether the targets are one label per row."""
     if not isinstance(input, Tensor) or not isinstance(target, Tensor) or not input.ndim:
         return False
     rows = [size for dim, size in enumerate(input.shape) if dim != class_dim(input.ndim)]
@@ -68,7 +74,7 @@ def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> boo
 
 
 def reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
-    """The name of a reduction, which older options, if given, stand for."""
+    """Return the name of a reduction. The deprecated options ``size_average`` and ``reduce`` override it."""
     if size_average is None and reduce is None:
         return reduction
     if reduce is not None and not reduce:
@@ -86,25 +92,25 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Of labels: of a sharded batch one all-reduce of two numbers, the sum and how many it is of."""
+    """``F.cross_entropy`` of labels. For a sharded batch one all-reduce adds up the loss and its weight."""
     reduction = reduction_of(size_average, reduce, reduction)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    found = call_torch(of_labels, (x, target, ignore_index))
+    losses = call_torch(of_labels, (x, target, ignore_index))
     ignored = target == ignore_index
     counted = ~ignored
     if weight is not None:
         counted = weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
-        found = found * counted
+        losses = losses * counted
     if reduction == "none":
-        return found
-    wide = torch.promote_types(found.dtype, torch.float32)
-    total = found.sum(dtype=wide)
+        return losses
+    wide = torch.promote_types(losses.dtype, torch.float32)
+    total = losses.sum(dtype=wide)
     if reduction == "mean":
         total = call_torch(ratio, (torch.stack([total, counted.sum(dtype=wide)]),))
-    return total.to(found.dtype)
+    return total.to(losses.dtype)
 
 
-def ratio(both: Any) -> Any:
-    """Of two numbers side by side, so that pending sums of both are one all-reduce."""
-    return both[0] / both[1]
+def ratio(pair: Any) -> Any:
+    """Return the quotient of the two elements of ``pair``, whose pending sums are settled in one all-reduce."""
+    return pair[0] / pair[1]

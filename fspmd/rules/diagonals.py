@@ -1,7 +1,7 @@
-"""Diagonals of matrices with sharded rows or columns: each rank has the part that lies in its block.
+"""Diagonals of matrices with sharded rows or columns: each rank takes the part in its block.
 
-A diagonal lies as the rows do, or as the columns do; over axes that cut the others it is a pending sum. At most its own
-elements move, where its blocks are not those of the rows.
+A diagonal is cut as the rows are, or as the columns are. Over the axes of the other dim it is a pending sum. At most
+the elements of the diagonal move, if its blocks differ from those of the rows.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from fspmd.transport.carriers import as_words
 
 
 def diagonal(whole: Whole) -> Factors:
-    """The last dim of the result is the rows', or the columns'."""
+    """The rule of ``diagonal``: the last dim of the result has the factor of the rows, or that of the columns."""
     rows, columns = _two(whole, 2)
     every: Dims = tuple(range(whole.ndim))
     rest = tuple(d for d in every if d not in (rows, columns))
     both = frozenset({rows, columns})
-    found = Factors((every,), ((*rest, rows),), summed=frozenset({columns}), whole=both)
-    return found._replace(others=(found._replace(results=((*rest, columns),), summed=frozenset({rows})),))
+    by_rows = Factors((every,), ((*rest, rows),), summed=frozenset({columns}), whole=both)
+    by_columns = by_rows._replace(results=((*rest, columns),), summed=frozenset({rows}))
+    return by_rows._replace(others=(by_columns,))
 
 
 def diagonal_scattered(whole: Whole) -> Factors:
-    """Values set on the diagonal of two dims; the diagonal is the last dim of the source, which is whole."""
-    given = [whole.argument(*one) for one in ((2, "offset", 0), (3, "dim1", 0), (4, "dim2", 1))]
+    """The rule of ``diagonal_scatter``: the last dim of the source is the diagonal, and is whole."""
+    given = [whole.argument(*argument) for argument in ((2, "offset", 0), (3, "dim1", 0), (4, "dim2", 1))]
     check_source(whole, lambda x: x.diagonal(*given))
     dims = _two(whole, 3)
     every: Dims = tuple(range(whole.ndim))
@@ -41,7 +42,7 @@ def diagonal_scattered(whole: Whole) -> Factors:
 
 
 def embedded(whole: Whole) -> Factors:
-    """The last dim becomes the diagonal of two, of which the first is cut as it is."""
+    """The rule of ``diag_embed``: the last dim becomes the diagonal of two dims; the first of them is cut as it was."""
     n, last = len(whole.results[0]), whole.ndim - 1
     rows, columns = (whole.argument(at, name, d) % n for at, name, d in ((2, "dim1", -2), (3, "dim2", -1)))
     rest = iter(range(last))
@@ -54,7 +55,7 @@ def _two(whole: Whole, place: int) -> tuple[int, int]:
 
 
 def _time(layout: BodyLayout) -> float:
-    """Of the elements that a block has of the diagonal."""
+    """Return the µs to move the elements of the diagonal in a block."""
     first = layout.operands[0]
     size = layout.row_bytes() * min(first.block_shape[d] for d in layout.whole)
     over = tuple(axis for axis in layout.axes if axis in first.partition.axes)
@@ -63,14 +64,14 @@ def _time(layout: BodyLayout) -> float:
 
 def _take(site: Site, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
     rows, columns = dim1 % x.dim(), dim2 % x.dim()
-    above, left = max(-offset, 0), max(offset, 0)  # of the first element
+    above, left = max(-offset, 0), max(offset, 0)  # rows above, and columns left of, the first element
     axes = entry_axes(site.results[0].partition[-1])
     if not site.axes.get(rows) or axes != site.axes[rows]:
         rows, columns, above, left = columns, rows, left, above
     length = site.results[0].shape[-1]
     cut, across = (site.blocks(site.operands[0].shape[d], d) for d in (rows, columns))
     matrices = x.movedim((rows, columns), (-2, -1))
-    wide = int(any(n == 0 for _, n in across))  # an empty block has a column of zeros
+    wide = int(any(n == 0 for _, n in across))  # if a block is empty, each gets one more column, of zeros
     if wide:
         matrices = longer(matrices, -1)
     if not length:
@@ -78,32 +79,32 @@ def _take(site: Site, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     over = (*site.axes.get(rows, ()), *site.axes.get(columns, ()))
 
     def column(at: int) -> tuple[int, Tensor, Tensor]:
-        """The width of a block, of each row the column in it, and whether it has an element of the diagonal."""
+        """Return the width of a block; per row, the column of the diagonal and whether it is in the block."""
         first, width = across[at % len(across)]
         places = block_places(cut, at // len(across)) - above
-        found = places + left - first
-        return width, found, (places >= 0) & (places < length) & (found >= 0) & (found < width)
+        columns = places + left - first
+        return width, columns, (places >= 0) & (places < length) & (columns >= 0) & (columns < width)
 
     def element(at: int) -> Tensor:
         width, places, here = column(at)
         return torch.arange(len(places)) * (width + wide) + places.where(here, 0)
 
     def kept(at: int) -> Tensor:
-        """The row itself, or the zeros behind all rows."""
+        """Return the index of each row if its element is in the block, else that of the zero after all rows."""
         _, places, here = column(at)
         return torch.arange(len(places)).where(here, len(places))
 
-    found = as_words(matrices).flatten(-2).index_select(-1, per_rank(site, "elements", over, element))
-    found = longer(found, -1).index_select(-1, per_rank(site, "kept", over, kept))
-    found = found if found.dtype is x.dtype else found.view(x.dtype)
+    own = as_words(matrices).flatten(-2).index_select(-1, per_rank(site, "elements", over, element))
+    own = longer(own, -1).index_select(-1, per_rank(site, "kept", over, kept))
+    own = own if own.dtype is x.dtype else own.view(x.dtype)
     after = site.blocks(length, rows)
     if after == cut and not above:
-        return found
-    return fetched(site, "moved", found, found.dim() - 1, axes, cut, lambda at: block_places(after, at) + above)
+        return own
+    return fetched(site, "moved", own, own.dim() - 1, axes, cut, lambda at: block_places(after, at) + above)
 
 
 def _places(site: Site, spec: TensorSpec, d: int, key: int | None = None) -> Tensor:
-    """Where the rows of a block of a dim lie in the whole."""
+    """Return the global places of the rows of this rank's block of a dim."""
     key = d if key is None else key
     cut = functools.partial(block_places, site.blocks(spec.shape[d], key))
     return per_rank(site, ("places", d), site.axes.get(key, ()), cut)
@@ -141,8 +142,8 @@ def _embed(site: Site, x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -
     here = torch.arange(result.shape[columns], device=x.device) - own[:, None] == offset
     row, zeros = (per_rank(site, key, site.axes[last], make) for key, make in (("row", rows_of), ("zeros", height)))
     index = torch.where(here, row[:, None], zeros).flatten()
-    found: Tensor = longer(x, last).index_select(last, index).unflatten(last, (-1, result.shape[columns]))
-    return found.movedim((-2, -1), (rows, columns))
+    matrices: Tensor = longer(x, last).index_select(last, index).unflatten(last, (-1, result.shape[columns]))
+    return matrices.movedim((-2, -1), (rows, columns))
 
 
 take, embed = Bodied(_take, _time), Bodied(_embed, _time)

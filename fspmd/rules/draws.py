@@ -1,7 +1,7 @@
-"""Random numbers in place of the values of a `Sharded`, or governed by them, whatever its layout.
+"""Random numbers written into a `Sharded`, or drawn with its elements as parameters. They are equal in all layouts.
 
-An element's number depends on its place in the global tensor and on one draw of torch's generator. Nothing moves but
-what settles pending sums of parameters, and what `multinomial` sorts.
+The number of an element depends on its place in the global tensor and on one draw of torch's generator. Nothing moves,
+except to settle pending sums of parameters, and in `multinomial`, which sorts.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Then = Callable[[Tensor], Tensor]
 
 
 def _wide(law: Law) -> Law:
-    """The law in a dtype that has steps enough: float64 for itself and integers, else float32."""
+    """Return a law that draws float64 for float64 and integers, and float32 for all other dtypes."""
     return lambda dtype: law(torch.float32 if dtype.is_floating_point and dtype is not torch.float64 else torch.float64)
 
 
 def _normal(x: Sharded, mean: float = 0.0, std: float = 1.0) -> tuple[Law, Then]:
-    _check("normal_", "std", std, std >= 0, "not below 0")
+    _check("normal_", "std", std, std >= 0, "0 or more")
     return normal, lambda z: z.mul_(std).add_(mean)
 
 
 def _uniform(x: Sharded, low: float = 0.0, high: float = 1.0) -> tuple[Law, Then]:
-    _check("uniform_", "to", high, low <= high, f"not below from={low}")
+    _check("uniform_", "to", high, low <= high, f"from={low} or more")
     return uniform, lambda u: u.mul_(high - low).add_(low)
 
 
@@ -68,7 +68,7 @@ def _geometric(x: Sharded, p: float) -> tuple[Law, Then]:
 
 
 def _random(x: Sharded, *bounds: int | None) -> tuple[Law, Then]:
-    """``random_()``, ``random_(to)``, ``random_(from, to)``; without bounds from 0 to what a dtype holds exactly."""
+    """``random_()``, ``random_(to)``, ``random_(from, to)``. Defaults: 0, and the largest exact integer of a dtype."""
     low = bounds[0] if len(bounds) == 2 and bounds[0] is not None else 0
     high = bounds[-1] if bounds and bounds[-1] is not None else _beyond(x.dtype)
     _check("random_", "to", high, low < high, f"above from={low}")
@@ -76,6 +76,7 @@ def _random(x: Sharded, *bounds: int | None) -> tuple[Law, Then]:
 
 
 def _beyond(dtype: torch.dtype) -> int:
+    """Return the number after the largest integer up to which a dtype holds all integers."""
     if dtype is torch.bool:
         return 2
     return int(2 / torch.finfo(dtype).eps) + 1 if dtype.is_floating_point else torch.iinfo(dtype).max + 1
@@ -88,11 +89,13 @@ def _bernoulli(x: Sharded, p: float = 0.5) -> tuple[Law, Then]:
 
 def _check(name: str, parameter: str, value: float, fits: bool, bounds: str) -> None:
     if not fits:
-        raise ArgumentError(f"{name} got {parameter}={value!r}; give it a number {bounds}")
+        raise ArgumentError(f"{name} got {parameter}={value!r}; give it a number that is {bounds}")
 
 
 def _check_each(name: str, parameter: str, values: Any, fits: Callable[[Any], Any], bounds: str) -> None:
-    check_values(values, fits, f"{name} got {parameter} of which not all are {bounds}; give it numbers {bounds}")
+    check_values(
+        values, fits, f"{name} got numbers for {parameter} that are out of bounds; give it numbers that are {bounds}"
+    )
 
 
 _LAWS: Final[dict[str, Callable[..., tuple[Law, Then]]]] = {
@@ -105,13 +108,13 @@ _LAWS: Final[dict[str, Callable[..., tuple[Law, Then]]]] = {
     "random": _random,
     "bernoulli": _bernoulli,
 }
-_FROM: Final = {"from": "low", "to": "high"}  # torch's names of bounds; from is a word of Python's
+_FROM: Final = {"from": "low", "to": "high"}  # torch's names of bounds -> ours, since ``from`` is a keyword of Python
 
 
 def _write(name: str, x: Any, *args: Any, generator: torch.Generator | None = None, **named: Any) -> Value:
-    """``x.normal_()`` and its kin."""
+    """Run ``x.normal_()``, or another draw into x."""
     if not is_sharded(x):
-        raise ArgumentError(f"{name}_() would write into a plain tensor what lies on a mesh; make it a Sharded first")
+        raise ArgumentError(f"{name}_() would write a value on a mesh into a plain tensor; make that a Sharded first")
     refuse_copy(x.local, f"{name}_()")
     if name == "random":
         args, named = (*args, *(named[key] for key in ("from", "to") if key in named)), {}
@@ -129,7 +132,7 @@ def _new(name: str, x: Value, *args: Any, **options: Any) -> Value:
 
 
 def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
-    """Ones with the probabilities ``p``, in the shape and dtype of ``x``."""
+    """Draw ones with the probabilities ``p``, in the shape and dtype of ``x``."""
     p = settle(p.detach()) if is_sharded(p) else p
     _check_each("bernoulli", "p", p, lambda p: (p >= 0) & (p <= 1), "between 0 and 1")
     with torch.no_grad():
@@ -142,55 +145,58 @@ def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
 
 @step
 def _hits(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where each is below its probability, block by block."""
-    return per_block(lambda one, q: _hits_of_block(one, q, dtype), fractions, p)
+    """Compare fractions with probabilities, block by block."""
+    return per_block(lambda x, q: _hits_of_block(x, q, dtype), fractions, p)
 
 
 def _hits_of_block(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
     if fractions.device.type != "cpu" or fractions.numel() <= _PART:
         return (fractions < p).to(dtype)
-    found = torch.empty_like(fractions, dtype=dtype)
-    parts = (x.reshape(-1).split(_PART) for x in (found, fractions, p))
-    for to, one, q in zip(*parts, strict=True):
-        to.copy_(one < q)
-    return found
+    hits = torch.empty_like(fractions, dtype=dtype)
+    parts = (x.reshape(-1).split(_PART) for x in (hits, fractions, p))
+    for to, fraction, q in zip(*parts, strict=True):
+        to.copy_(fraction < q)
+    return hits
 
 
-_PART: Final = 1 << 15  # as many as stay in a core's cache
+_PART: Final = 1 << 15  # elements that fit into the cache of a core
 
 
 def _bernoulli_of(x: Value, p: Any = None, *, generator: torch.Generator | None = None, inplace: bool = False) -> Value:
-    found = _below(x, x, generator) if p is None else _new("bernoulli", x, p, generator=generator)
-    return _followed(found, x)
+    drawn = _below(x, x, generator) if p is None else _new("bernoulli", x, p, generator=generator)
+    return _followed(drawn, x)
 
 
-def _followed(found: Value, *operands: Any) -> Value:
-    """What was drawn, followed by autograd if an operand is, as torch's is: its derivative is zero."""
+def _followed(value: Value, *operands: Any) -> Value:
+    """Return a drawn value that requires grad if an operand does, as in torch. The gradient is zero."""
     for x in operands:
         if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
             always = torch.ones((), dtype=torch.bool, device=x.device)
-            found = call_torch(torch.where, (always, found, settle(x) if isinstance(x, Sharded) else x))
-    return found
+            value = call_torch(torch.where, (always, value, settle(x) if isinstance(x, Sharded) else x))
+    return value
 
 
 def _normal_of(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Value:
-    """``torch.normal``: in the layout of the operand that has the shape of the result."""
+    """``torch.normal``, in the layout of an operand that has the shape of the result."""
     operands = [x for x in (mean, std) if isinstance(x, Tensor)]
-    _check_each("normal", "std", std, lambda std: std >= 0, "not below 0")
+    _check_each("normal", "std", std, lambda std: std >= 0, "0 or more")
     shape = torch.broadcast_shapes(*(tuple(x.shape) for x in operands))
     sharded = [x for x in operands if isinstance(x, Sharded)]
     lead = next((x for x in sharded if x.shape == tuple(shape)), None)
     partition = P(*lead.spec.partition) if lead is not None else P()
     spec = TensorSpec(sharded[0].spec.mesh, partition, tuple(shape), operands[0].dtype)
     with torch.no_grad():
-        found = drawn(spec, normal, sharded[0].device, generator=generator) * std + mean
-    return _followed(found, mean, std)
+        value = drawn(spec, normal, sharded[0].device, generator=generator) * std + mean
+    return _followed(value, mean, std)
 
 
 def _multinomial(
     x: Value, num_samples: int, replacement: bool = False, *, generator: torch.Generator | None = None
 ) -> Value:
-    """The largest of weights divided by exponential numbers: without replacement the first ``num_samples`` of them."""
+    """``torch.multinomial``: the largest of the weights divided by exponential numbers.
+
+    Without replacement these are the ``num_samples`` largest. With replacement each sample has its own numbers.
+    """
     if not 0 < num_samples <= (num_samples if replacement else x.shape[-1]):
         raise ArgumentError(
             f"multinomial got num_samples={num_samples} of {x.shape[-1]} categories; without replacement give it from "
@@ -200,32 +206,33 @@ def _multinomial(
         weights = settle(x.detach())
         if weights.spec.partition[-1] is None:
             _check_weights(weights, lambda w: ((w >= 0) & w.isfinite()).all(-1) & (w > 0).any(-1))
-        else:  # what is no weight becomes nan, the greatest of all, which all ranks of a row are told
+        else:  # an invalid weight becomes nan. It counts as the greatest element, so all ranks of a row see it
             weights = call_torch(torch.where, ((weights >= 0) & weights.isfinite(), weights, torch.nan))
         if replacement:
             weights = weights.unsqueeze(-2).expand(*weights.shape[:-1], num_samples, weights.shape[-1])
         scaled = weights / drawn_like(weights, exponential, generator=generator)
-        found = scaled.max(-1) if replacement else scaled.topk(num_samples, -1)
+        largest = scaled.max(-1) if replacement else scaled.topk(num_samples, -1)
         if weights.spec.partition[-1] is not None:
-            _check_weights(found.values if replacement else found.values.select(-1, 0), lambda greatest: greatest > 0)
-        return found.indices
+            greatest = largest.values if replacement else largest.values.select(-1, 0)
+            _check_weights(greatest, lambda value: value > 0)
+        return largest.indices
 
 
 def _check_weights(values: Value, fits: Callable[[Any], Any]) -> None:
-    _check_each("multinomial", "weights", values, fits, "finite, not below 0, and not all of a row 0")
+    _check_each("multinomial", "weights", values, fits, "finite and 0 or more, with one above 0 in each row")
 
 
 def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
-    """A count of each rate."""
+    """``torch.poisson``: draws a count for each rate."""
     if x.spec.flat:
         return _poisson(x.reshape(x.spec.unflattened.shape), generator).reshape(x.shape)
     rates = settle(x.detach())
-    _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "not below 0")
+    _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "0 or more")
     return _followed(pair(_Counted.apply(rates.local, rates.spec, shared_seed(generator)), rates.spec), x)
 
 
 class _Counted(torch.autograd.Function):
-    """The counts of a block of rates; dims that `vmap` maps stand before those of the block, and share its numbers."""
+    """The counts of a block of rates. Dims mapped by `vmap` come first, and all their elements share the numbers."""
 
     @staticmethod
     def forward(rates: Tensor, spec: TensorSpec, seed: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Dropout and its kin on `Sharded` values: noise of the layout of the operand, the same tensor under every layout.
+"""Dropout and related functions. The noise lies as the operand does, and is the same global tensor in every layout.
 
-Each is written with functions that have rules, so nothing moves forward that they do not move, and backward multiplies
-by the same noise; a recomputation that restores torch's generator draws it again.
+They are written in functions that have rules, and add no communication of their own. Backward multiplies by the same
+noise. A recomputation that restores torch's generator draws it again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from fspmd.random.distributions import bernoulli, exponential, uniform
 from fspmd.rules.like_functions import Handler, Value, drawn_like, settle, settled
 from fspmd.spec import P, TensorSpec
 
-_ALPHA: Final = 1.7580993408473766  # of SELU, times its scale: what alpha dropout sets elements to, negated
+_ALPHA: Final = 1.7580993408473766  # SELU's alpha times its scale; alpha dropout sets dropped elements to -_ALPHA
 
 
-def _kept(x: Value, p: float, features: bool, one: float = 1.0) -> Value:
-    """``one`` where an element is kept, 0 where it is dropped; ``features``: alike over all dims from the third on."""
+def _kept(x: Value, p: float, features: bool, scale: float = 1.0) -> Value:
+    """Return ``scale`` where an element is kept, and 0 where it is dropped.
+
+    ``features``: whole channels are dropped, so the mask has size 1 along all dims from the third on.
+    """
     p = float(p)
     if not 0 <= p <= 1:
         raise ArgumentError(f"dropout got p={p!r}; give it a probability, between 0 and 1")
@@ -33,11 +36,11 @@ def _kept(x: Value, p: float, features: bool, one: float = 1.0) -> Value:
             raise ShapeError(f"feature dropout got {x!r}; give it a batch of channels: two dims or more")
         shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
         spec = TensorSpec(spec.mesh, P(*spec.partition.entries[:2]), shape, spec.dtype)
-    return drawn(spec, lambda dtype: bernoulli(1 - p), x.device, lambda hit: hit.to(spec.dtype).mul_(one))
+    return drawn(spec, lambda dtype: bernoulli(1 - p), x.device, lambda hit: hit.to(spec.dtype).mul_(scale))
 
 
 def _keeps_all(p: float, training: bool) -> bool:
-    """Whether a dropout gives its operand, and draws nothing, as torch does then."""
+    """Whether a dropout returns its operand and, as in torch, draws nothing."""
     return not training or p == 0
 
 
@@ -49,7 +52,7 @@ def _dropout(features: bool, x: Value, p: float = 0.5, training: bool = True, in
 
 
 def _alpha_dropout(features: bool, x: Value, p: float = 0.5, training: bool = False, inplace: bool = False) -> Value:
-    """Dropped elements become SELU's lower limit; the result has the mean and variance that ``x`` had."""
+    """Alpha dropout: dropped elements become SELU's lower limit. The result keeps the mean and variance of ``x``."""
     if _keeps_all(p, training):
         return x
     kept = _kept(x, p, features)
@@ -59,7 +62,7 @@ def _alpha_dropout(features: bool, x: Value, p: float = 0.5, training: bool = Fa
 
 
 def _of_channels(batched: int, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False) -> Value:
-    """``dropout1d`` and ``dropout3d``, which take [C, ...] too."""
+    """``dropout1d`` and ``dropout3d``, which also take [C, ...] without a batch."""
     if x.ndim not in (batched - 1, batched):
         raise ShapeError(f"dropout{batched - 2}d got {x!r}; give it {batched} dims, or {batched - 1} without a batch")
     if x.ndim == batched:
@@ -100,7 +103,7 @@ def _gumbel_softmax(logits: Value, tau: float = 1, hard: bool = False, eps: floa
 
 
 def _places(x: Value, dim: int) -> Value:
-    """The index of each element along a dim, in a shape that broadcasts with ``x`` and lies as it does."""
+    """Return the indices along a dim, in a shape that broadcasts with ``x``, cut as ``x`` is."""
     shape = tuple(n if d == dim else 1 for d, n in enumerate(x.shape))
     partition = P(*(entry if d == dim else None for d, entry in enumerate(x.spec.partition)))
 

@@ -1,4 +1,4 @@
-"""Functions of elements that stand in one place, in operands that broadcast."""
+"""Elementwise functions of operands that broadcast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PATTERNS: Final = {
 
 
 def elementwise(whole: Whole) -> Factors:
-    """Any number of operands."""
+    """The rule of an elementwise function of any number of operands."""
     if all(shape == whole.shapes[0] for shape in whole.shapes):
         every = tuple(range(whole.ndim))
         return Factors((every,) * len(whole.shapes), (every,) * len(whole.results), names=dict(enumerate(every)))
@@ -23,11 +23,11 @@ def elementwise(whole: Whole) -> Factors:
 
 
 def elementwise_over(place: int, name: str, default: int) -> Rule:
-    """Elementwise but for one dim of the result, which must be whole."""
+    """Return the rule of a function that is elementwise except along one dim of the result, which must be whole."""
 
     def rule(whole: Whole) -> Factors:
-        found = elementwise(whole)
-        factor = found.results[0][whole.argument(place, name, default)]
-        return found._replace(whole=frozenset(() if factor is None else (factor,)))
+        factors = elementwise(whole)
+        factor = factors.results[0][whole.argument(place, name, default)]
+        return factors._replace(whole=frozenset(() if factor is None else (factor,)))
 
     return rule

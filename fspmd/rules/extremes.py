@@ -1,4 +1,4 @@
-"""The greatest and the least along sharded dims, where they stand, and the first few: each rank's own are gathered."""
+"""Extremes along sharded dims: maxima and minima, their places, and the k largest. Each rank contributes its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fspmd.rules.bodies import Bodied, Body, Dim, Site, dims_of, finding, gather
 
 
 def counting(size: int) -> torch.dtype:
-    """The shortest dtype that has so many places, and one more, its greatest number, for none."""
+    """Return the shortest integer dtype for the places of a dim of a size. Its greatest number stands for no place."""
     return next(dtype for dtype in (torch.uint8, torch.int32, torch.int64) if size <= torch.iinfo(dtype).max)
 
 
 def limit(dtype: torch.dtype, greatest: bool) -> float:
-    """Less than, or more than, any element of a dtype."""
+    """Return the start of a search for the greatest (least) element: no element of the dtype is less (greater)."""
     if dtype is torch.bool:
         return not greatest
     if dtype.is_floating_point:
@@ -28,18 +28,18 @@ def limit(dtype: torch.dtype, greatest: bool) -> float:
 
 
 def _of_all_or_a_dim(body: Body) -> Bodied:
-    """One result is the extreme of all; of a dim its places come with it."""
+    """Price ``max`` and ``min``: of all elements they give values, along a dim also places."""
     alone, placed = finding(1)(body), gathering(2)(body)
-    return Bodied(body, lambda lying: (placed if lying.results[1:] else alone).time(lying))
+    return Bodied(body, lambda layout: (placed if layout.results[1:] else alone).time(layout))
 
 
 def _alike(x: Tensor, top: Tensor) -> Tensor:
-    """Where x is the extreme; nan counts as one."""
+    """Whether each element of x equals the extreme; nan equals nan."""
     return (x == top) | (x.isnan() & top.isnan())
 
 
 def extreme(site: Site, x: Tensor, dims: tuple[int, ...], greatest: bool) -> Tensor:
-    """The extreme along dims, which are kept. Its gradient is divided evenly among all elements that attain it.
+    """Return the extreme along dims, which are kept. Its gradient is divided evenly among all elements that attain it.
 
     One all-reduce of one number per row forward, and one backward.
     """
@@ -63,27 +63,26 @@ def _amax(greatest: bool) -> Body:
 
 @finding(2)
 def aminmax(site: Site, x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Both at once."""
+    """The body of ``aminmax``: two all-reduces of one number per row forward, two backward."""
     dims = dims_of(x, dim)
-    found = [_squeezed(extreme(site, x, dims, greatest), dims, keepdim) for greatest in (False, True)]
-    return torch.return_types.aminmax((found[0], found[1]))
+    least, most = (_squeezed(extreme(site, x, dims, greatest), dims, keepdim) for greatest in (False, True))
+    return torch.return_types.aminmax((least, most))
 
 
 def _places(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The place of each element in the whole, counted along dims; broadcasts against x."""
-    found = torch.zeros((), dtype=torch.int64, device=x.device)
+    """Return the global place of each element, counted along dims, in a shape that broadcasts with x."""
+    places = torch.zeros((), dtype=torch.int64, device=x.device)
     for d in dims:
         size = site.operands[0].shape[d]
         shape = [1] * d + [-1] + [1] * (x.dim() - d - 1)
-        found = found * size + (torch.arange(x.size(d), device=x.device) + site.offset(size, d)).view(shape)
-    return found
+        places = places * size + (torch.arange(x.size(d), device=x.device) + site.offset(size, d)).view(shape)
+    return places
 
 
 def _along(site: Site, x: Tensor, d: int, greatest: bool) -> tuple[Tensor, Tensor]:
-    """The first extreme along a dim, which is kept, and its place in the whole."""
+    """Return the first extreme along a dim, which is kept, and its global place."""
     take: Callable[..., Any] = torch.max if greatest else torch.min
-    whole = padded(site, x, d, limit(x.dtype, greatest))
-    top, at = take(whole, d, keepdim=True)
+    top, at = take(padded(site, x, d, limit(x.dtype, greatest)), d, keepdim=True)
     size = site.operands[0].shape[d]
     none = torch.iinfo(counting(size)).max
     at = torch.where(at < x.size(d), at + site.offset(size, d), none)
@@ -95,20 +94,20 @@ def _along(site: Site, x: Tensor, d: int, greatest: bool) -> tuple[Tensor, Tenso
 
 
 def _extreme_or_pair(greatest: bool) -> Body:
-    """Of ``max`` and ``min``, of all, or of a dim with places."""
+    """Return the body of ``max`` or ``min``: of all elements, or along a dim with places."""
     kind = getattr(torch.return_types, "max" if greatest else "min")
 
     def body(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         if dim is None:
             return extreme(site, x, dims_of(x, None), greatest).view(())
         d = dim % x.dim()
-        return kind([_squeezed(one, (d,), keepdim) for one in _along(site, x, d, greatest)])
+        return kind([_squeezed(result, (d,), keepdim) for result in _along(site, x, d, greatest)])
 
     return body
 
 
 def _place(greatest: bool) -> Body:
-    """Of ``argmax`` and ``argmin``."""
+    """Return the body of ``argmax`` or ``argmin``."""
 
     def body(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
         x = x.detach()
@@ -128,7 +127,7 @@ def _place(greatest: bool) -> Body:
 
 @gathering(2, each=True)
 def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    """Each rank's own k, and of those the k: one gather of values and places forward, none backward."""
+    """The body of ``topk``: each rank's k largest are gathered, with their places. Backward does not communicate."""
     d = dim % x.dim()
     size = site.operands[0].shape[d]
     shape = list(x.shape)
@@ -137,17 +136,14 @@ def topk(site: Site, x: Tensor, k: int, dim: int = -1, largest: bool = True, sor
     values, at = torch.topk(torch.cat([x, x.new_full(shape, least)], d), k, d, largest)
     kind = counting(size)
     at = torch.where(at < x.size(d), at + site.offset(size, d), torch.iinfo(kind).max).to(kind)
-    values, at = (
-        one.flatten(0, 1).movedim(0, d) for one in site.gathered((d,), values.movedim(d, 0), at.movedim(d, 0))
-    )
+    values, at = (x.flatten(0, 1).movedim(0, d) for x in site.gathered((d,), values.movedim(d, 0), at.movedim(d, 0)))
     at, order = at.long().sort(d)
     values = values.gather(d, order)
     values, order = values.sort(dim=d, descending=largest, stable=True)
-    found = [values.narrow(d, 0, k), at.gather(d, order).narrow(d, 0, k)]
-    return torch.return_types.topk((found[0], found[1]))
+    return torch.return_types.topk((values.narrow(d, 0, k), at.gather(d, order).narrow(d, 0, k)))
 
 
-#: a few numbers per row forward, and one backward or none
+#: bodies that move a few numbers per row forward, and at most one backward
 EXTREMES = {
     **{name: finding(1)(_amax(name == "amax")) for name in ("amax", "amin")},
     **{name: _of_all_or_a_dim(_extreme_or_pair(name == "max")) for name in ("max", "min")},

@@ -1,7 +1,7 @@
 """Factor notation, after einops and Shardy: each dim of each operand and result is one *factor* of the computation.
 
-``"... m k, ... k n -> ... m n"``: a factor of operands that no result has is summed over (``k``); ``[d]`` must be
-whole; ``...`` stands for leading dims that broadcast.
+In ``"... m k, ... k n -> ... m n"`` the function sums over ``k``, which no result has. A dim ``[d]`` must be whole.
+``...`` stands for leading dims that broadcast.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ _NO: Final[Mapping[Any, int]] = MappingProxyType({})
 
 
 class Factors(NamedTuple):
-    """What the dims of one call are, once its shapes are known."""
+    """The factors of one call, whose shapes are known. Sets of ints are factors, or numbers of operands."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
-    summed: frozenset[int] = frozenset()  # sharded, the results are pending sums
-    whole: frozenset[int] = frozenset()  # must not be sharded
-    added: frozenset[int] = frozenset()  # operands that are added to the sum, not part of it
-    places: frozenset[int] = frozenset()  # operands that say where others go, and are no part of any sum
-    near: frozenset[int] = (
-        frozenset()
-    )  # of those that must be whole: where blocks are the same shares no body moves them
-    scaled: frozenset[int] = frozenset()  # may have another size in each place, where blocks are the same shares
-    pieces: Mapping[int, int] = _NO  # how many equal ones, none of them cut, a factor consists of
-    names: Mapping[Any, int] = _NO  # how a sharded body calls them; dims by number have none
-    others: tuple[Factors, ...] = ()  # other readings of the same dims, of which one may be cheaper
-    products: int = 1  # for each place of the factors
+    summed: frozenset[int] = frozenset()  # factors summed over: if they are sharded, the results are pending sums
+    whole: frozenset[int] = frozenset()  # factors that must not be sharded, except by a body
+    added: frozenset[int] = frozenset()  # operands that are added to the sum of the others, such as a bias
+    places: frozenset[int] = frozenset()  # operands that are indices: never a term of a sum
+    #: whole factors that a body need not move, if blocks are the same shares of all their dims
+    near: frozenset[int] = frozenset()
+    scaled: frozenset[int] = frozenset()  # factors whose dims may differ in size, if blocks are the same shares
+    pieces: Mapping[int, int] = _NO  # factor -> number of equal pieces, of which none may be cut
+    names: Mapping[Any, int] = _NO  # names of factors in a sharded body; without a name it is the number
+    others: tuple[Factors, ...] = ()  # other readings of the same call, which may be cheaper
+    products: int = 1  # multiplications per combination of the factors' indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """A parsed rule: the names of dims, ``...`` among them. `parse` makes one of each."""
+    """A parsed rule: the names of the dims, ``...`` among them. `parse` returns the same object for the same text."""
 
     text: str
     operands: tuple[tuple[str, ...], ...]
@@ -51,7 +50,7 @@ class Pattern:
 
 @functools.cache
 def parse(text: str) -> Pattern:
-    """Read ``"m k, k n -> m n"``; raises `ArgumentError` for what is no rule."""
+    """Parse a rule such as ``"m k, k n -> m n"``; raises `ArgumentError` for other texts."""
     before, arrow, after = text.partition("->")
     sides = [tuple(tuple(part.split()) for part in side.split(",")) for side in (before, after)]
     if not arrow:
@@ -59,7 +58,7 @@ def parse(text: str) -> Pattern:
     for name in (name for side in sides for names in side for name in names):
         if name not in ("...", "1") and not _NAME.fullmatch(name):
             raise ArgumentError(
-                f"the rule {text!r} has {name!r}; a dim is a name, [name] where it must be whole, 1 or ..."
+                f"the rule {text!r} has {name!r}; write a name for a dim, [name] if it must be whole, 1 or ..."
             )
     known = {name.strip("[]") for names in sides[0] for name in names}
     if unknown := [name for names in sides[1] for name in names if name.strip("[]") not in {*known, "1", "..."}]:
@@ -73,8 +72,8 @@ _NAME: Final = re.compile(r"[\w.]+|\[[\w.]+\]")
 
 
 def match(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:
-    """The factors of a call on operands of these shapes (trailing operands may be missing)."""
-    if not pattern.broadcasts:  # its names are all there is to know
+    """Return the factors of a call on operands of these shapes. Trailing operands may be missing."""
+    if not pattern.broadcasts:  # shapes do not matter
         return _named(pattern, len(shapes))
     return _matched(pattern, shapes)
 
@@ -96,26 +95,26 @@ def _matched(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:
     for names, shape in zip(pattern.operands, shapes, strict=False):
         if "..." in names:
             at = names.index("...")
-            own = shape[at : len(shape) - (len(names) - 1 - at)]
-            for i, size in enumerate(reversed(own), 1):
+            broadcast = shape[at : len(shape) - (len(names) - 1 - at)]
+            for i, size in enumerate(reversed(broadcast), 1):
                 sizes[-i] = size if sizes[-i] == 1 else sizes[-i]
 
     def dims(names: tuple[str, ...], shape: Shape | None) -> Dims:
-        found: list[int | None] = []
+        factors: list[int | None] = []
         for at, name in enumerate(names):
             if name == "...":
-                own = batch if shape is None else len(shape) - len(names) + 1
-                for i in range(batch - own, batch):
-                    size = sizes[i] if shape is None else shape[at + i - batch + own]
-                    found.append(number(i) if size == sizes[i] else None)
+                n = batch if shape is None else len(shape) - len(names) + 1
+                for i in range(batch - n, batch):
+                    size = sizes[i] if shape is None else shape[at + i - batch + n]
+                    factors.append(number(i) if size == sizes[i] else None)
             elif name != "1":
                 factor = number(name.strip("[]"))
                 if name.startswith("["):
                     whole.add(factor)
-                found.append(factor)
+                factors.append(factor)
             else:
-                found.append(None)
-        return tuple(found)
+                factors.append(None)
+        return tuple(factors)
 
     operands = tuple(dims(names, shape) for names, shape in zip(pattern.operands, shapes, strict=False))
     results = tuple(dims(names, None) for names in pattern.results)

@@ -17,33 +17,33 @@ from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.spec import TensorSpec
 from fspmd.transport.local_tensor import is_simulated, per_block
 
-_VALUE: Final = frozenset(("addcdiv", "addcmul"))  # what these take fourth here is elsewhere their ``value``
-_OF_NUMBERS: Final = {"maximum": "clamp_min", "minimum": "clamp_max"}  # of a tensor and a number
+_VALUE: Final = frozenset(("addcdiv", "addcmul"))  # the fourth argument is the ``value`` of the function of one tensor
+_OF_NUMBERS: Final = {"maximum": "clamp_min", "minimum": "clamp_max"}  # the function for a tensor and a number
 _OTHERS: Final = {
     "norm": torch.linalg.vector_norm,
     "powsum": lambda x, ord=2, dtype=None: (x.abs() ** ord).sum(dtype=dtype),
 }
-_OF_ALL_ELEMENTS: Final = frozenset((*_OTHERS, "max"))  # the others act on each element alone
+_OF_ALL_ELEMENTS: Final = frozenset((*_OTHERS, "max"))  # reductions; all other functions are elementwise
 _UNLIKE: Any = object()
 
 
 def of_lists(func: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """At once on the blocks, where the entries of all lists lie alike; otherwise on each entry by itself.
+    """Run a function of lists at once on the blocks if the entries of all lists lie alike, else entry by entry.
 
-    Gradients are followed on each entry by itself: an operand may need a cast of its own.
+    If autograd is on, it runs entry by entry, since each operand may need a cast of its own.
     """
     fused = name.startswith("_fused_")
     if fused or not torch.is_grad_enabled():
-        found = _at_once(func, name, args, kwargs)
-        if found is not _UNLIKE:
-            return found
+        out = _at_once(func, name, args, kwargs)
+        if out is not _UNLIKE:
+            return out
     if fused:
         raise ArgumentError(_FUSED.format(name, _first_unlike(args)))
     return each_of(name, *args, **kwargs)
 
 
 def _at_once(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The function on the lists of blocks; `_UNLIKE` where that is not the function on the global tensors."""
+    """Run the function on the lists of blocks, or return `_UNLIKE` if that differs from the global tensors."""
     specs = _specs_of(args[0])
     if not specs or name.removeprefix("_foreach_").rstrip("_") in _OF_ALL_ELEMENTS:
         return _UNLIKE
@@ -51,7 +51,7 @@ def _at_once(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     named = {key: _blocks_of(value, specs) for key, value in kwargs.items()}
     if any(value is _UNLIKE for value in (*given, *named.values())):
         return _UNLIKE
-    if name == "_fused_adagrad_":  # which torch says writes into its step counts, but only reads them
+    if name == "_fused_adagrad_":  # its schema says that it writes into step counts, which it only reads
         given[3] = list(map(_held_as, given[3], given[0]))
     if name.endswith("_"):
         for x in given[0]:
@@ -70,7 +70,7 @@ Specs = list[TensorSpec | None]
 
 
 def _specs_of(first: Any) -> Specs | None:
-    """How the entries of the first list lie, None where one is plain; all of types that each element has by itself."""
+    """Return the specs of the first list's entries, with None for a plain one; None if any is unreduced or reduced."""
     if not isinstance(first, (list, tuple)) or not all(isinstance(x, Tensor) for x in first):
         return None
     specs = [x.spec if type(x) is Sharded else None for x in first]
@@ -78,28 +78,28 @@ def _specs_of(first: Any) -> Specs | None:
 
 
 def _blocks_of(value: Any, specs: Specs) -> Any:
-    """A list of entries that lie as ``specs``, or are one number for a whole tensor, as blocks."""
+    """Return the blocks of a list whose entries have these specs or are single numbers; otherwise `_UNLIKE`."""
     if not isinstance(value, (list, tuple)):
         return _number_of(value)
-    found = [
+    blocks = [
         x.block if type(x) is Sharded and x.spec is spec else x if spec is None and is_plain(x) else _entry_of(x)
         for x, spec in zip(value, specs, strict=False)
     ]
-    return _UNLIKE if any(x is _UNLIKE for x in found) else found
+    return _UNLIKE if any(x is _UNLIKE for x in blocks) else blocks
 
 
 def _held_as(number: Tensor, x: Tensor) -> Tensor:
-    """A number that simulated ranks hold apart, as they do x."""
+    """Return a number with one copy per shard of x, if x is simulated."""
     return per_block(lambda _: number.clone(), x) if is_simulated(x) else number
 
 
 def _number_of(x: Any) -> Any:
-    """What every rank has."""
+    """Return a value that is equal on all ranks as a plain one; otherwise `_UNLIKE`."""
     return x if type(x) is not Sharded else _UNLIKE if x.ndim or x.spec.partition.mentioned else x.local
 
 
 def _entry_of(x: Any) -> Any:
-    """The same, if it is one number."""
+    """Return the number that an entry is; otherwise `_UNLIKE`."""
     return _UNLIKE if isinstance(x, Tensor) and x.ndim else _number_of(x)
 
 
@@ -118,7 +118,7 @@ def _first_unlike(args: tuple[Any, ...]) -> str:
 
 
 def each_of(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
-    """The function on the first entries of the lists, on the second, and so on; one that writes gives nothing."""
+    """Run the function on the first entries of the lists, on the second ones, and so on. A write returns None."""
     writes, name = name.endswith("_"), name.removeprefix("_foreach_").rstrip("_")
     if name in _VALUE and len(args) > 3:
         args, kwargs = args[:3], {**kwargs, "value": args[3]}
@@ -126,7 +126,7 @@ def each_of(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
     if isinstance(kwargs.get("value"), Tensor):
         kwargs["value"] = kwargs["value"].tolist()
     count = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
-    found = []
+    results = []
     for i in range(count):
         given = [_entry(value, i) for value in args]
         named = {key: _entry(value, i) for key, value in kwargs.items()}
@@ -136,14 +136,15 @@ def each_of(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
             getattr(given[0], f"{name}_")(*given[1:], **named)
             continue
         out = (_OTHERS.get(name) or getattr(torch, name))(*given, **named)
-        found.append(given[0].copy_(out) if writes else out)
-    return None if writes else tuple(found)
+        results.append(given[0].copy_(out) if writes else out)
+    return None if writes else tuple(results)
 
 
 def unscale(gradients: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What ``torch.amp.GradScaler`` asks of gradients: whether any rank has an element that is not finite, told to all.
+    """Divide gradients by the scale of ``torch.amp.GradScaler``, and set ``found_inf`` if any element is not finite.
 
-    Counts that lie alike are one pending sum: an all-reduce of one number for each set of axes that cut gradients.
+    All ranks learn it. Counts that lie alike are one pending sum, so there is one all-reduce of one number for each set
+    of axes that cut gradients.
     """
     counts: dict[Any, Any] = {}
     for x in gradients:

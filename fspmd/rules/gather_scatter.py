@@ -1,7 +1,7 @@
-"""Elements taken, or set, by places along a sharded dim: each rank sees to those places that fall into its block.
+"""Bodies that take or set elements by index along a sharded dim. Each rank handles the indices in its block.
 
-What is taken is a pending sum, of which one rank has the term; nothing moves, forward or backward. A place outside of
-the global dim is one outside of every block, so that torch complains as ever.
+Elements that are taken are a pending sum: one rank has the element, the others have zero. Nothing moves, forward or
+backward. An index outside of the global dim is outside of every block too, so torch raises as usual.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fspmd.transport.neutral import nothing
 def in_block(
     site: Site, places: Tensor, d: Any, size: int, *, aside: bool = False, wraps: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Global places as those of this block of dim ``d``, and which of them are in it.
+    """Return global places as places in this rank's block of dim ``d``, and a mask of those that are in it.
 
-    The others are the first place, or ``aside``, behind the last one; those of no block are farther behind. ``wraps``:
-    negative ones count from the end.
+    Places in other blocks become 0, or with ``aside`` the length of the block. Places in no block become the length
+    plus one. With ``wraps`` negative places count from the end.
     """
     cut = site.blocks(size, d)
     length = per_rank(site, ("length", d), site.axes[d], lambda at: torch.tensor(cut[at][1]))
@@ -38,25 +38,25 @@ def in_block(
 
 
 def filled(site: Site, x: Tensor, d: int, key: Any) -> Tensor:
-    """With one row of zeros at the end of a dim of the first operand, if some block has none."""
+    """Append a row of zeros to a dim of the first operand if some block of it is empty."""
     return longer(x, d) if any(n == 0 for _, n in site.blocks(site.operands[0].shape[d], key)) else x
 
 
 def own(x: Tensor, mine: Tensor) -> Tensor:
-    """Nothing where it is not this rank's."""
-    bits = as_words(x)  # which torch fills
+    """Replace the elements that are not this rank's by `nothing`."""
+    bits = as_words(x)  # torch fills words of all dtypes
     out = bits.masked_fill(~mine, nothing(bits))
     return out if bits is x else out.view(x.dtype)
 
 
-# --- taken: results are pending sums ----------------------------------------------------------------------------------
+# --- take: results are pending sums -----------------------------------------------------------------------------------
 
 
 def _looked_up(site: Site, places: Tensor, table: Tensor, size: int, padding: int) -> Tensor:
     local, mine = in_block(site, places, "v", size)
     table = longer(table, 0) if any(n == 0 for _, n in site.blocks(size, "v")) else table
     out = F.embedding(local, table)
-    if -size <= padding:  # no gradient for the padding
+    if -size <= padding:  # the padding row gets no gradient
         out = torch.where((places == padding % size)[..., None], out.detach(), out)
     return own(out, mine[..., None])
 
@@ -88,20 +88,20 @@ def _index(site: Site, x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     here, mine = list(indices), torch.ones((), dtype=torch.bool, device=x.device)
     for d, places in enumerate(indices):
         if places is not None and site.axes.get(d):
-            here[d], found = in_block(site, places, d, site.operands[0].shape[d], wraps=True)
-            mine = mine & found
+            here[d], in_it = in_block(site, places, d, site.operands[0].shape[d], wraps=True)
+            mine = mine & in_it
             x = filled(site, x, d, d)
     out: Tensor = torch.ops.aten.index.Tensor(x, here)
-    given = [d for d, one in enumerate(indices) if one is not None]
+    given = [d for d, places in enumerate(indices) if places is not None]
     behind = x.dim() - 1 - given[-1] if given[-1] - given[0] == len(given) - 1 else x.dim() - len(given)
     return own(out, mine.view(*mine.shape, *(1,) * behind))
 
 
-# --- set: in a block that is one row longer, to which go those that belong elsewhere ----------------------------------
+# --- set: a block gets one more row, which takes the values for other blocks ------------------------------------------
 
 
 def setting(function: Callable[..., Tensor], *, wraps: bool = False) -> Bodied:
-    """Of functions of x, a dim, places and more."""
+    """Return the body of a function ``(x, dim, index, ...)`` that sets elements of x."""
 
     def body(site: Site, x: Tensor, dim: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
         d = dim % x.dim()

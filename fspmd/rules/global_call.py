@@ -1,4 +1,4 @@
-"""A call on global tensors, as rules see it: shapes, and the arguments that are no tensors."""
+"""A call on global tensors as rules see it: the shapes of its tensors, and its other arguments."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from fspmd.rules.factors import Factors, Shape, match, parse
 
 
 class Whole(NamedTuple):
-    """One call: shapes of its tensors in the order given, its arguments with None for each tensor, its results."""
+    """One call on global tensors."""
 
-    shapes: Sequence[Shape]
-    args: Sequence[Any]
+    shapes: Sequence[Shape]  # of the tensors, in the order of the parameters
+    args: Sequence[Any]  # with None for each tensor
     kwargs: dict[str, Any]
     results: Sequence[Shape]
 
     @property
     def ndim(self) -> int:
-        """Number of dims of the first tensor."""
+        """The number of dims of the first tensor."""
         return len(self.shapes[0])
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument given by place or by name."""
+        """Return an argument by its place or its name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
     def dims(self, place: int, name: str, default: Any = None) -> tuple[int, ...]:
-        """The dims of the first tensor that an argument names, all for None; ``dims`` may be given one by one."""
+        """Return the dims of the first tensor that an argument names; None means all. ``dims`` may be several ints."""
         given = self.argument(place, name, default)
         if type(given) is bool:  # an argument of another overload
             given = None
@@ -44,11 +44,11 @@ class Whole(NamedTuple):
 
 Rule = Callable[[Whole], Factors]
 
-#: the answer of a rule to a call it does not cover
+#: the answer of a rule to a call that it does not cover
 NO_RULE: Final = Factors((), ())
 
 
 def notation(text: str) -> Rule:
-    """A rule written down."""
+    """Return the rule of a text in factor notation."""
     pattern = parse(text)
     return lambda whole: match(pattern, whole.shapes)

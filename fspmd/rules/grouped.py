@@ -1,7 +1,7 @@
-"""`torch.nn.functional.grouped_mm`: rows in groups, each group with a matrix of its own, as mixtures of experts have.
+"""`torch.nn.functional.grouped_mm`: products of groups of rows with one matrix per group, for mixtures of experts.
 
-Offsets say where groups end. torch leaves what lies past the last one as it is in memory, in results and in gradients;
-here it is zeros, so that sums over ranks that have other groups, or other rows, are sums of their own terms.
+Offsets say where groups end. torch leaves the memory past the last group uninitialised, in results and in gradients.
+Here it is zero, so that ranks with other groups, or other rows, can add up their results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fspmd.sharded import call_torch
 
 
 def grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """torch's, of matrices in groups; what is made of them follows from which operand holds a matrix per group."""
+    """``F.grouped_mm``. The operands with 3 dims hold one matrix per group, and decide which product this is."""
     dims = mat_a.dim(), mat_b.dim()
     _check(mat_a, mat_b, offs, bias, out_dtype)
     if dims == (3, 3):
@@ -36,18 +36,18 @@ def grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_d
 
 
 def pointing(text: str, cut: str) -> Rule:
-    """A rule whose third operand says where groups end; of the groups, or rows, that ranks have they add up sums."""
+    """Return a rule whose third operand has the ends of groups. Over a sharded dim ``cut`` the result is pending."""
     pattern = parse(text)
 
     def rule(whole: Whole) -> Factors:
-        found = match(pattern, whole.shapes)
-        return found._replace(summed=found.summed | {found.names[cut]}, places=frozenset({2}))
+        factors = match(pattern, whole.shapes)
+        return factors._replace(summed=factors.summed | {factors.names[cut]}, places=frozenset({2}))
 
     return rule
 
 
 def _check(a: Any, b: Any, offs: Any, bias: Any, out_dtype: Any) -> None:
-    """Raises where torch does on some device; the meta device has words of its own, of halves alone."""
+    """Raise where torch raises on some device. The meta device only checks bfloat16, with other messages."""
     dims = a.dim(), b.dim()
     if not {*dims} <= {2, 3}:
         raise ArgumentError(
@@ -79,7 +79,7 @@ def _check(a: Any, b: Any, offs: Any, bias: Any, out_dtype: Any) -> None:
 
 
 def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """``a[s, k]``, ``b[g, k, n]``: ``[s, n]``, the rows of each group times its matrix; zeros past the last group."""
+    """Return ``[s, n]``: the rows ``a[s, k]`` of each group times its matrix of ``b[g, k, n]``; zeros past the last."""
     if has_torch_function((a, b, offs)):
         return handle_torch_function(rows_by_groups, (a, b, offs), a, b, offs)
     if a.is_meta:
@@ -94,7 +94,7 @@ def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """``a[m, s]``, ``b[s, n]``: ``[g, m, n]``, for each group its columns times its rows."""
+    """Return ``[g, m, n]``: for each group its columns of ``a[m, s]`` times its rows of ``b[s, n]``."""
     if has_torch_function((a, b, offs)):
         return handle_torch_function(groups_of_columns, (a, b, offs), a, b, offs)
     if a.is_meta:
@@ -109,14 +109,15 @@ def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def _past(rows: int, offs: Tensor) -> Tensor:
-    """Which rows belong to no group."""
+    """Return a mask of the rows past the last group."""
     places = torch.arange(rows, device=offs.device)
     return places >= (offs[-1:] if len(offs) else 0)
 
 
 def _fitting(x: Tensor, rows: bool = False) -> Tensor:
-    """As torch's kernels take it, and its gradient: the last two dims, or the last of ``rows``, multiples of 16 bytes
-    long.
+    """Return a matrix padded and strided for torch's kernels, forward and backward.
+
+    They need the last two dims (of ``rows`` the last one) to be multiples of 16 bytes long.
     """
     unit = max(1, 16 // x.dtype.itemsize)
     lacks = [-x.shape[-1] % unit, 0 if rows else -x.shape[-2] % unit]
@@ -129,12 +130,15 @@ def _fitting(x: Tensor, rows: bool = False) -> Tensor:
     return x if is_fit else x.contiguous()
 
 
-# --- rows, or groups, of which each rank has some ---------------------------------------------------------------------
+# --- bodies for sharded rows or groups --------------------------------------------------------------------------------
 
 
 @still
 def own_groups(site: Site, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Of `rows_by_groups`: each rank multiplies those rows of its block that belong to its groups, the first first."""
+    """The body of `rows_by_groups`: each rank multiplies the rows of its block that belong to its groups.
+
+    The rows are rolled so that the rows of its first group come first.
+    """
     ends = _ends(site, offs)
     if not site.axes.get("g"):
         return rows_by_groups(a, b, ends)
@@ -152,12 +156,12 @@ def own_groups(site: Site, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 @still
 def own_columns(site: Site, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Of `groups_of_columns`: each rank's rows are terms of a sum."""
+    """The body of `groups_of_columns`: the products of each rank's rows are the terms of a pending sum."""
     return groups_of_columns(a, b, _ends(site, offs))
 
 
 def _ends(site: Site, offs: Tensor) -> Tensor:
-    """Where groups end in this rank's rows."""
+    """Return the ends of the groups, counted in this rank's rows."""
     if not site.axes.get("s"):
         return offs
     rows = site.blocks(site.operands[0].shape[site.operands[0].ndim - 1 if site.results[0].ndim == 3 else 0], "s")

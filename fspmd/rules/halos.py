@@ -1,4 +1,4 @@
-"""Convolutions along sharded dims: each rank fetches the borders that its windows reach into."""
+"""Convolutions along sharded dims: each rank fetches the rows at its borders that its windows need (halos)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fspmd.variance import get_variance
 
 
 def window_rows(blocks: Sequence[tuple[int, int]], size: int, window: tuple[int, int, int, int], at: int) -> Tensor:
-    """What the windows of a block reach over, -1 beyond the ends; of one window where the block is empty."""
+    """Return the global rows that the windows of a block cover, -1 outside. An empty block counts as one window."""
     kernel, stride, padding, dilation = window
     start, length = blocks[at]
     first = start * stride - padding
@@ -27,14 +27,17 @@ def window_rows(blocks: Sequence[tuple[int, int]], size: int, window: tuple[int,
 
 
 def windows(site: Site, key: Any, x: Tensor, d: int, window: tuple[int, int, int, int]) -> Tensor:
-    """The block of a dim that the windows of the result's block take: their size, stride, padding and dilation."""
+    """Fetch the rows of a dim that the windows of the result's block cover.
+
+    ``window``: size, stride, padding and dilation.
+    """
     size = site.operands[0].shape[d]
     rows = functools.partial(window_rows, site.blocks(site.results[0].shape[d], key), size, window)
     return fetched(site, ("rows", d), x, d, site.axes[key], site.blocks(size, key), rows)
 
 
 def _spread(site: Site, key: Any, x: Tensor, d: int, window: tuple[int, int, int, int]) -> Tensor:
-    """The rows of a dim that a transposed convolution spreads over the result's block."""
+    """Fetch the rows of a dim that a transposed convolution spreads over the result's block."""
     rows = functools.partial(_sources, site, key, d, window)
     return fetched(
         site, ("rows", d), x, d, site.axes[key], site.blocks(site.operands[0].shape[d], key), lambda at: rows(at)[0]
@@ -42,13 +45,13 @@ def _spread(site: Site, key: Any, x: Tensor, d: int, window: tuple[int, int, int
 
 
 def _within(site: Site, key: Any, out: Tensor, d: int, window: tuple[int, int, int, int]) -> Tensor:
-    """Of what those rows are spread over, the result's block."""
+    """Return the result's block, out of all places that the rows of `_spread` reach."""
     rows = functools.partial(_sources, site, key, d, window)
     return out.index_select(d, per_rank(site, ("own", d), site.axes[key], lambda at: rows(at)[1]))
 
 
 def _sources(site: Site, key: Any, d: int, window: tuple[int, int, int, int], at: int) -> tuple[Tensor, Tensor]:
-    """The rows that reach into a block, -1 beyond the ends, and where it lies in what they are spread over."""
+    """Return the rows that reach into a block (-1 outside), and the places of the block in their range."""
     kernel, stride, padding, dilation = window
     size, result = site.operands[0].shape[d], site.results[0].shape[d]
     start, length = site.blocks(result, key)[at]
@@ -60,7 +63,7 @@ def _sources(site: Site, key: Any, d: int, window: tuple[int, int, int, int], at
 
 
 def own_rows(site: Site, key: Any, out: Tensor, d: int) -> Tensor:
-    """Without the window of an empty block."""
+    """Return a result without the extra window of an empty block."""
     blocks = site.blocks(site.results[0].shape[d], key)
     if all(length for _, length in blocks):
         return out
@@ -80,7 +83,7 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """aten's. A bias that is a term of a pending sum is added to another one."""
+    """The body of aten's convolution. An unreduced bias is added as a term of a pending sum."""
     left = each(padding, x.dim() - 2)
     strides, spread = each(stride, x.dim() - 2), each(dilation, x.dim() - 2)
     cut = [d for d in range(2, x.dim()) if site.axes.get(str(d))]
@@ -96,8 +99,8 @@ def convolution(
     if site.axes.get("c"):  # a group per channel
         groups = weight.shape[0] * groups // site.operands[1].shape[0]
     pending = () if bias is None else tuple(site.mesh.ordered(get_variance(bias).unreduced))
-    own = None if pending else bias
-    out: Tensor = torch.convolution(x, weight, own, strides, left, spread, transposed, behind, groups)
+    added = None if pending else bias
+    out: Tensor = torch.convolution(x, weight, added, strides, left, spread, transposed, behind, groups)
     for d, window in cuts.items():
         out = _within(site, str(d), out, d, window) if transposed else own_rows(site, str(d), out, d)
     if pending and bias is not None:
@@ -116,31 +119,31 @@ def near(
     dilation: Any = 1,
     transposed: bool = False,
 ) -> frozenset[int]:
-    """The dims, named by number, of which each window lies in one block: none reaches beyond the next one's start."""
-    count, found = len(kernel), set[int]()
+    """Return the factors along which each window lies in one block, since no window overlaps the next one."""
+    count, aligned = len(kernel), set[int]()
     sizes, after = whole.shapes[0][-count:], whole.results[0][-count:]
     if transposed:
         sizes, after = after, sizes
     window = zip(kernel, *(each(v, count) for v in (stride, padding, dilation)), strict=True)
-    for d, (reach, step, beyond, apart) in enumerate(window, whole.ndim - count):
+    for d, (length, step, pad, gap) in enumerate(window, whole.ndim - count):
         at = d - whole.ndim + count
-        if not beyond and apart * (reach - 1) < step and after[at] * step == sizes[at]:
+        if not pad and gap * (length - 1) < step and after[at] * step == sizes[at]:
             factor = factors.operands[0][d]
-            found |= set() if factor is None else {factor}
-    return frozenset(found)
+            aligned |= set() if factor is None else {factor}
+    return frozenset(aligned)
 
 
 def folded(whole: Whole) -> Factors:
-    """Windows side by side (``l``), which are added up; channels are cut between their windows' elements."""
-    found = match(parse("... c [l] -> ... c 1 1"), whole.shapes)
-    channels, windows = found.names["c"], found.names["l"]
+    """The rule of ``col2im``: it sums over windows (``l``). Channels are cut between channels, not within a window."""
+    factors = match(parse("... c [l] -> ... c 1 1"), whole.shapes)
+    channels, windows = factors.names["c"], factors.names["l"]
     pieces = {channels: whole.results[0][-3]}
-    return found._replace(summed=frozenset({windows}), scaled=frozenset({channels}), pieces=pieces)
+    return factors._replace(summed=frozenset({windows}), scaled=frozenset({channels}), pieces=pieces)
 
 
 @still
 def fold(site: Site, x: Tensor, *window: Any) -> Tensor:
-    """A pending sum of what each rank's windows come to; the others' are zeros."""
+    """The body of ``col2im``: a pending sum, in which each rank has its windows, and zeros for the others."""
     d = x.dim() - 1
     if axes := site.axes.get("l", ()):
         size = site.operands[0].shape[d]
@@ -157,6 +160,6 @@ def fold(site: Site, x: Tensor, *window: Any) -> Tensor:
 
 
 def each(value: Any, count: int) -> list[int]:
-    """A number for each of so many dims."""
+    """Return one number per dim, given one number for all dims or a list."""
     given = [value] if isinstance(value, int) else list(value)
     return given * count if len(given) == 1 else given

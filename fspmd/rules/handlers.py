@@ -1,6 +1,6 @@
-"""Functions on `Sharded` values that no rule decides: those that make new ones or draw random numbers, and a few more.
+"""Handlers: functions that run in place of torch functions that no rule can describe.
 
-Each is a function of its own, not a row.
+Most of them make new values or draw random numbers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fspmd.tracing import refuse_tracer
 
 
 def _check_errors(info: Any, name: str, *, is_matrix: bool) -> None:
-    """What a factorization tells of its matrices: a rank looks at those it has."""
+    """Raise for matrices that a factorization could not factorize. Each rank checks its own block."""
     check_matrices(info.local, name, is_matrix)
 
 
 def _detached(x: Any) -> Any:
-    """``x.detach_()``: casts of the block, and its origin, would lead to the graph that it leaves."""
+    """``x.detach_()``. The block also forgets its casts and its origin, which belong to the graph that it leaves."""
     x.of_local("detach_")
     forget_graph(x.local)
     return x
@@ -42,24 +42,24 @@ def _own_method(name: str) -> Handler:
 
 
 def _takes_data(x: Any, y: Any) -> bool:
-    """Whether ``x.data = y`` is for ``module._apply`` to write; else the module gets y as a new parameter."""
+    """Whether ``module._apply`` may write ``x.data = y``; otherwise it makes y a new parameter."""
     return type(x) is type(y) and (x.spec.mesh, x.spec.partition) == (y.spec.mesh, y.spec.partition)
 
 
 #: methods of `Sharded` itself
-_TELLS: Final = ("is_complex", "is_floating_point", "stride", "is_contiguous", "storage_offset")
+_METHODS: Final = ("is_complex", "is_floating_point", "stride", "is_contiguous", "storage_offset")
 HANDLERS: Final[dict[str, Handler]] = {
     **LIKES,
     **DRAWS,
     **DROPOUTS,
     **RESHAPED,
-    **{name: _own_method(name) for name in _TELLS},
+    **{name: _own_method(name) for name in _METHODS},
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "_linalg_check_errors": _check_errors,
     "detach_": _detached,
     "_has_compatible_shallow_copy_type": _takes_data,
 }
-#: given to `Sharded` later than this
+#: functions of autograd; `upper` has their handlers, and is set after this module is imported
 ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
     torch.autograd.grad: lambda: upper().gradients,
     torch.autograd.backward: lambda: upper().backward,
@@ -69,7 +69,7 @@ ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
 _BLOCK: Final = "x.local.{0}(...), of this rank's block, or device_get(x).{0}(...), of the whole"
 _SAVED: Final = f"{_BLOCK}; to save it, save device_get(tree), or use torch.distributed.checkpoint"
 _NEW: Final = "x.new_empty(size)"
-#: methods that speak of memory, of which a rank has but a block -> what to write
+#: methods about the memory of a tensor, of which a rank has only a block -> the code to write instead
 _OF_MEMORY: Final = {
     **dict.fromkeys(("data_ptr", "storage", "untyped_storage"), _SAVED),
     **dict.fromkeys(("storage_type", "is_set_to", "as_subclass", "__dlpack__", "__dlpack_device__"), _BLOCK),
@@ -80,7 +80,7 @@ _OF_MEMORY: Final = {
 
 @functools.lru_cache(maxsize=4096)
 def handler_of(func: Any) -> Handler | None:
-    """What runs in place of a torch function when it is called with `Sharded` values; None where a rule decides."""
+    """Return the function that runs in place of a torch function on `Sharded` values, or None."""
     if getattr(func, "__module__", None) == "torch.nn.init":
         return functools.partial(_as_written, func)
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
@@ -96,7 +96,7 @@ def handler_of(func: Any) -> Handler | None:
 
 
 def _as_written(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function of ``torch.nn.init``, which calls methods of its tensor alone."""
+    """Run a function of ``torch.nn.init`` as it is: it only calls methods of its tensor."""
     with DisableTorchFunction():
         return func(*args, **kwargs)
 
@@ -111,5 +111,5 @@ def _refuse_collective(func: Any, *args: Any, **kwargs: Any) -> NoReturn:
 def _refuse_memory(name: str, x: Any, *args: Any, **kwargs: Any) -> NoReturn:
     refuse_tracer(x)
     raise ArgumentError(
-        f"{name}() speaks of the memory of {x!r}, of which this rank has a block; write {_OF_MEMORY[name].format(name)}"
+        f"{name}() needs the memory of {x!r}, but this rank has only a block; write {_OF_MEMORY[name].format(name)}"
     )

@@ -1,6 +1,6 @@
-"""Parts, joins and shifts along sharded dims: each rank fetches the rows of its new block that it lacks.
+"""Slices, joins and shifts along sharded dims: each rank fetches the rows of its new block that it lacks.
 
-An int in place of a dim takes its row on one rank: a pending sum, and nothing moves.
+An int index takes a row that one rank has. The result is a pending sum, and nothing moves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _outside(rows: Places, blocks: Sequence[tuple[int, int]], at: int) -> Tensor
 
 
 def _cut(site: Site, x: Tensor, d: int, start: int, length: int, step: int = 1) -> Tensor:
-    """A range of a dim, sharded or not."""
+    """Return a range of a dim, sharded or not."""
     if not site.axes.get(d):
         return x[(slice(None),) * d + (slice(start, start + length * step, step),)]
     return taken(site, ("cut", start, length, step), x, d, _size(site, d), length, _from(start, step))
@@ -59,14 +59,14 @@ def _cut(site: Site, x: Tensor, d: int, start: int, length: int, step: int = 1) 
 
 @passing
 def getitem(site: Site, x: Tensor, index: Any) -> Tensor:
-    """``x[...]`` by ints, slices, None and an ellipsis."""
+    """The body of ``x[...]`` with ints, slices, None and an ellipsis."""
     entries = [*index] if isinstance(index, (tuple, list)) else [index]
     if Ellipsis not in entries:
         entries.append(Ellipsis)
     d = 0
     for i, entry in enumerate(entries):
         if entry is Ellipsis:
-            d += x.dim() - sum(type(one) in (int, slice) for one in entries)
+            d += x.dim() - sum(type(index) in (int, slice) for index in entries)
         elif entry is not None:
             if site.axes.get(d) and type(entry) is int:
                 x = picked(site, "at", x, d, _size(site, d), entry % _size(site, d))
@@ -81,21 +81,21 @@ def getitem(site: Site, x: Tensor, index: Any) -> Tensor:
 
 @passing
 def select(site: Site, x: Tensor, dim: int, index: int) -> Tensor:
-    """One row, a pending sum."""
+    """The body of ``select``: one row, as a pending sum."""
     d = dim % x.dim()
     return picked(site, "at", x, d, _size(site, d), index % _size(site, d)).select(d, 0)
 
 
 @passing
 def narrow(site: Site, x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """A range."""
+    """The body of ``narrow``."""
     d = dim % x.dim()
     return _cut(site, x, d, start % _size(site, d) if start < 0 else start, length)
 
 
 @passing
 def cut(site: Site, x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
-    """aten's slice."""
+    """The body of aten's ``slice``."""
     d = dim % x.dim()
     places = range(*slice(start, end, step).indices(_size(site, d)))
     return _cut(site, x, d, places.start, len(places), step)
@@ -103,7 +103,7 @@ def cut(site: Site, x: Tensor, dim: int = 0, start: int | None = None, end: int 
 
 @in_pieces
 def split(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Pieces one after another, of sizes or so many; in one exchange."""
+    """The body of ``split`` and ``chunk``: one exchange for all pieces."""
     d = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
     sizes, axes = [spec.shape[d] for spec in site.results], site.axes[d]
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
@@ -126,7 +126,7 @@ def split(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...
 
 @passing
 def flip(site: Site, x: Tensor, dims: int | Sequence[int], *more: int) -> Tensor:
-    """The rows from the last to the first."""
+    """The body of ``flip``."""
     over = [d % x.dim() for d in ((dims, *more) if isinstance(dims, int) else dims)]
     for d in over:
         if site.axes.get(d):
@@ -137,7 +137,7 @@ def flip(site: Site, x: Tensor, dims: int | Sequence[int], *more: int) -> Tensor
 
 @passing
 def roll(site: Site, x: Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Tensor:
-    """The rows moved on, those at the end to the front."""
+    """The body of ``roll``."""
     if not isinstance(dims, int) and not dims:
         (shift,) = [shifts] if isinstance(shifts, int) else shifts
         return (
@@ -156,14 +156,14 @@ def roll(site: Site, x: Tensor, shifts: int | Sequence[int], dims: int | Sequenc
 
 @passing
 def shuffle(site: Site, x: Tensor, groups: int) -> Tensor:
-    """The first channel of each group, the second of each, and so on."""
+    """The body of ``channel_shuffle``: the first channel of each group, then the second of each, and so on."""
     channels = _size(site, 1)
     return taken(site, "shuffle", x, 1, channels, channels, lambda i: i % groups * (channels // groups) + i // groups)
 
 
 @passing
 def repeat(site: Site, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The whole again and again."""
+    """The body of ``repeat`` and ``tile``."""
     after = site.results[0].shape
     new = len(after) - x.dim()
     for d in range(x.dim()):
@@ -180,30 +180,30 @@ def _sizes(site: Site, after: Sequence[int]) -> Any:
 
 @passing
 def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
-    """A constant before and behind; negative: rows left out."""
-    own = list(pad)
+    """The body of ``constant_pad_nd``. Negative sizes drop rows."""
+    local = list(pad)
     for k in range(len(pad) // 2):
         d = x.dim() - 1 - k
         size, before, after = _size(site, d), pad[2 * k], site.results[0].shape[d]
         if not site.axes.get(d) or not (before or pad[2 * k + 1]):
             continue
-        own[2 * k] = own[2 * k + 1] = 0
+        local[2 * k] = local[2 * k + 1] = 0
         rows = functools.partial(_within, before, size)
         x = taken(site, "pad", x, d, size, after, rows)
-        if str(value) not in ("0", "0.0"):  # a negative zero is one to fill with, too
+        if str(value) not in ("0", "0.0"):  # -0.0 must be filled in too
             outside = functools.partial(_outside, rows, site.blocks(after, d))
             empty = per_rank(site, ("empty", d), site.axes[d], outside)
             filling = torch.full((), value, dtype=x.dtype, device=x.device)
             x = _chosen(empty.view(-1, *(1,) * (x.dim() - 1 - d)), filling, x)
-    return torch.constant_pad_nd(x, own, value)
+    return torch.constant_pad_nd(x, local, value)
 
 
-def _chosen(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """``torch.where``, of unsigned integers, too, which that of torch 2.11 does not take: of their bits."""
-    signed = _SIGNED.get(other.dtype)
+def _chosen(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """``torch.where``, also for unsigned integers, which torch 2.11 does not take: on their bits."""
+    signed = _SIGNED.get(y.dtype)
     if signed is None:
-        return torch.where(which, one, other)
-    return torch.where(which, one.view(signed), other.view(signed)).view(other.dtype)
+        return torch.where(condition, x, y)
+    return torch.where(condition, x.view(signed), y.view(signed)).view(y.dtype)
 
 
 _SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -218,12 +218,12 @@ def _nearest(before: int, behind: int, size: int, i: Tensor) -> Tensor:
 
 
 def _wrapped(before: int, behind: int, size: int, i: Tensor) -> Tensor:
-    left = max(-before, 0)  # what is left out is left out first
+    left = max(-before, 0)  # rows are dropped before the others wrap around
     return left + (i - max(before, 0)) % (size - left - max(-behind, 0))
 
 
 def pad_with(rows: Callable[[int, int, int, Tensor], Tensor]) -> Bodied:
-    """Before and behind a dim of its own ``rows``."""
+    """Return the body of a pad with rows of the operand: ``rows(before, behind, size, places)`` gives their places."""
 
     def body(site: Site, x: Tensor, pad: Sequence[int], *_: Any, **__: Any) -> Tensor:
         sides = {x.dim() - 1 - k: side for k, side in enumerate(zip(pad[::2], pad[1::2], strict=True))}
@@ -242,8 +242,8 @@ reflect, replicate, wrap = pad_with(_mirrored), pad_with(_nearest), pad_with(_wr
 
 @passing
 def cat(site: Site, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Of each operand the rows that fall into the new block."""
-    shape, found, start = site.results[0].shape, [], 0
+    """The body of ``cat``: each rank fetches the rows of each operand that fall into its new block."""
+    shape, parts, start = site.results[0].shape, [], 0
     d = dim % len(shape)
     axes, blocks = site.axes[d], site.blocks(shape[d], d)
     for k, (x, spec) in enumerate(zip(tensors, site.operands, strict=True)):
@@ -256,14 +256,14 @@ def cat(site: Site, tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
             places = block_places(blocks, at) - start
             return places[(places >= 0) & (places < size)]
 
-        found.append(fetched(site, k, x, d, axes, before, wanted))
+        parts.append(fetched(site, k, x, d, axes, before, wanted))
         start += size
-    return torch.cat(found, d)
+    return torch.cat(parts, d)
 
 
 @passing
 def unfold(site: Site, x: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    """Windows, of which each rank fetches the rows from the first one's to the last one's."""
+    """The body of ``unfold``: each rank fetches the rows from its first window to its last."""
     d = dimension % x.dim()
     axes, blocks = site.axes[d], site.blocks(site.results[0].shape[d], d)
 
@@ -281,7 +281,7 @@ def unfold(site: Site, x: Tensor, dimension: int, size: int, step: int) -> Tenso
 
 
 def triangle(beyond: Callable[[Tensor, int], Tensor]) -> Bodied:
-    """Of matrices: zeros ``beyond`` a diagonal, of which each rank knows its part."""
+    """Return the body of ``tril`` or ``triu``: each rank zeroes the elements of its block ``beyond`` the diagonal."""
 
     def body(site: Site, x: Tensor, diagonal: int = 0) -> Tensor:
         places = []

@@ -1,6 +1,6 @@
-"""New values from a `Sharded`: ``zeros_like(x)`` and its kin lie as x does, but for pending sums.
+"""New values from a `Sharded`: ``zeros_like(x)`` and related functions. Results lie as x does, without pending sums.
 
-So does ``x.new_zeros(size)`` of the size of x; of another size it is whole on every rank.
+``x.new_zeros(size)`` lies so too if it has the size of x. Otherwise it is whole on every rank.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction
 
 Handler = Callable[..., Any]
-#: a `Sharded`, with the methods of a tensor, of which type checkers do not know
+#: a `Sharded`: type checkers do not know that it has the methods of a tensor
 Value = Any
 
 
 def settled(spec: TensorSpec, dtype: torch.dtype | None = None) -> TensorSpec:
-    """The layout without pending sums and duals, maybe of another dtype."""
+    """Return a spec that is neither unreduced nor reduced, in another dtype if given."""
     return TensorSpec(spec.mesh, P(*spec.partition), spec.shape, dtype or spec.dtype)
 
 
 def settle(x: Sharded) -> Value:
-    """The value without pending sums and duals."""
+    """Return a value with its pending sums settled, and not reduced."""
     spec = settled(x.spec)
     return x if spec is x.spec else alike(redistribute(x.local, x.spec, spec), x, spec)
 
@@ -43,24 +43,24 @@ def drawn_like(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> Value:
-    """Random elements in the layout of ``x``."""
+    """Draw random elements in the layout of ``x``."""
     return drawn(settled(x.spec, dtype), law, x.device, then, generator)
 
 
 def _device(x: Sharded, options: dict[str, Any]) -> torch.device:
-    """Where new values are wanted: where x is, or nowhere, as values without data.
+    """Return the device of a new value: that of x, or the meta device.
 
     Raises:
-        ArgumentError: elsewhere, where the mesh moves nothing.
+        ArgumentError: ``options`` name another device, on which the mesh does not communicate.
     """
     if options.get("device") is None:
         return x.device
-    asked = torch.device(options["device"])
-    if asked.type == "meta" or (asked.type == x.device.type and asked.index in (None, x.device.index)):
-        return asked
+    device = torch.device(options["device"])
+    if device.type == "meta" or (device.type == x.device.type and device.index in (None, x.device.index)):
+        return device
     raise ArgumentError(
-        f"a new value like {x!r} was asked for on {str(asked)!r}, but it lies on {str(x.device)!r}, as all of its "
-        f"mesh; leave device= out, or make a plain tensor: torch.empty(x.shape, device={str(asked)!r})"
+        f"a new value like {x!r} would be on {str(device)!r}, but its mesh communicates on {str(x.device)!r}; leave "
+        f"device= out, or make a plain tensor: torch.empty(x.shape, device={str(device)!r})"
     )
 
 
@@ -69,7 +69,7 @@ def _filled(function: Callable[..., Tensor], spec: TensorSpec, device: torch.dev
 
 
 def _like(function: Callable[..., Tensor], x: Sharded, *args: Any, **options: Any) -> Sharded:
-    """``function`` makes blocks of blocks: of those of ``x``, or where they are pending sums of ones of their shape."""
+    """Return ``function`` of the block of ``x``, or of an empty block of its shape if ``x`` is unreduced or reduced."""
     spec = settled(x.spec, options.get("dtype"))
     like = x if spec.partition is x.spec.partition else _filled(torch.empty, spec, x.device)
     device = _device(x, options)
@@ -86,30 +86,30 @@ def _new(function: Callable[..., Tensor], x: Sharded, *size: Any, **options: Any
     if "size" in options:
         size = (options["size"], *size)
     shape, args = (size[0], size[1:]) if isinstance(size[0], (tuple, list)) else (size, ())
-    found = tuple(shape)
-    partition = P(*x.spec.partition) if found == x.shape else P()
-    spec = TensorSpec(x.spec.mesh, partition, found, options.get("dtype") or x.dtype)
+    new_shape = tuple(shape)
+    partition = P(*x.spec.partition) if new_shape == x.shape else P()
+    spec = TensorSpec(x.spec.mesh, partition, new_shape, options.get("dtype") or x.dtype)
     value = [options["fill_value"]] if "fill_value" in options else args
     made = _filled(function, spec, _device(x, options), *value)
     return made.requires_grad_() if options.get("requires_grad") else made
 
 
 def _new_strided(x: Sharded, size: Sequence[int], _: Sequence[int], **options: Any) -> Sharded:
-    """Strides are of memory, of which a rank has but a block."""
+    """``x.new_empty_strided``. Strides are ignored: they are about the memory of the global tensor."""
     return _new(torch.empty, x, size, **options)
 
 
 def _new_by_type(x: Sharded, *args: Any, **options: Any) -> Sharded:
-    """``x.new(2, 3)``, ``x.new(size)``, which torch.distributions write; of other data a new tensor."""
-    by_size = all(type(one) is int for one in args) or isinstance(args[0], torch.Size)
+    """``x.new(2, 3)`` or ``x.new(size)``, as torch.distributions call it; with other data a new tensor."""
+    by_size = all(type(arg) is int for arg in args) or isinstance(args[0], torch.Size)
     return _new(torch.empty, x, *(args or (0,)), **options) if by_size else _new_tensor(x, *args, **options)
 
 
 def _new_tensor(x: Sharded, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Sharded:
     with DisableTorchFunction():
         made = torch.tensor(data, dtype=dtype or x.dtype, device=_device(x, options))
-    found = Sharded(made, TensorSpec(x.spec.mesh, P(), tuple(made.shape), made.dtype))
-    return found.requires_grad_() if options.get("requires_grad") else found
+    value = Sharded(made, TensorSpec(x.spec.mesh, P(), tuple(made.shape), made.dtype))
+    return value.requires_grad_() if options.get("requires_grad") else value
 
 
 def _random_like(law: Law, x: Sharded, *, generator: torch.Generator | None = None, **options: Any) -> Value:

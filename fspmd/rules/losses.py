@@ -1,4 +1,4 @@
-"""Losses that torch makes of many functions, each of which would move its operands anew: as one call of elements."""
+"""Losses as few calls. torch composes them of many functions, and each of these would move its operands again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fspmd.rules.reductions import along
 from fspmd.rules.value_checks import check_values
 from fspmd.sharded import Sharded, call_torch
 
-#: of elements; but for their reduction
+#: losses that are elementwise, apart from their reduction
 ELEMENTWISE: Final = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "hinge_embedding_loss", "huber_loss", "kl_div"),
     *("l1_loss", "margin_ranking_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"),
@@ -26,7 +26,7 @@ ELEMENTWISE: Final = (
 
 
 def _reduce(x: Any, reduction: str, size_average: bool | None = None, reduce: bool | None = None) -> Any:
-    """By a mean or a sum, or not at all, as torch's losses are told."""
+    """Reduce a loss as torch's options say: ``"mean"``, ``"sum"``, ``"batchmean"`` or ``"none"``."""
     reduction = reduction_of(size_average, reduce, reduction)
     if reduction == "batchmean":
         return x.sum() / x.size(0)
@@ -43,12 +43,12 @@ def _of_elements(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gaussian(x: Any, target: Any, var: Any, eps: float, full: bool) -> Any:
-    """Of elements; the gradient of ``var`` passes its bound."""
+    """The elements of ``F.gaussian_nll_loss``. The gradient of ``var`` passes its lower bound ``eps``."""
     with torch.no_grad():
         bounded = var.clamp(min=eps)
     var = torch.where(var < eps, bounded + (var - var.detach()), var)
-    found = 0.5 * (torch.log(var) + (x - target) ** 2 / var)
-    return found + 0.5 * math.log(2 * math.pi) if full else found
+    loss = 0.5 * (torch.log(var) + (x - target) ** 2 / var)
+    return loss + 0.5 * math.log(2 * math.pi) if full else loss
 
 
 def _gaussian_nll(x: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Any:
@@ -63,11 +63,11 @@ def _gaussian_nll(x: Any, target: Any, var: Any, full: bool = False, eps: float 
     return _reduce(call_torch(gaussian, (x, target, var, eps, full)), reduction)
 
 
-# --- of rows --------------------------------------------------------------------------------------------------------
+# --- losses of rows -------------------------------------------------------------------------------------------------
 
 
 def alike(*values: Any) -> Any:
-    """The values, laid out alike: along the last dim whole, where rows are compared."""
+    """Return the values laid out alike, and whole along the last dim, where a loss compares rows."""
     return values
 
 
@@ -77,7 +77,7 @@ def of_rows(whole: Whole) -> Factors:
 
 
 def _alike(*values: Any) -> Any:
-    """Laid out alike, where some are sharded and others not: each moves once, not in every function of it."""
+    """Lay values out alike if their specs differ, so that each moves once, and not in every call."""
     specs = {x.spec for x in values if isinstance(x, Sharded)}
     same = len({x.shape for x in values}) == 1 and len({x.dtype for x in values}) == 1
     return values if len(specs) < 2 or not same else call_torch(alike, values)
@@ -98,7 +98,7 @@ def _cosine_embedding(
     reduction: str = "mean",
 ) -> Any:
     x, y = _alike(x, y)
-    least = 1e-12  # as torch has it
+    least = 1e-12  # as in torch
     cos = (x * y).sum(-1) / (((x * x).sum(-1) + least) * ((y * y).sum(-1) + least)).sqrt()
     far = torch.where(target == -1, (cos - margin).clamp_min(0), 0)
     return _reduce(torch.where(target == 1, 1 - cos, 0) + far, reduction, size_average, reduce)
@@ -153,7 +153,7 @@ def _multilabel_margin(
 
 
 def multilabel_margin(x: Any, target: Any, reduction: Any) -> tuple[Any, Any]:
-    """The loss, and which classes are targets. Torch's own graph of it counts what stands after the first -1 as 0."""
+    """Return the loss, and a mask of the target classes. torch's own graph takes labels after the first -1 for 0."""
     given = target
     reduction = ("none", "mean", "sum")[reduction] if isinstance(reduction, int) else reduction
     if x.shape != target.shape or x.dim() > 2 or 0 in x.shape[-1:]:
@@ -167,19 +167,19 @@ def multilabel_margin(x: Any, target: Any, reduction: Any) -> tuple[Any, Any]:
     hit = (labels.unsqueeze(-1) & (target.unsqueeze(-1) == classes)).any(-2)
     margins = (1 - chosen.unsqueeze(-1) + x.unsqueeze(-2)).clamp_min(0)
     counted = labels.unsqueeze(-1) & ~hit.unsqueeze(-2)
-    found = _reduce((margins * counted).sum((-2, -1)) / x.size(-1), reduction)
-    return found, hit.reshape(given.shape).to(x.dtype)
+    loss = _reduce((margins * counted).sum((-2, -1)) / x.size(-1), reduction)
+    return loss, hit.reshape(given.shape).to(x.dtype)
 
 
 def ctc(x: Any, target: Any, lengths: Any, target_lengths: Any, blank: int, zero_infinity: bool) -> Any:
-    """Of each sample of a batch; torch does not know its shape without values."""
+    """The CTC loss of each sample of a batch. The meta device has no shape for it, so it is given here."""
     if x.is_meta:
         return x.new_empty(x.shape[1:-1])
     return F.ctc_loss(x, target, lengths, target_lengths, blank, "none", zero_infinity)
 
 
 def of_samples(whole: Whole) -> Factors:
-    """The rule of `ctc`; targets without a dim of their own for the samples are whole."""
+    """The rule of `ctc`. Concatenated targets, without a dim for the samples, take whole operands."""
     padded = [*map(len, whole.shapes)] == [3, 2, 1, 1]
     return match(parse("[t] n [c], n [s], n, n -> n"), whole.shapes) if padded else gathered(whole)
 
@@ -194,11 +194,11 @@ def _ctc(
     zero_infinity: bool = False,
 ) -> Any:
     lengths, target_lengths = (
-        one if isinstance(one, torch.Tensor) else torch.tensor(one, dtype=torch.int64, device=x.device)
-        for one in (lengths, target_lengths)
+        given if isinstance(given, torch.Tensor) else torch.tensor(given, dtype=torch.int64, device=x.device)
+        for given in (lengths, target_lengths)
     )
-    found = call_torch(ctc, (x, target, lengths, target_lengths, blank, zero_infinity))
-    return _reduce(found / target_lengths.clamp(min=1) if reduction == "mean" else found, reduction)
+    loss = call_torch(ctc, (x, target, lengths, target_lengths, blank, zero_infinity))
+    return _reduce(loss / target_lengths.clamp(min=1) if reduction == "mean" else loss, reduction)
 
 
 def smoothed(
@@ -211,7 +211,7 @@ def smoothed(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Cross entropy of labels that give some of their weight to all classes alike."""
+    """``F.cross_entropy`` with ``label_smoothing``: labels give some of their weight to all classes alike."""
     reduction = reduction_of(size_average, reduce, reduction)
     if not 0 <= label_smoothing <= 1:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
@@ -223,13 +223,13 @@ def smoothed(
     labelled = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
     every = logs if weight is None else logs * weight.view(-1, *(1,) * (x.dim() - 1 - dim))
     ignored = target == ignore_index
-    found = (-every.sum(dim)).masked_fill(ignored, 0)
+    uniform = (-every.sum(dim)).masked_fill(ignored, 0)
     if reduction == "mean":
         counted = ~ignored if weight is None else weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
-        found = found.sum() / counted.sum()
+        uniform = uniform.sum() / counted.sum()
     elif reduction == "sum":
-        found = found.sum()
-    return share * found + (1 - label_smoothing) * labelled
+        uniform = uniform.sum()
+    return share * uniform + (1 - label_smoothing) * labelled
 
 
 def smoothed_of_linear(
@@ -242,7 +242,7 @@ def smoothed_of_linear(
     options: Any = None,
     **others: Any,
 ) -> Any:
-    """The same of what a linear layer gives."""
+    """``linear_cross_entropy`` with ``label_smoothing``: a linear layer, and then `smoothed`."""
     classes = tuple(linear_weight.shape[:-1])
     if x.dim() not in (1, 2) or not classes or (x.dim() == 1 and len(classes) > 1):
         raise ShapeError(
@@ -256,10 +256,10 @@ def smoothed_of_linear(
 
 
 def _huber(x: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
-    found = F.huber_loss(x, target, reduction="none", delta=delta)
+    loss = F.huber_loss(x, target, reduction="none", delta=delta)
     if weight is not None and weight.shape != x.shape:
         raise ValueError("Weights and input must have the same size.")
-    return _reduce(found if weight is None else found * weight, reduction)
+    return _reduce(loss if weight is None else loss * weight, reduction)
 
 
 LOSSES: Final[dict[Any, Callable[..., Any]]] = {
@@ -273,9 +273,9 @@ LOSSES: Final[dict[Any, Callable[..., Any]]] = {
     F.triplet_margin_loss: _triplet_margin,
     F.triplet_margin_with_distance_loss: _triplet,
 }
-#: what some ops are in terms of others, where torch's own decompositions are wrong
+#: decompositions of ops in place of torch's own, which are wrong
 DECOMPOSED: Final[dict[Any, Callable[..., Any]]] = {
     torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin
 }
-#: losses that weights of their elements may have
+#: losses that take a weight per element
 WEIGHED: Final = frozenset((F.mse_loss, F.l1_loss))

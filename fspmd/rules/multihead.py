@@ -1,7 +1,7 @@
-"""Multi-head attention in terms of functions whose batch and heads are dims of their own.
+"""Multi-head attention, with separate dims for batch and heads.
 
-Torch flattens samples and heads into one dim; then no head may be sharded, nor a batch beside a sequence flattened with
-it. Here queries, keys and values are [B, H, S, K] throughout: batch and heads stay where they lie.
+torch flattens batch and heads into one dim, along which heads cannot be sharded. Here queries, keys and values are
+[B, H, S, K] throughout, so batch and heads stay sharded.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def multi_head_attention(
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
     _check(query, key, value, embed_dim_to_check, num_heads, bias_k, bias_v, is_causal and attn_mask is None)
     if is_causal and key_padding_mask is None and not need_weights:
-        attn_mask = None  # what is_causal says
+        attn_mask = None  # ``is_causal`` stands for the mask
     else:
-        is_causal = False  # the mask says it
+        is_causal = False  # the mask is causal
     if use_separate_proj_weight:
         weights = (q_proj_weight, k_proj_weight, v_proj_weight)
         biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
@@ -72,21 +72,21 @@ def multi_head_attention(
 
 
 def _check(query: Any, key: Any, value: Any, width: int, heads: int, bias_k: Any, bias_v: Any, no_mask: bool) -> None:
-    """What else would give a number, though torch gives none."""
+    """Raise for arguments that torch refuses, and that would compute something here."""
     if query.dim() != 3 or key.dim() != 3 or value.dim() != 3 or key.shape[:2] != value.shape[:2]:
         raise RuntimeError(f"expected query, key and value [S, B, E], got {query!r}, {key!r}, {value!r}")
     if query.shape[2] != width or width % heads:
         raise RuntimeError(f"expected queries of width {width}, a multiple of {heads} heads, got {query!r}")
     if (bias_k is None) != (bias_v is None):
-        raise RuntimeError("bias_k and bias_v go together")
+        raise RuntimeError("got only one of bias_k and bias_v; give both or neither")
     if no_mask:
-        raise RuntimeError("is_causal is a hint about attn_mask; give that, too")
+        raise RuntimeError("is_causal=True is a hint about attn_mask, which is None; give attn_mask too")
 
 
 def _projected(query: Any, key: Any, value: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
-    """By one weight [3 E, E]: of one input at once, of others by its parts.
+    """Project by one weight [3 E, E]: one input in one product, different inputs by the three parts of the weight.
 
-    Cut along 3 E, the result's parts are cut along E in one exchange.
+    If the weight is cut along 3 E, one exchange cuts the three parts of the result along E.
     """
     if query is key and key is value:
         q, k, v = F.linear(query, weight, bias).unflatten(-1, (3, -1)).unbind(-2)
@@ -102,16 +102,16 @@ def _heads(x: Any, heads: int) -> Any:
 
 
 def _mask(mask: Any, padding: Any, q: Any, keys: int) -> Any:
-    """What is added to scores [B, H, L, S]: ``mask`` [L, S] or [B H, L, S], and ``padding`` [B, S]."""
-    found = None
+    """Return the summand of scores [B, H, L, S], made of ``mask`` [L, S] or [B H, L, S], and of ``padding`` [B, S]."""
+    total = None
     for given, shaped in ((mask, _over_heads), (padding, _over_queries)):
         if given is None:
             continue
         added = given.to(q.dtype)
         added = shaped(added.masked_fill(given, -math.inf) if given.dtype == torch.bool else added, q)
         added = F.pad(added, (0, keys - added.shape[-1]))
-        found = added if found is None else found + added
-    return found
+        total = added if total is None else total + added
+    return total
 
 
 def _over_heads(mask: Any, q: Any) -> Any:
@@ -125,7 +125,7 @@ def _over_queries(padding: Any, q: Any) -> Any:
 def _attended(
     q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, need_weights: bool
 ) -> tuple[Any, Any]:
-    """The values that each query finds, [B, H, L, K], and how much of each, [B, H, L, S]."""
+    """Return the attended values [B, H, L, K], and the weights [B, H, L, S] if they are needed."""
     if not need_weights and not dropout_p:
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal), None
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)

@@ -1,4 +1,4 @@
-"""Vector norms, products and counts along sharded dims: each rank's own, put together."""
+"""Vector norms, products and counts along sharded dims: the results of all ranks' blocks, combined."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fspmd.torch_internals import aten_cdist, aten_pdist
 
 
 def _power(x: Tensor, p: float) -> Tensor:
-    """``x ** p`` of absolute values; of zero with no gradient."""
+    """Return ``x ** p`` of absolute values. Zeros get no gradient."""
     if p in (1, 2):
         return x if p == 1 else x * x
     nonzero = x != 0
@@ -41,40 +41,46 @@ def _power(x: Tensor, p: float) -> Tensor:
 def vector_norm(
     site: Site, x: Tensor, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """One all-reduce of one number per row forward, none backward; of infinite order as `extreme`."""
+    """The body of vector norms: one all-reduce of one number per row forward, none backward.
+
+    A norm of infinite order is an `extreme`.
+    """
     dims = dims_of(x, dim)
     x = widened(x if dtype is None else x.to(dtype)).abs()
     if math.isinf(ord):
-        found = extreme(site, x, dims, ord > 0)
+        norm = extreme(site, x, dims, ord > 0)
     else:
-        found = psum(_power(x, ord).sum(dims, keepdim=True), site.over(dims))
+        norm = psum(_power(x, ord).sum(dims, keepdim=True), site.over(dims))
         if ord not in (0, 1):
-            found = root(found, ord) if ord > 0 else found.pow(1 / ord)
-    return (found if keepdim else found.squeeze(dims)).to(site.results[0].dtype)
+            norm = root(norm, ord) if ord > 0 else norm.pow(1 / ord)
+    return (norm if keepdim else norm.squeeze(dims)).to(site.results[0].dtype)
 
 
 @reducing(1, 0, each=True)
 def distances(site: Site, x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
-    """One all-reduce of one number per pair of rows forward, none backward."""
+    """The body of ``cdist``: one all-reduce of one number per pair of rows forward, none backward."""
     return _added_up(site, aten_cdist(x, y, p, mode), p)
 
 
 @reducing(1, 0, each=True)
 def distances_within(site: Site, x: Tensor, p: float = 2) -> Tensor:
-    """The same of the rows of one matrix."""
+    """The body of ``pdist``: the same for the rows of one matrix."""
     return _added_up(site, aten_pdist(x, p), p)
 
 
 def _added_up(site: Site, own: Tensor, p: float) -> Tensor:
-    """Distances, from those along the columns of each block."""
+    """Return distances, given those along the columns of this rank's block."""
     if p == 0:
         return psum(own, site.over(("k",)))
-    found = psum(_power(own, p), site.over(("k",)))
-    return found if p == 1 else root(found, p)
+    powers = psum(_power(own, p), site.over(("k",)))
+    return powers if p == 1 else root(powers, p)
 
 
 def _prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, **_: Any) -> Tensor:
-    """One all-reduce of one number per row; of what has a gradient a gather forward, and nothing backward."""
+    """The body of ``prod``: one all-reduce of one number per row.
+
+    With a gradient it is one all-gather forward, and nothing backward.
+    """
     dtype = site.results[0].dtype
     x = x.to(dtype)
     if dtype.is_floating_point:
@@ -87,13 +93,13 @@ def _prod(site: Site, x: Tensor, dim: int | None = None, keepdim: bool = False, 
 
 
 def _reduced(layout: BodyLayout) -> float:
-    """µs of an all-reduce; complex numbers are gathered."""
-    way = gathering(1) if layout.operands[0].dtype.is_complex else reducing(1)
-    return way(_prod).time(layout)
+    """Return the µs of `_prod` without gradients: an all-reduce, or for complex numbers an all-gather."""
+    price = gathering(1) if layout.operands[0].dtype.is_complex else reducing(1)
+    return price(_prod).time(layout)
 
 
 def _gathered(layout: BodyLayout) -> float:
-    """µs that a gather takes more than that."""
+    """Return the µs that gradients add: those of the all-gather in place of the all-reduce."""
     return gathering(1)(_prod).time(layout) - _reduced(layout)
 
 
@@ -101,7 +107,7 @@ prod = Bodied(_prod, _reduced, _gathered)
 
 
 def _counted(how: str) -> Body:
-    """Whether any element is not zero, or all: one all-reduce of one byte per row."""
+    """Return the body of ``any`` or ``all``: one all-reduce of one byte per row."""
 
     def body(site: Site, x: Tensor, dim: Dim = None, keepdim: bool = False, **_: Any) -> Tensor:
         dims = dims_of(x, dim)

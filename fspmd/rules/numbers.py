@@ -1,4 +1,4 @@
-"""Which Python numbers among the arguments of a torch function bear on no layout: their values are in no key."""
+"""The Python numbers among the arguments of a torch function that bear on no layout. Keys do not hold their values."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ Kinds = frozenset[type]
 
 FLOATS: Final[Kinds] = frozenset((float, complex))
 NUMBERS: Final[Kinds] = FLOATS | {int}
-#: where floats, too, bear on shapes, or on what must be whole
+#: all numbers count: even floats bear on shapes, or on the dims that must be whole
 NONE: Final[Kinds] = frozenset()
 
 
 class Free(NamedTuple):
-    """The numbers of a function that do not count: of these ``kinds``, ints at these ``places`` (or by these names).
+    """The numbers of a function that bear on no layout, so that calls with other such numbers share a plan."""
 
-    Numbers that are ``distinct`` each have a plan of their own; others have one.
-    """
-
-    kinds: Kinds = FLOATS
-    places: frozenset[int | str] = frozenset()
-    distinct: frozenset[float] = frozenset()
+    kinds: Kinds = FLOATS  # the types of these numbers
+    places: frozenset[int | str] = frozenset()  # places and names of ints among them
+    distinct: frozenset[float] = frozenset()  # values that need a plan of their own
 
 
-#: ints that are values, of functions of which others are dims or sizes
+#: ints that are values, in functions whose other ints are dims or sizes
 _VALUES: Final[dict[str, frozenset[int | str]]] = {
     **dict.fromkeys(("index_fill", "index_fill_", "scatter", "scatter_", "pad"), frozenset((3, "value"))),
     "constant_pad_nd": frozenset((2, "value")),
@@ -32,8 +29,8 @@ _VALUES: Final[dict[str, frozenset[int | str]]] = {
     "rms_norm": frozenset((3, "eps")),
     "__setitem__": frozenset((2,)),
 }
-#: nothing is dropped, smoothed or added, and norms are greatest elements
-_APART: Final = dict.fromkeys(
+#: special values: a rate of 0 drops, smooths or adds nothing, and norms of order inf are maxima
+_DISTINCT: Final = dict.fromkeys(
     (
         *("scaled_dot_product_attention", "cross_entropy", "linear_cross_entropy"),
         *("constant_pad_nd", "linalg_vector_norm", "_cdist_forward", "_pdist_forward"),
@@ -43,6 +40,6 @@ _APART: Final = dict.fromkeys(
 
 
 def free(name: str, kinds: Kinds) -> Free:
-    """Of a function of a name, which by its row has these kinds."""
-    distinct = _APART.get(name, frozenset[float]())
+    """Return the free numbers of a function by its name, given the types of its row."""
+    distinct = _DISTINCT.get(name, frozenset[float]())
     return Free(kinds - {float} if distinct else kinds, _VALUES.get(name, frozenset()), distinct)

@@ -1,4 +1,4 @@
-"""Pools of sharded dims: each rank fetches the borders that its windows reach into, and pads what is at the ends."""
+"""Pools along sharded dims: each rank fetches the rows that its windows cover, and pads at the ends."""
 
 from __future__ import annotations
 
@@ -19,76 +19,79 @@ from fspmd.rules.windows import fetched, lacking, passing, per_rank
 
 
 def pooled(count: int, *, added: bool = False, dilated: bool | None = None) -> Rule:
-    """Of so many trailing dims. ``added``: what one place of the result is made of may be added up by all ranks.
-    ``dilated``: windows are told by size, stride and padding, and by what is between their elements or not.
+    """Return the rule of a pool over ``count`` trailing dims.
+
+    Args:
+        added: If the result has size 1 along a dim, ranks may add up their parts: a pending sum.
+        dilated: The call names its windows by size, stride and padding, and if true by dilation. None: it does not.
     """
 
     def rule(whole: Whole) -> Factors:
         if whole.ndim < count:
             return NO_RULE
-        one = [added and size == 1 for size in whole.results[0][-count:]]
-        after = "... " + " ".join("1" if one[k] else f"[{k}]" for k in range(count))
+        summed = [added and size == 1 for size in whole.results[0][-count:]]
+        after = "... " + " ".join("1" if summed[k] else f"[{k}]" for k in range(count))
         before = "... " + " ".join(f"[{k}]" for k in range(count))
-        found = match(parse(f"{before} -> {', '.join([after] * len(whole.results))}"), whole.shapes)
-        found = found._replace(summed=frozenset(found.names[str(k)] for k in range(count) if one[k]))
+        factors = match(parse(f"{before} -> {', '.join([after] * len(whole.results))}"), whole.shapes)
+        factors = factors._replace(summed=frozenset(factors.names[str(k)] for k in range(count) if summed[k]))
         if dilated is None:
-            return found
+            return factors
         kernel = each(whole.argument(1, "kernel_size"), count)
         stride, padding = whole.argument(2, "stride") or kernel, whole.argument(3, "padding", 0)
         dilation = whole.argument(4, "dilation", 1) if dilated else 1
-        return found._replace(near=near(found, whole, kernel, stride, padding, dilation))
+        return factors._replace(near=near(factors, whole, kernel, stride, padding, dilation))
 
     return rule
 
 
 def _of_dim(x: Tensor, d: int, values: Tensor) -> Tensor:
-    """Numbers of the places of a dim, to be broadcast."""
+    """Reshape values along a dim so that they broadcast with x."""
     return values.view(-1, *(1,) * (x.dim() - 1 - d))
 
 
 class _Pool:
-    """One call: windows of the ``count`` trailing dims of the operand, 1-d ones as 2-d."""
+    """One call: its windows along the ``count`` trailing dims of the operand. A 1-d pool runs as a 2-d one."""
 
     def __init__(self, site: Site, x: Tensor, count: int, window: Sequence[Any]) -> None:
         kernel, stride, *others = window
         self.site, self.count = site, count
         self.window = [each(v, count) for v in (kernel, stride if stride or stride == 0 else kernel, *others)]
-        self.padded = list(self.window[2])  # by the pool itself, not here
+        self.padded = list(self.window[2])  # padding that torch's pool adds; along cut dims `fetch` adds it
         self.cut = {k: x.dim() - count + k for k in range(count) if site.axes.get(str(k))}
 
-    def one(self, k: int) -> tuple[int, int, int, int]:
-        """Size, stride, padding and dilation along a dim."""
+    def along(self, k: int) -> tuple[int, int, int, int]:
+        """Return size, stride, padding and dilation along a dim."""
         kernel, stride, padding, dilation = (values[k] for values in self.window)
         return kernel, stride, padding, dilation
 
     def fetch(self, x: Tensor, empty: float | None) -> Tensor:
-        """What the windows reach over, ``empty`` beyond the ends (zeros for None)."""
+        """Return the rows that the windows cover, with ``empty`` beyond the ends (None: zeros)."""
         for k, d in self.cut.items():
-            x = windows(self.site, str(k), x, d, self.one(k))
+            x = windows(self.site, str(k), x, d, self.along(k))
             self.padded[k] = 0
             size, after = (spec.shape[d] for spec in (self.site.operands[0], self.site.results[0]))
             if empty is not None and (self.window[2][k] or after * self.window[1][k] + self.window[0][k] > size):
-                rows = functools.partial(window_rows, self.site.blocks(after, str(k)), size, self.one(k))
+                rows = functools.partial(window_rows, self.site.blocks(after, str(k)), size, self.along(k))
                 beyond = functools.partial(_beyond, rows)
                 outside = per_rank(self.site, ("outside", d), self.site.axes[str(k)], beyond)
                 x = x.masked_fill(_of_dim(x, d, outside), empty)
         return x
 
     def arguments(self) -> list[list[int]]:
-        """The window as torch takes it: a dim of one before a single one."""
+        """Return the window for torch's pool; for a 1-d pool with a neutral dim before it."""
         return [[neutral, *v] if self.count == 1 else v for neutral, v in zip((1, 1, 0, 1), self._given(), strict=True)]
 
     def _given(self) -> list[list[int]]:
         return [self.window[0], self.window[1], self.padded, self.window[3]]
 
     def leave(self, out: Tensor) -> Tensor:
-        """A result, without the windows of empty blocks."""
+        """Return a result without the windows of empty blocks."""
         for k in self.cut:
             out = own_rows(self.site, str(k), out, out.dim() - self.count + k)
         return out
 
     def firsts(self, k: int) -> Tensor:
-        """Where each window of this rank's block of the result begins, in the whole."""
+        """Return the global place at which each window of this rank's block begins."""
         d = self.site.results[0].ndim - self.count + k
         cut = self.site.blocks(self.site.results[0].shape[d], str(k))
         stride, padding = self.window[1][k], self.window[2][k]
@@ -101,12 +104,12 @@ class _Pool:
 
 
 def _beyond(rows: Any, at: int) -> Tensor:
-    found: Tensor = rows(at) < 0
-    return found
+    is_outside: Tensor = rows(at) < 0
+    return is_outside
 
 
 def avg_pool(count: int) -> Bodied:
-    """Averages of windows of so many dims."""
+    """Return the body of average pools over ``count`` dims."""
     function = (torch.ops.aten.avg_pool2d, torch.ops.aten.avg_pool2d, torch.ops.aten.avg_pool3d)[count - 1].default
 
     def body(
@@ -131,15 +134,15 @@ def avg_pool(count: int) -> Bodied:
             d = x.dim() - count + k
             size, beyond = site.operands[0].shape[d], pool.window[2][k] if count_include_pad else 0
             first = pool.firsts(k)
-            taken = (first + kernels[k - count]).clamp(max=size + beyond) - first.clamp(min=-beyond)
-            out = torch.div(out, _of_dim(out, d, taken), rounding_mode=None if dtype.is_floating_point else "trunc")
+            covered = (first + kernels[k - count]).clamp(max=size + beyond) - first.clamp(min=-beyond)
+            out = torch.div(out, _of_dim(out, d, covered), rounding_mode=None if dtype.is_floating_point else "trunc")
         return pool.leave(out).to(dtype)
 
     return passing(body)
 
 
 def max_pool(count: int, *, places: bool = True) -> Bodied:
-    """The greatest of windows of so many dims, and their places in the whole."""
+    """Return the body of max pools over ``count`` dims; ``places``: with the global places of the maxima."""
     functions = torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.max_pool3d_with_indices
     function = functions[count // 3].default
 
@@ -158,27 +161,27 @@ def max_pool(count: int, *, places: bool = True) -> Bodied:
         out, at = function(x.unsqueeze(-2) if count == 1 else x, *pool.arguments(), ceil_mode)
         if not places:
             return pool.leave(out.squeeze(-2))
-        found = torch.zeros_like(at)
+        total = torch.zeros_like(at)
         for k in reversed(range(count)):  # the last dim runs fastest
             d = x.dim() - count + k
             place = at % x.shape[d]
             if k in pool.cut:
                 place = place + pool.firsts(k)[0]
-                place = place.where(place >= 0, place % pool.window[3][k])  # of nothing but the least number
-            found = found + place * math.prod(site.operands[0].shape[d + 1 :])
+                place = place.where(place >= 0, place % pool.window[3][k])  # the window has only the least number
+            total = total + place * math.prod(site.operands[0].shape[d + 1 :])
             at = at // x.shape[d]
-        return pool.leave(out), pool.leave(found)
+        return pool.leave(out), pool.leave(total)
 
     return passing(body)
 
 
-# --- adaptive ones: windows that divide a dim among a number of places ------------------------------------------------
+# --- adaptive pools: windows that divide a dim among a number of places -----------------------------------------------
 
 
 def _shares(site: Site, x: Tensor, k: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What each place's window takes along dim ``d``, in a dim of its own behind; where it begins, and how long it is.
+    """Return the rows of each window along dim ``d``, in a new dim after it; the windows' first rows, and lengths.
 
-    Windows differ by one or two in length; of the shorter ones what is behind is to be left out.
+    Windows differ by one or two in length. `_left_out` masks the rows after the end of a shorter window.
     """
     size, parts, key = site.operands[0].shape[d], site.results[0].shape[d], str(k)
     cut, axes = site.blocks(parts, key), site.axes.get(key, ())
@@ -211,17 +214,17 @@ def _left_out(split: Tensor, lengths: Tensor, d: int) -> Tensor:
 
 
 def _shared(first: int, last: int, size: int, places: int) -> tuple[int, int]:
-    """The rows of the windows of some places."""
+    """Return the range of rows of the windows of some places."""
     return first * size // places, -(-last * size // places)
 
 
 def _shared_but_for_one(first: int, last: int, size: int, places: int) -> tuple[int, int]:
-    """The same; to one place of all rows each rank adds its own."""
+    """The same, but a single place needs no rows of others: each rank adds its own."""
     return (0, 0) if places == 1 else _shared(first, last, size, places)
 
 
 def adaptive_avg(count: int) -> Bodied:
-    """Averages; of all of a dim for one place of the result, to which each rank adds its own."""
+    """Return the body of adaptive average pools. Along a dim of one place, ranks add up their rows in a pending sum."""
 
     def body(site: Site, x: Tensor, output_size: Any) -> Tensor:
         dtype, x = x.dtype, widened(x)
@@ -238,7 +241,7 @@ def adaptive_avg(count: int) -> Bodied:
 
 
 def adaptive_max(count: int) -> Bodied:
-    """The greatest, and its place in the whole."""
+    """Return the body of adaptive max pools, with the global places of the maxima."""
 
     def body(site: Site, x: Tensor, output_size: Any, **_: Any) -> Any:
         at: Tensor | None = None

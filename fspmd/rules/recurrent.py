@@ -13,9 +13,10 @@ from fspmd.rules.windows import still
 
 
 def sequences(whole: Whole) -> Factors:
-    """``(input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first)``: all but the batch is whole.
+    """The rule of a recurrent layer: only the batch may be sharded.
 
-    No rule for dropout between layers, which draws numbers.
+    Arguments are ``(input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first)``. Dropout between
+    layers, which draws random numbers, has no rule.
     """
     if len(whole.args) != 9 or not isinstance(whole.args[1], (tuple, list, type(None))) or whole.ndim != 3:
         return NO_RULE
@@ -24,7 +25,7 @@ def sequences(whole: Whole) -> Factors:
     batch = 0 if whole.args[8] else 1
     values: Dims = tuple(0 if d == batch else None for d in range(3))
     states: Dims = (None, 0, None)
-    count = len(whole.results) - 1  # one for each result but the sequence of outputs
+    count = len(whole.results) - 1  # states: all results but the sequence of outputs
     weights = tuple((None,) * len(shape) for shape in whole.shapes[1 + count :])
     operands = (values, *(states,) * count, *weights)
     return Factors(operands, (values, *(states,) * count), whole=frozenset({0}), names={"batch": 0})
@@ -38,8 +39,8 @@ def _layer(name: str) -> Bodied:
 
 
 def is_packed(args: tuple[Any, ...]) -> bool:
-    """Whether a layer is given packed sequences: how many run at each step is told by values."""
-    return len(args) > 3 and isinstance(args[3], (tuple, list))  # the weights, after the sizes
+    """Whether a layer takes packed sequences. Values then say how many sequences run at each step."""
+    return len(args) > 3 and isinstance(args[3], (tuple, list))  # the weights follow ``batch_sizes``
 
 
 LAYERS: Final = {name: _layer(name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}

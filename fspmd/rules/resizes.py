@@ -1,7 +1,7 @@
-"""Interpolation of sharded space: each rank fetches the rows that its block of the result is made of.
+"""Interpolation along sharded dims: each rank fetches the rows that its block of the result depends on.
 
-Where a place of the result lies between two rows is what torch itself makes of the rows' numbers; of more rows, in
-cubic and antialiased images, their shares are what it makes of single rows.
+torch itself gives the weights of the rows. Linear interpolation of the row numbers gives the position of each place
+between two rows. Cubic and antialiased interpolation of single rows gives the weight of each row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _positions(name: str, aligned: bool, size: int, length: int, align: bool, sc
 
 
 def _resized(site: Site, x: Tensor, k: int, d: int, positions: Any) -> Tensor:
-    """A dim at the places that ``positions`` are, between two rows each."""
+    """Interpolate a dim at ``positions``, each between two rows."""
     size, length, key = site.operands[0].shape[d], site.results[0].shape[d], str(k)
     axes, after = site.axes.get(key, ()), site.blocks(site.results[0].shape[d], key)
     places: Tensor = site.once(("places", d), lambda: positions(size, length))
@@ -61,7 +61,7 @@ def _resized(site: Site, x: Tensor, k: int, d: int, positions: Any) -> Tensor:
 
 
 def _shares(name: str, size: int, length: int, align: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The rows next to each other of which each of the result's is made, and how much it has of each."""
+    """Return, for each place of the result, the adjacent rows that it depends on, and their weights."""
     with DisableTorchFunction():
         resize: Any = getattr(torch.ops.aten, name).default
         every: Tensor = resize(torch.eye(size, dtype=torch.float64)[None, None], [length, size], align, scale, None)[
@@ -76,43 +76,45 @@ def _shares(name: str, size: int, length: int, align: bool, scale: float | None)
 
 
 def _shared(site: Site, x: Tensor, k: int, d: int, shares: Any) -> Tensor:
-    """A dim of which each row is made of some, as ``shares`` tells."""
+    """Resize a dim by ``shares``: the rows that each place depends on, and their weights."""
     size, length, key = site.operands[0].shape[d], site.results[0].shape[d], str(k)
     axes, after = site.axes.get(key, ()), site.blocks(site.results[0].shape[d], key)
     rows, weights = site.once(("shares", d), lambda: shares(size, length))
 
-    def own(at: int) -> Tensor:
-        found: Tensor = rows[block_places(after, at)]
-        return found
+    def of_block(values: Tensor, at: int) -> Tensor:
+        return values[block_places(after, at)]
 
     def first(at: int) -> int:
-        return int(own(at).min()) if axes and after[at][1] else 0
+        return int(of_block(rows, at).min()) if axes and after[at][1] else 0
 
-    def wanted(at: int) -> Tensor:
-        return torch.arange(first(at), int(own(at).max()) + 1) if after[at][1] else torch.arange(0)
+    def new_rows(at: int) -> Tensor:
+        return torch.arange(first(at), int(of_block(rows, at).max()) + 1) if after[at][1] else torch.arange(0)
 
     if axes:
-        x = fetched(site, ("rows", d), x, d, axes, site.blocks(size, key), wanted)
-    found = []
+        x = fetched(site, ("rows", d), x, d, axes, site.blocks(size, key), new_rows)
+    terms = []
     for j in range(rows.shape[1]):
 
         def nth(at: int, j: int = j) -> Tensor:
-            return own(at)[:, j] - first(at)
+            return of_block(rows, at)[:, j] - first(at)
 
         def share(at: int, j: int = j) -> Tensor:
-            found: Tensor = weights[block_places(after, at), j]
-            return found
+            return of_block(weights, at)[:, j]
 
         row, weight = per_rank(site, ("row", d, j), axes, nth), per_rank(site, ("weight", d, j), axes, share)
-        found.append(x.index_select(d, row) * weight.to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - d)))
-    out: Tensor = functools.reduce(torch.add, found)
+        terms.append(x.index_select(d, row) * weight.to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - d)))
+    out: Tensor = functools.reduce(torch.add, terms)
     return out
 
 
 def _body(count: int, aligned: bool, reach: int, along: Callable[..., Tensor], places: Callable[..., Any]) -> Bodied:
-    """Of so many trailing dims; ``aligned``: the first argument after the size says whether corners are aligned.
+    """Return the body of an interpolation over ``count`` trailing dims.
 
-    ``reach``: the rows before and behind it that a place is made of.
+    Args:
+        aligned: The first argument after the size is ``align_corners``.
+        reach: The number of rows before and after a place that it depends on.
+        along: Interpolates one dim.
+        places: Gives the positions, or rows and weights, to ``along``.
     """
 
     def rows(first: int, last: int, size: int, places: int) -> tuple[int, int]:
@@ -134,15 +136,15 @@ def _body(count: int, aligned: bool, reach: int, along: Callable[..., Tensor], p
 
 
 def _of_floats(bodied: Bodied) -> Bodied:
-    """Not of integers, which torch computes in ways of their own."""
-    return replace(bodied, time=lambda lying: bodied.time(lying) if _floats(lying.operands) else math.inf)
+    """Return a body that takes no integers, for which torch has other formulas."""
+    return replace(bodied, time=lambda layout: bodied.time(layout) if _floats(layout.operands) else math.inf)
 
 
 def _floats(specs: Sequence[TensorSpec]) -> bool:
     return specs[0].dtype.is_floating_point
 
 
-#: of the trailing dims of images: (number of them, body) by name
+#: function -> (number of trailing dims, body)
 RESIZES = {
     **{
         f"{name}{n}d": (n, _body(n, False, 0, _resized, functools.partial(_positions, f"{name}1d", False)))

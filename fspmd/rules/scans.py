@@ -1,4 +1,4 @@
-"""Sums, products and extremes so far, along a sharded dim: a block's own, after what the blocks before it come to."""
+"""Cumulative sums, products and extremes along a sharded dim: each block's own, joined with those of earlier blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from fspmd.rules.extremes import counting, limit
 
 
 def _before(site: Site, d: int, totals: Tensor, nothing: float) -> Tensor:
-    """Of what all blocks up to each come to, that up to the one before this; ``nothing`` for the first."""
+    """Return the total of all blocks before this rank's, or ``nothing`` for the first block.
+
+    ``totals`` has the totals up to and including each block.
+    """
     first = torch.zeros_like(totals[:1])
     at = axis_index(site.over((d,)))
     return torch.cat([first + nothing if nothing else first, totals]).index_select(0, at[None])[0]
@@ -23,7 +26,14 @@ def _before(site: Site, d: int, totals: Tensor, nothing: float) -> Tensor:
 def _scan(
     scan: Callable[..., Tensor], fold: Callable[..., Tensor], join: Callable[..., Tensor], nothing: float
 ) -> Body:
-    """Of elements with an associative ``join``; ``fold`` takes all along a dim, ``nothing`` changes nothing."""
+    """Return the body of a cumulative function.
+
+    Args:
+        scan: The function on one block.
+        fold: Reduces a dim.
+        join: Combines two totals; it is associative.
+        nothing: The neutral element of ``join``.
+    """
 
     def body(site: Site, x: Tensor, dim: int, **_: Any) -> Tensor:
         d = dim % x.dim()
@@ -39,12 +49,12 @@ def _scan(
 
 
 def _log_sum(a: Tensor, b: Tensor) -> Tensor:
-    """``logaddexp``, whose own second derivatives are nan where a term is -inf or far above the other."""
+    """``logaddexp``. torch's own has nan second derivatives if a term is -inf, or far above the other."""
     return torch.stack(torch.broadcast_tensors(a, b)).logsumexp(0)
 
 
 def _extreme_scan(greatest: bool) -> Body:
-    """Of ``cummax`` and ``cummin``: the last of equal ones, or the last nan, with its place in the whole."""
+    """Return the body of ``cummax`` or ``cummin``: the last of equal elements, or the last nan, and its place."""
     scan = torch.cummax if greatest else torch.cummin
     kind = getattr(torch.return_types, "cummax" if greatest else "cummin")
 
@@ -58,19 +68,19 @@ def _extreme_scan(greatest: bool) -> Body:
         values, at = scan(torch.cat([x.new_full(shape, least), x], d), d)  # blocks may be empty
         at = at - 1 + site.offset(site.operands[0].shape[d], d)
         n = x.size(d)
-        short = counting(site.operands[0].shape[d] + 1)  # places counted from that of nothing, -1
+        short = counting(site.operands[0].shape[d] + 1)  # places plus one; 0 stands for no element
         last, place = all_gather([values.narrow(d, n, 1), (at.narrow(d, n, 1) + 1).to(short)], site.over((d,)))
         place = place.long() - 1
         top, rank = scan(last, 0)
         top, place = _before(site, d, top, least), _before(site, d, place.gather(0, rank), 0)
         values, at = values.narrow(d, 1, n), at.narrow(d, 1, n)
-        own = values.isnan() | (values >= top if greatest else values <= top)
-        return kind([torch.where(own, values, top), torch.where(own, at, place)])
+        is_extreme = values.isnan() | (values >= top if greatest else values <= top)
+        return kind([torch.where(is_extreme, values, top), torch.where(is_extreme, at, place)])
 
     return body
 
 
-#: one gather of one number per row forward, one reduce-scatter backward
+#: bodies with one all-gather of one number per row forward, and one reduce-scatter backward
 SCANS = {
     "cumsum": gathering(1, 1)(_scan(torch.cumsum, torch.sum, torch.add, 0)),
     "cumprod": gathering(1, 1)(_scan(torch.cumprod, torch.prod, torch.mul, 1)),

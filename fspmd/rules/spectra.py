@@ -1,4 +1,4 @@
-"""Fourier transforms of blocks, of which torch takes no empty ones."""
+"""Fourier transforms: on blocks, which may be empty, and along several dims."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _of_blocks(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return local
 
 
-#: what runs on blocks in place of a transform
+#: transforms -> functions on blocks that also take empty ones
 SPECTRA: Final = {
     **{f.__name__: _of_blocks(f) for f in (torch.fft.fft, torch.fft.ifft, torch.fft.rfft)},
     **{f.__name__: _of_blocks(f) for f in (torch.fft.irfft, torch.fft.hfft, torch.fft.ihfft)},
@@ -34,12 +34,12 @@ SPECTRA: Final = {
 
 
 def gathered_along(x: Any, dims: Sequence[int]) -> Any:
-    """The operand, which need not be whole along other dims."""
+    """Return the operand whole along ``dims``; it may be sharded along others."""
     return x
 
 
 def _gathered_once(x: Any, dims: Sequence[int]) -> Any:
-    """The same, once, before transforms along several dims, where another dim can be sharded in their stead."""
+    """Make the operand of several transforms whole along ``dims`` in one move, if another dim can be sharded."""
     ranks = [x.spec.mesh.axis_size(axes) for axes in map(axes_within, (x.spec.partition[d] for d in dims)) if axes]
     others = [x.shape[d] for d in range(x.dim()) if d not in dims]
     if len(ranks) != 1 or max(others, default=0) < ranks[0]:
@@ -48,21 +48,21 @@ def _gathered_once(x: Any, dims: Sequence[int]) -> Any:
 
 
 def _check(function: Callable[..., Any], x: Any, *args: Any) -> None:
-    """Raises what torch does of such arguments."""
+    """Raise torch's error for these arguments, if there is one."""
     try:
         function(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args)
     except RuntimeError as error:
-        if not str(error).startswith("setStorage"):  # with which torch 2.11 fails there, of dims out of order
+        if not str(error).startswith("setStorage"):  # torch 2.11 fails so on the meta device if dims are out of order
             raise
 
 
 def _along_each(name: str, default: tuple[int, ...] | None) -> Callable[..., Any]:
-    """A transform along several dims, as one along each: between two of them a dim that is sharded may change place."""
+    """Return a transform along several dims as one along each, so that the sharded dim can change between two steps."""
     along = torch.fft.ifft if name.startswith("i") else torch.fft.fft
 
     def transform(x: Any, s: Any = None, dim: Any = default, norm: Any = None) -> Any:
         _check(getattr(torch.fft, name), x, s, dim, norm)
-        s, dim = ((one,) if isinstance(one, int) else one for one in (s, dim))
+        s, dim = ((v,) if isinstance(v, int) else v for v in (s, dim))
         dims = range(-(x.dim() if s is None else len(s)), 0) if dim is None else dim
         places = [d % x.dim() for d in dims]
         sizes = [None] * len(places) if s is None else [None if n == -1 else n for n in s]
@@ -76,9 +76,9 @@ def _along_each(name: str, default: tuple[int, ...] | None) -> Callable[..., Any
 
 
 def _of_reals(name: str) -> Callable[..., Any]:
-    """A transform from or to reals along several dims: along the last by its own, along the others complex.
+    """Return a transform from or to reals along several dims: real along the last dim, complex along the others.
 
-    What is cut off is cut off first, and a dim that is sharded comes after those that are not.
+    Dims are first cut to their sizes. A sharded dim is transformed after the others.
     """
     last, two = getattr(torch.fft, name[: name.index("fft") + 3]), name.endswith("2")
     real_first = name.startswith(("r", "ih"))
@@ -86,7 +86,7 @@ def _of_reals(name: str) -> Callable[..., Any]:
 
     def transform(x: Any, s: Any = None, dim: Any = (-2, -1) if two else None, norm: Any = None) -> Any:
         _check(getattr(torch.fft, name), x, s, dim, norm)
-        s, dim = ((one,) if isinstance(one, int) else one for one in (s, dim))
+        s, dim = ((v,) if isinstance(v, int) else v for v in (s, dim))
         dims = range(-(x.dim() if s is None else len(s)), 0) if dim is None else dim
         *places, end = [d % x.dim() for d in dims]
         *sizes, length = [-1] * (len(places) + 1) if s is None else s
@@ -100,7 +100,7 @@ def _of_reals(name: str) -> Callable[..., Any]:
     return transform
 
 
-#: along several dims
+#: transforms along several dims -> composites
 TRANSFORMS: Final[dict[Any, Callable[..., Any]]] = {
     **{getattr(torch.fft, name): _along_each(name, (-2, -1)) for name in ("fft2", "ifft2")},
     **{getattr(torch.fft, name): _along_each(name, None) for name in ("fftn", "ifftn")},

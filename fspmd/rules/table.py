@@ -1,4 +1,4 @@
-"""The rule of every torch function, by name: one row each."""
+"""The table of torch functions: one row for each, by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.ops.linearity import LINEAR, WHEN, plain_name
+from fspmd.ops.linearity import LINEAR, WHEN, argument, plain_name
 from fspmd.ops.operators import OPERATORS
 from fspmd.ops.traits import is_tagged, name_of
 from fspmd.rules import (
@@ -72,36 +72,36 @@ from fspmd.rules.views import joined, parts, permuted
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
-Linear = str | Callable[..., str]  # or says so of the arguments in order, tensors among them
+Linear = str | Callable[..., str]  # a function takes the arguments in order, tensors among them
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a torch function does with dims, and with pending sums."""
+    """A rule as data, with the other facts about a torch function that decide its plan."""
 
     rule: Rule
-    #: "sum": of a sum of operands; "product": in each of them; "first": in the first alone; as a call says
+    #: the operands in which it is linear: "sum": all together; "product": each; "first": the first; "": none
     linear: Linear = ""
-    free: Kinds = FLOATS  # kinds of Python numbers among the arguments that do not bear on layouts
-    local: Callable[..., Any] | None = None  # what runs on blocks in place of the function, given also the global shape
+    free: Kinds = FLOATS  # types of Python numbers among the arguments that bear on no layout
+    local: Callable[..., Any] | None = None  # runs on blocks in place of the function; also takes the global shape
     empty: bool = True  # torch takes empty blocks
-    kept: bool = False  # the result has the shape of the first operand, and its dtype where all operands have one
-    sized: bool = False  # of two operands of one dtype the result has it, too, and the sizes of its factors
-    body: Bodied | None = None  # what runs where a dim that must be whole is sharded
-    blocks: Callable[..., Any] | None = None  # the same, given the factors and the global shapes before and after
-    weighs: bool = False  # sums of gradients of whole operands count: they are no weights, which stay whole
-    divides: bool = False  # the first operand is divided by what follows
-    sets: bool = False  # sets elements of the first operand, of whose values its gradients do not depend
-    as_is: bool = False  # gives its operand, or a view that is the same, however its blocks lie
+    kept: bool = False  # the result has the shape of the first operand, and its dtype if all operands have one dtype
+    sized: bool = False  # for two operands of one dtype the result has that dtype, and the sizes of its factors
+    body: Bodied | None = None  # runs where a dim that must be whole is sharded
+    blocks: Callable[..., Any] | None = None  # as ``local``; takes the factors, and the global shapes before and after
+    weighs: bool = False  # sums of gradients of whole operands count, since these operands are not weights
+    divides: bool = False  # the first operand is divided by the second
+    sets: bool = False  # sets elements of the first operand; its gradients do not depend on their old values
+    as_is: bool = False  # may give its operand, or a view equal to it, whatever the strides of its blocks
 
 
 def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """On blocks, for `torch.unsafe_chunk`."""
+    """Run `torch.unsafe_chunk` on blocks."""
     return torch.chunk(*args, **kwargs)
 
 
 def split(_: tuple[int, ...], x: Tensor, split_size: Any, dim: int = 0) -> Any:
-    """On blocks, for `torch.unsafe_split`."""
+    """Run `torch.unsafe_split` on blocks."""
     return torch.split(x, split_size, dim)
 
 
@@ -109,13 +109,13 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-#: functions of elements that torch's tags do not tell of
+#: elementwise functions that torch does not tag as pointwise
 _POINTWISE: Final = _names(
     "absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh fix floor_divide gammainc gammaincc hardswish "
     "isclose isreal log_sigmoid_forward logsigmoid polar rdiv rpow softsign special_ndtr tanhshrink _threshold "
     "bool byte cdouble cfloat chalf char int long short"
 )
-#: linear in one operand, which stays as it is or only changes its dtype
+#: functions of one operand that keep its values, negate or scale them, or change the dtype
 _CASTS: Final = _names(
     "neg negative positive clone contiguous to type float double half bfloat16 _to_copy alias detach lift_fresh_copy "
     "conj conj_physical _conj _conj_physical deg2rad rad2deg _neg_view resolve_conj resolve_neg real imag "
@@ -127,54 +127,45 @@ _GATHERED: Final = _names(
     "linalg_tensorinv binomial _standard_gamma _sample_dirichlet"
 )
 _RESHAPES: Final = _names("reshape view _unsafe_view flatten ravel unflatten view_as reshape_as view_copy")
-#: of several values for one place any may be left, unless they are added
 _SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
 _SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
-#: along one dim or several, by default all: name -> place of the argument
+#: functions along whole dims -> place, name and default of the argument that names them
 _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("sort argsort"), (1, "dim", -1)),
     "msort": (1, "dim", 0),
-    **{"mode": (1, "dim", -1), "kthvalue": (2, "dim", -1)},
+    "mode": (1, "dim", -1),
+    "kthvalue": (2, "dim", -1),
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
 }
-#: of the trailing dims of each operand
+#: batched functions -> the number of trailing dims of each operand that must be whole
 _BATCHED: Final = {
     **dict.fromkeys(
         _names(
             "_linalg_svd linalg_qr linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
             "linalg_ldl_factor_ex linalg_lu_factor_ex cholesky cholesky_inverse geqrf lu linalg_matrix_exp _linalg_det "
             "linalg_lu linalg_svdvals _linalg_eigvals linalg_eigvals cholesky_solve triangular_solve "
-            "linalg_solve_triangular"
+            "linalg_solve_triangular max_pool2d_with_indices_backward max_unpool2d"
         ),
         (2,),
     ),
-    **{
-        "linalg_pinv": (2, 0),
-        "ormqr": (2, 1, 2),
-        "linalg_householder_product": (2, 1),
-        "linalg_lu_solve": (2, 1, 2),
-        "linalg_ldl_solve": (2, 1, 2),
-    },
-    **{"lu_unpack": (2, 1), "grid_sampler_2d": (3,), "grid_sampler_3d": (4,)},
-    **dict.fromkeys(
-        _names("max_pool2d_with_indices_backward max_unpool2d"),
-        (2,),
-    ),
-    "max_unpool3d": (3,),
+    "linalg_pinv": (2, 0),
+    **dict.fromkeys(_names("linalg_householder_product lu_unpack"), (2, 1)),
+    **dict.fromkeys(_names("ormqr linalg_lu_solve linalg_ldl_solve"), (2, 1, 2)),
+    **dict.fromkeys(_names("grid_sampler_2d max_unpool3d"), (3,)),
+    "grid_sampler_3d": (4,),
     "view_as_complex": (1,),
 }
 
-#: that of a function of elements
+#: the row of elementwise functions
 POINTWISE: Final = Row(elementwise, free=NUMBERS)
 _BY_DIMS: Final[dict[str, Row]] = {
     **dict.fromkeys(_POINTWISE, POINTWISE),
     "complex": Row(elementwise, weighs=True),
-    **{name: Row(elementwise) for name in ELEMENTWISE},  # as ops they have an int for their reduction
+    **{name: Row(elementwise) for name in ELEMENTWISE},  # ints count: as ops they take one for their reduction
     **{name: Row(elementwise) for name in _CASTS},
     "contiguous": Row(elementwise, as_is=True),
-    **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("add sub subtract rsub")},
-    **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("mul multiply")},
+    **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("add sub subtract rsub mul multiply")},
     **{name: Row(elementwise, free=NUMBERS, sized=True, divides=True) for name in _names("div divide true_divide")},
     "matmul": Row(matmul, sized=True),
     "mm": Row(notation("m k, k n -> m n"), sized=True),
@@ -216,7 +207,6 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
     "logsumexp": Row(over(), body=softmaxes.logsumexp),
     **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
-    "cumsum": Row(over(kept=True), body=SCANS["cumsum"]),
     "flip": Row(views.flipped, body=joins.flip),
     "roll": Row(views.rolled, local=views.roll_blocks, body=joins.roll),
     "channel_shuffle": Row(views.shuffled, body=joins.shuffle),
@@ -257,8 +247,10 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "select": Row(parts(1, "dim", gone=True), body=joins.select),
     **{name: Row(parts(1, "dim", gone=True)) for name in _names("unbind unbind_copy")},
     **{name: Row(parts(1, "dim"), body=joins.narrow) for name in _names("narrow narrow_copy")},
-    **{name: Row(parts(2, "dim"), body=joins.split) for name in _names("split chunk split_with_sizes")},
-    "split_with_sizes_copy": Row(parts(2, "dim"), body=joins.split),
+    **{
+        name: Row(parts(2, "dim"), body=joins.split)
+        for name in _names("split chunk split_with_sizes split_with_sizes_copy")
+    },
     "unsafe_chunk": Row(parts(2, "dim", copied=True), local=chunk, body=joins.split),
     "unsafe_split": Row(parts(2, "dim", copied=True), local=split, body=joins.split),
     **{name: Row(joined(), body=joins.cat) for name in _names("cat concat concatenate")},
@@ -304,16 +296,16 @@ _BY_DIMS: Final[dict[str, Row]] = {
         for name in _names("index_put _unsafe_index_put")
     },
     "take": Row(lookups.take_by_element),
-    "bucketize": Row(notation("..., b -> ...")),  # sums of the bounds of each block that are less
+    "bucketize": Row(notation("..., b -> ...")),  # the place is the sum, over blocks, of the boundaries below the value
     "searchsorted": Row(lookups.searched),
-    "histc": Row(reductions.histogram, free=NONE),  # bounds that are equal are those of the elements
+    "histc": Row(reductions.histogram, free=NONE),  # equal bounds stand for the extremes of the elements
     **{name: Row(gathered) for name in _GATHERED},
-    **{f"fractional_max_pool{n}d": Row(gathered, free=NONE) for n in (2, 3)},  # by ratios of sizes
+    **{f"fractional_max_pool{n}d": Row(gathered, free=NONE) for n in (2, 3)},  # floats are ratios of sizes
 }
 
 
 def _linear(name: str) -> Linear:
-    """What a function is linear in, as `linearity.py` says."""
+    """Return the linearity of a function, as `linearity.py` has it."""
     plain = plain_name(name)
     kind, when = LINEAR.get(plain, ""), WHEN.get(plain)
     return kind if when is None else lambda *args, **kwargs: kind if when(*args, **kwargs) else ""
@@ -324,8 +316,8 @@ def _rows(by_dims: dict[str, Row]) -> dict[str, Row]:
 
 
 ROWS: Final = _rows(_BY_DIMS)
-#: of functions that share a name with another
-_OWN: Final[dict[Any, Row]] = {
+#: rows by function, for functions that share a name with another
+_BY_FUNCTION: Final[dict[Any, Row]] = {
     F.embedding: Row(lookups.embedding, body=gather_scatter.embedding),
     F.embedding_bag: Row(lookups.embedding_bag, empty=False),
     torch.ops.aten.view.dtype: Row(views.bits),
@@ -334,7 +326,7 @@ _OWN: Final[dict[Any, Row]] = {
 
 @functools.lru_cache(maxsize=4096)
 def row_of(func: Any) -> Row | None:
-    """The row of a torch function, a method or a property; None where there is none, and for what is not torch's."""
+    """Return the row of a torch function, method or property; None if there is none, or if it is not of torch."""
     if not _is_torch(func):
         return None
     name = name_of(func)
@@ -345,11 +337,11 @@ def row_of(func: Any) -> Row | None:
     if writes(func):
         row = _WRITES.get(name) or _row_by_name(name.removesuffix("_"))
         return row if row is not None and (row.sets or row.rule is elementwise) else None
-    return _OWN.get(func) or _row_by_name(name)
+    return _BY_FUNCTION.get(func) or _row_by_name(name)
 
 
 def _row_by_name(name: str) -> Row | None:
-    """A row of the table, or that of a function of elements, of which torch's tags tell."""
+    """Return a row of the table, or `POINTWISE` if torch tags the function as pointwise."""
     row = ROWS.get(name)
     if row is None and is_tagged(name, torch.Tag.pointwise) and not is_tagged(name, torch.Tag.nondeterministic_seeded):
         return POINTWISE
@@ -364,30 +356,33 @@ def _is_torch(func: Any) -> bool:
 
 
 def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """The function in terms of others, where it has no row: of torch's Python functions, not of ops of a graph."""
+    """Return the composite that runs in place of a torch function for these arguments, or None.
+
+    Ops of a graph have none.
+    """
     if not may_be_composite(func):
         return None
     name = name_of(func)
     given = (*args[1:2], *kwargs.values())
-    if name == "view" and any(isinstance(one, torch.dtype) for one in given):
+    if name == "view" and any(isinstance(arg, torch.dtype) for arg in given):
         return torch.ops.aten.view.dtype
-    if name in _LEAVING_OUT:
+    if name in _DROPPING_ONES:
         return without_ones(func, args, kwargs)
     if name in ("split", "chunk"):
         return in_pieces(func, args, kwargs)
-    if func is F.embedding and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
+    if func is F.embedding and argument(args, kwargs, 3, "max_norm", None) is not None:
         return renormed_embedding
     if func in _EMBEDDINGS:
-        place, name, instead, scaled, flags = _EMBEDDINGS[func]
+        place, name, indexed, scaled, flags = _EMBEDDINGS[func]
         if any(args[flags:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
             return scaled
-        places = args[place] if len(args) > place else kwargs.get(name)
-        return instead if isinstance(places, Sharded) and places.spec.thinnest == 0 else None
+        places = argument(args, kwargs, place, name, None)
+        return indexed if isinstance(places, Sharded) and places.spec.thinnest == 0 else None
     if func in _BAGS:
-        place, dense = _BAGS[func]
-        return dense if kwargs.get("sparse", *args[place : place + 1] or (False,)) else None
+        place, sparse = _BAGS[func]
+        return sparse if argument(args, kwargs, place, "sparse", False) else None
     if func is F.pad:
-        return constant_pad if kwargs.get("mode", *args[2:3] or ("constant",)) == "constant" else None
+        return constant_pad if argument(args, kwargs, 2, "mode", "constant") == "constant" else None
     if func is Tensor.__setitem__:
         return set_number if isinstance(args[2], Number) else None
     if func is F.cross_entropy:
@@ -396,14 +391,14 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
         return cross_entropy if has_labels(*args, **kwargs) else None
     if name == "linear_cross_entropy" and kwargs.get("options") is None:
         return smoothed_of_linear if kwargs.get("label_smoothing") else None
-    if name == "norm" and isinstance(kwargs.get("p", *args[1:2]), str):
+    if name == "norm" and isinstance(argument(args, kwargs, 1, "p", None), str):
         return None
     if name in ("trapezoid", "trapz", "cumulative_trapezoid") and (len(args) > 1 or "x" in kwargs):
         return None
     if name == "cov" and any(kwargs.get(weights) is not None for weights in ("fweights", "aweights")):
         return None
     if name == "scaled_dot_product_attention":
-        return attention.with_dropout if (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) else None
+        return attention.with_dropout if argument(args, kwargs, 4, "dropout_p", 0.0) else None
     if func in WEIGHED and kwargs.get("weight") is not None:
         return None
     if name in ELEMENTWISE and kwargs.get("reduction") == "none":
@@ -411,28 +406,29 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     return COMPOSITES.get(func) or COMPOSITES.get(name)
 
 
-#: where their places are, what they are where some rank has none, and with options of the gradient; where these begin
+#: embedding -> place and name of its indices, the composite if some rank has no indices, the composite with options of
+#: the gradient, and the place where these options begin
 _EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any], Callable[..., Any], int]]] = {
     F.embedding: (0, "input", embedding, scaled_embedding, 5),
     torch.embedding: (1, "indices", torch_embedding, scaled_torch_embedding, 3),
 }
-#: sums of rows of a table -> the place of ``sparse``, and the function where that is True
+#: embedding bag -> the place of ``sparse``, and the composite if that is True
 _BAGS: Final[dict[Any, tuple[int, Callable[..., Any]]]] = {
     F.embedding_bag: (7, sparse_embedding_bag),
     torch.embedding_bag: (5, sparse_torch_embedding_bag),
 }
-#: reshapes, which may leave out dims of size 1
-_LEAVING_OUT: Final = ("view", "reshape", "flatten", "ravel", "squeeze", "view_as", "reshape_as")
-#: functions, or names of some, that are others of some arguments alone
+#: reshapes that may drop dims of size 1
+_DROPPING_ONES: Final = ("view", "reshape", "flatten", "ravel", "squeeze", "view_as", "reshape_as")
+#: functions, or names, that have a composite for some arguments only
 _BY_ARGUMENT: Final = frozenset(
     (*_EMBEDDINGS, *_BAGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")
-    + (*_LEAVING_OUT, *recurrent.LAYERS)
+    + (*_DROPPING_ONES, *recurrent.LAYERS)
 )
 
 
 @functools.lru_cache(maxsize=4096)
 def may_be_composite(func: Any) -> bool:
-    """Whether `composite_of` may give something for a call of a function."""
+    """Whether `composite_of` may return a composite for a call of a function."""
     if isinstance(func, OpOverload) or not _is_torch(func):
         return False
     name = name_of(func)
@@ -440,14 +436,14 @@ def may_be_composite(func: Any) -> bool:
 
 
 def has_composite(func: Any) -> bool:
-    """Whether a function of torch's is written in terms of others, unless its arguments say that a rule is better."""
+    """Whether a torch function has a composite, which its arguments may still rule out."""
     if isinstance(func, OpOverload) or not _is_torch(func):
         return False
     return func in COMPOSITES or name_of(func) in COMPOSITES
 
 
 def is_ragged(func: Any, tensors: int, args: tuple[Any, ...] = ()) -> bool:
-    """Whether the result of a call with so many tensors, or its shape, depends on values: a number for Python."""
+    """Whether a call gives a Python value, or its shape depends on values; ``tensors`` is the number of its tensors."""
     name = name_of(func)
     if name in recurrent.LAYERS:
         return recurrent.is_packed(args)
@@ -461,26 +457,26 @@ _RAGGED: Final = frozenset(
         "histogram histogramdd numpy __array__ _pad_packed_sequence"
     )
 )
-#: where there is a second tensor
+#: ragged if there is a second tensor
 _RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave narrow"))
 
 
 @functools.lru_cache(maxsize=4096)
 def writes(func: Any) -> bool:
-    """Whether a function writes into its first operand: by torch's custom its name ends in an underscore."""
+    """Whether a function writes into its first operand. By torch's convention its name then ends in an underscore."""
     name = name_of(func)
     return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__"
 
 
 @functools.lru_cache(maxsize=4096)
 def without_write(func: Any) -> Callable[..., Any]:
-    """What gives the value that a function writes into its first operand."""
+    """Return the function without a write that computes the value which ``func`` writes into its first operand."""
     name = name_of(func).removesuffix("_")
     if isinstance(func, OpOverload):
         return getattr(getattr(torch.ops.aten, name), func._overloadname)  # type: ignore[no-any-return]
     return getattr(Tensor, name)  # type: ignore[no-any-return]
 
 
-#: written as new values: of an uneven simulated block torch's own write, or its backward, wants the sizes as numbers
+#: writes that run as new values: torch's write, or its backward, needs the sizes of uneven simulated blocks as ints
 _REWRITTEN: Final = frozenset(_names("eq_ ne_ lt_ le_ gt_ ge_ sgn_ copysign_ nextafter_"))
 _WRITES: Final = _rows({"zero_": Row(elementwise), "fill_": Row(elementwise, free=NUMBERS), "copy_": Row(elementwise)})

@@ -1,4 +1,4 @@
-"""Rules that users write, by function: they go before those of the table."""
+"""Rules by function: those of users, and those of functions of fspmd. They precede the rows of the table."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fspmd.rules.table import Row, has_composite
 from fspmd.rules.table import row_of as row_of_torch
 from fspmd.torch_internals import OpOverloadPacket
 
-#: functions in Python that hand their operand, ``dim`` and ``dtype`` on to one in C, unless ``dim`` is None; torch
-#: dispatches them with both by name
+#: Python functions that pass their operand, ``dim`` and ``dtype`` on to a function in C, unless ``dim`` is None; torch
+#: dispatches them with both as keyword arguments
 IN_C: Final[dict[Any, Any]] = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
 _ROWS: Final[dict[Any, Row]] = {
     alike: Row(of_rows),
@@ -39,14 +39,14 @@ _ROWS: Final[dict[Any, Row]] = {
 
 
 def register(func: Any, row: Row) -> None:
-    """Make a row the rule of a function, and of what calls of it are dispatched as."""
-    for one in (func, *_overloads(func)):
-        _ROWS[one] = row
-        IN_C.pop(one, None)
+    """Make a row the rule of a function, and of the ops that its calls are dispatched as."""
+    for key in (func, *_overloads(func)):
+        _ROWS[key] = row
+        IN_C.pop(key, None)
 
 
 def _overloads(func: Any) -> list[Any]:
-    """The ops behind what ``torch.library.custom_op`` or ``torch.ops`` gives."""
+    """Return the ops behind an object of ``torch.library.custom_op`` or ``torch.ops``."""
     op = getattr(func, "_opoverload", func)
     packet = getattr(op, "overloadpacket", op)
     if not isinstance(packet, OpOverloadPacket):
@@ -55,17 +55,17 @@ def _overloads(func: Any) -> list[Any]:
 
 
 def is_registered(func: Any) -> bool:
-    """Whether a function has a row here, which goes before whatever else is known of it."""
+    """Whether a function has a row here, which precedes everything else that is known of it."""
     return func in _ROWS
 
 
 def row_of(func: Any) -> Row | None:
-    """The row of a function; None where there is none."""
+    """Return the row of a function, or None."""
     return _ROWS.get(func) or row_of_torch(func)
 
 
 def free_numbers(func: Any) -> Free:
-    """The Python numbers among the arguments of a function that bear on no layout."""
+    """Return the Python numbers among the arguments of a function that bear on no layout."""
     if func in _ROWS:
         return Free(_ROWS[func].free)
     row = row_of_torch(func)

@@ -1,8 +1,7 @@
-"""Whether values are such as a function takes, as far as a rank can tell.
+"""Checks of values, such as probabilities, by each rank on its own block.
 
-Of values cut over ranks a rank looks at its own block, as torch does with places out of range. To ask all ranks would
-be a collective in every call, and a wait for its answer. Nor is a GPU waited for: as torch's own kernels do there, it
-asserts, and what comes later raises.
+Asking all ranks would be a collective in every call. The checks do not wait for a GPU either: as in torch's kernels, a
+failed check there is an assertion on the device, and a later call raises.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from fspmd.variance import unwrapped
 
 
 def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
-    """Raises `ArgumentError` with a message where some do not fit. Pending sums are not looked at."""
+    """Raise `ArgumentError` with a message if some value does not fit. Pending sums are not checked."""
     if is_sharded(values):
         values = None if values.spec.partition.unreduced else values.local
     if isinstance(values, (int, float)):
@@ -34,7 +33,7 @@ def check_values(values: Any, fits: Callable[[Any], Any], message: str) -> None:
 @reading
 def _require(values: Tensor, fits: Callable[[Any], Any], message: str) -> None:
     if values.is_meta:
-        return  # values that nobody has
+        return  # there are no values
     with outside_transforms(), DisableTorchFunction():
         for block in blocks_of(values):
             good = fits(block).all()
@@ -45,7 +44,7 @@ def _require(values: Tensor, fits: Callable[[Any], Any], message: str) -> None:
 
 
 def check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
-    """Raises what torch makes of numbers by which a factorization tells that its matrices are singular."""
+    """Raise torch's error if ``info`` of a factorization says that a matrix is singular."""
     _check_matrices(unwrapped(info), name, is_matrix)
 
 

@@ -1,4 +1,4 @@
-"""Variances along sharded dims, and the norms that layers divide by: means first, then squares of what differs."""
+"""Variances and normalization layers along sharded dims: the mean first, then the squared differences from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _squared(x: Tensor) -> Tensor:
 
 
 def _mean(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Over the whole of the dims, which are kept."""
+    """Return the mean over all blocks along dims, which are kept."""
     count = prod(site.operands[0].shape[d] for d in dims)
     return psum(x.sum(dims, keepdim=True), site.over(dims)) / count
 
@@ -32,26 +32,25 @@ def _variance(
     *,
     correction: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The variance and the mean, as the overloads of ``torch.var`` take their arguments.
+    """Return the variance and the mean; takes the arguments of all overloads of ``torch.var``.
 
-    About any number m there are ``sum((x - m)^2) = sum((x - mean)^2) + n (mean - m)^2``. With the mean's value for m, a
-    constant, the last term is zero, and so is its first gradient: backward sums nothing up.
+    For any number m, ``sum((x - m)^2) = sum((x - mean)^2) + n (mean - m)^2``. Here m is the value of the mean as a
+    constant. Then the last term is zero and so is its gradient, and backward needs no sum over ranks.
     """
     if isinstance(dim, bool):
         unbiased = dim
     dims = dims_of(x, None if isinstance(dim, bool) else dim)
     x = widened(x)
     mean = _mean(site, x, dims)
-    still = mean.detach()
+    constant = mean.detach()
     count = prod(site.operands[0].shape[d] for d in dims)
-    squares = psum(_squared(x - still).sum(dims, keepdim=True), site.over(dims)) - count * _squared(mean - still)
-    free = max(count - (unbiased if correction is None else correction), 0)
-    found = squares / free
-    return (found, mean) if keepdim else (found.squeeze(dims), mean.squeeze(dims))
+    squares = psum(_squared(x - constant).sum(dims, keepdim=True), site.over(dims)) - count * _squared(mean - constant)
+    variance = squares / max(count - (unbiased if correction is None else correction), 0)
+    return (variance, mean) if keepdim else (variance.squeeze(dims), mean.squeeze(dims))
 
 
 def root(x: Tensor, p: float = 2) -> Tensor:
-    """The p-th root; of zero with no gradient, as torch has it for norms."""
+    """Return the p-th root. Zeros get no gradient, as in norms of torch."""
     positive = x > 0
     safe = x.where(positive, 1)
     return torch.where(positive, safe.sqrt() if p == 2 else safe.pow(1 / p), x * 0)
@@ -59,8 +58,8 @@ def root(x: Tensor, p: float = 2) -> Tensor:
 
 def _reduction(*parts: Any) -> Body:
     def body(site: Site, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = _variance(site, x, *args, **kwargs)
-        outs = tuple(part(one).to(spec.dtype) for part, one, spec in zip(parts, found, site.results, strict=False))
+        moments = _variance(site, x, *args, **kwargs)
+        outs = tuple(part(x).to(spec.dtype) for part, x, spec in zip(parts, moments, site.results, strict=False))
         return outs if len(parts) > 1 else outs[0]
 
     return body
@@ -70,7 +69,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-#: two all-reduces of one number per row forward, none backward
+#: bodies with two all-reduces of one number per row forward, and none backward
 MOMENTS = {
     name: reducing(2, 0)(_reduction(*parts))
     for name, parts in (("var", (_same,)), ("std", (root,)), ("var_mean", (_same, _same)), ("std_mean", (root, _same)))
@@ -87,7 +86,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _normalised(site: Site, x: Tensor, shape: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What a layer norm makes of x, the mean and the reciprocal of the standard deviation."""
+    """Return x normalised, the mean, and the reciprocal of the standard deviation."""
     dims = _inner(x, shape)
     x = widened(x)
     mean = _mean(site, x, dims)
@@ -107,7 +106,7 @@ def layer_norm(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Two all-reduces of one number per row forward, two backward."""
+    """The body of ``layer_norm``: two all-reduces of one number per row forward, two backward."""
     return _affine(_normalised(site, x, normalized_shape, eps)[0], weight, bias).to(x.dtype)
 
 
@@ -115,17 +114,17 @@ def layer_norm(
 def native_layer_norm(
     site: Site, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, ...]:
-    """As `layer_norm`, with the mean and the reciprocal of the standard deviation."""
+    """The body of ``native_layer_norm``, which also gives the mean and the reciprocal of the standard deviation."""
     out, *others = _normalised(site, x, normalized_shape, eps)
     outs = [_affine(out, weight, bias), *others]
-    return tuple(one.to(spec.dtype) for one, spec in zip(outs, site.results, strict=True))
+    return tuple(result.to(spec.dtype) for result, spec in zip(outs, site.results, strict=True))
 
 
 @reducing(1)
 def rms_norm(
     site: Site, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """One all-reduce of one number per row forward, one backward."""
+    """The body of ``rms_norm``: one all-reduce of one number per row forward, one backward."""
     wide = widened(x)
     mean = _mean(site, _squared(wide), _inner(x, normalized_shape))
     eps = torch.finfo(wide.dtype).eps if eps is None else eps

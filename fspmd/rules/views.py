@@ -1,4 +1,4 @@
-"""Functions that arrange elements anew: permutations of dims, reshapes, slices, joins."""
+"""The rules of functions that rearrange elements: permutations of dims, reshapes, slices, joins."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fspmd.rules.global_call import NO_RULE, Rule, Whole
 
 
 def permuted(order: Callable[[Whole], Sequence[int | None]]) -> Rule:
-    """The dims of the operand in another order."""
+    """Return the rule of a function that permutes dims."""
     return lambda whole: Factors((tuple(range(whole.ndim)),), (tuple(order(whole)),))
 
 
 def transposed(whole: Whole) -> Dims:
-    """Two dims change places."""
+    """The order of dims after ``transpose``."""
     if not whole.ndim:
         return ()
     first = whole.argument(1, "dim0", whole.kwargs.get("axis0"))
@@ -29,12 +29,12 @@ def transposed(whole: Whole) -> Dims:
 
 
 def in_order(whole: Whole) -> Dims:
-    """As ``dims`` says."""
+    """The order of dims after ``permute``."""
     return whole.dims(1, "dims")
 
 
 def moved(whole: Whole) -> Dims:
-    """``source`` dims to ``destination``."""
+    """The order of dims after ``movedim``."""
     if not whole.ndim:
         return ()
     sources, targets = whole.argument(1, "source"), whole.argument(2, "destination")
@@ -47,12 +47,12 @@ def moved(whole: Whole) -> Dims:
 
 
 def reversed_dims(whole: Whole) -> Dims:
-    """The dims from the last to the first."""
+    """The dims in reversed order."""
     return tuple(reversed(range(whole.ndim)))
 
 
 def last_swapped(whole: Whole) -> Dims:
-    """The last two dims change places."""
+    """The order of dims with the last two exchanged."""
     n = whole.ndim
     return (*range(n - 2), n - 1, n - 2) if n > 1 else tuple(range(n))
 
@@ -61,23 +61,26 @@ def last_swapped(whole: Whole) -> Dims:
 
 
 def reshaped(whole: Whole) -> Factors:
-    """Groups of dims of equal products: the leading dim of a group may stay sharded, where its blocks stay blocks.
+    """The rule of reshapes, by groups of dims whose sizes have equal products.
 
-    So may a dim of size 1, as one that stands between the same others. Otherwise one dim of one group, as one dim of
-    that group in the result, by a body.
+    The leading dim of a group may stay sharded, if its blocks are blocks of the result. So may a dim of size 1 that
+    stands between the same dims before and after. With a body, any dim of one group may be sharded, as any dim of that
+    group in the result.
     """
     before, after = whole.shapes[0], whole.results[0]
     operand: list[int | None] = [None] * len(before)
     result: list[int | None] = [None] * len(after)
-    ways: list[tuple[list[int], list[int]]] = []
+    pairs: list[tuple[list[int], list[int]]] = []
     for source, target in groups(before, after):
         pair = [d for d in source if before[d] != 1], [d for d in target if after[d] != 1]
         if all(pair):
             operand[pair[0][0]] = result[pair[1][0]] = pair[0][0]
             if source != [pair[0][0]] or target != [pair[1][0]]:
-                ways.append(pair)
-    found = Factors((tuple(operand),), (tuple(result),))
-    others = tuple(_one_way(found, pair, s, t) for pair in ways for s in pair[0] for t in _roomy_first(pair[1], after))
+                pairs.append(pair)
+    leading = Factors((tuple(operand),), (tuple(result),))
+    others = tuple(
+        _reading(leading, pair, s, t) for pair in pairs for s in pair[0] for t in _large_first(pair[1], after)
+    )
     new = _ones(after)
     for gap, ones in _ones(before).items():
         for s, t in zip(ones, new.get(gap, ()), strict=False):
@@ -86,25 +89,25 @@ def reshaped(whole: Whole) -> Factors:
 
 
 def _ones(shape: Shape) -> dict[int, list[int]]:
-    """The dims of size 1, by the number of others before them."""
-    found: dict[int, list[int]] = {}
+    """Return the dims of size 1, by the number of other dims before them."""
+    by_gap: dict[int, list[int]] = {}
     others = 0
     for d, size in enumerate(shape):
         if size == 1:
-            found.setdefault(others, []).append(d)
+            by_gap.setdefault(others, []).append(d)
         else:
             others += 1
-    return found
+    return by_gap
 
 
 def vanishing(before: Shape, after: Shape) -> list[int]:
-    """The dims of size 1 that a reshape leaves out."""
+    """Return the dims of size 1 that a reshape drops."""
     kept = _ones(after)
     return [d for gap, ones in _ones(before).items() for d in ones[len(kept.get(gap, ())) :]]
 
 
 def squeezed(whole: Whole) -> Factors:
-    """Without dims of size 1, the ones that are named."""
+    """The rule of ``squeeze``: the named dims of size 1 vanish."""
     ones = [d for d, size in enumerate(whole.shapes[0]) if size == 1]
     gone = set(ones) & set(whole.dims(1, "dim")) if whole.argument(1, "dim") != () else set[int]()
     kept = tuple(None if d in gone else d for d in range(whole.ndim))
@@ -112,39 +115,39 @@ def squeezed(whole: Whole) -> Factors:
 
 
 def unsqueezed(whole: Whole) -> Factors:
-    """With a new dim of size 1."""
+    """The rule of ``unsqueeze``: the new dim of size 1 is not sharded."""
     dim, every = whole.argument(1, "dim") % (whole.ndim + 1), range(whole.ndim)
     return Factors((tuple(every),), ((*every[:dim], None, *every[dim:]),))
 
 
 def bits(whole: Whole) -> Factors:
-    """As another dtype: of another size its elements are made of those of a row, or are their parts."""
+    """The rule of ``view(dtype)``: if the dtypes differ in size, the last dim must be whole."""
     dims: list[int | None] = list(range(whole.ndim))
     if whole.shapes[0] != whole.results[0]:
         dims[-1] = None
     return Factors((tuple(dims),), (tuple(dims),))
 
 
-def _one_way(found: Factors, pair: tuple[list[int], list[int]], s: int, t: int) -> Factors:
-    """Of a group, ``pair``, dim ``s`` of the operand as dim ``t`` of the result."""
-    operand = (None if d in pair[0] and d != s else s if d == s else f for d, f in enumerate(found.operands[0]))
-    result = (s if d == t else None if d in pair[1] else f for d, f in enumerate(found.results[0]))
+def _reading(leading: Factors, pair: tuple[list[int], list[int]], s: int, t: int) -> Factors:
+    """Return the reading in which, in the group ``pair``, dim ``s`` of the operand is dim ``t`` of the result."""
+    operand = (None if d in pair[0] and d != s else s if d == s else f for d, f in enumerate(leading.operands[0]))
+    result = (s if d == t else None if d in pair[1] else f for d, f in enumerate(leading.results[0]))
     return Factors((tuple(operand),), (tuple(result),), whole=frozenset({s}))
 
 
-def _roomy_first(dims: list[int], sizes: Shape) -> list[int]:
-    """The first of dims that most meshes can cut, before those that they cannot."""
-    return sorted(dims, key=lambda d: -min(sizes[d], _ROOMY))
+def _large_first(dims: list[int], sizes: Shape) -> list[int]:
+    """Sort dims by their size up to `_LARGE`, which most meshes can cut; dims as large stay in their order."""
+    return sorted(dims, key=lambda d: -min(sizes[d], _LARGE))
 
 
-_ROOMY = 8
+_LARGE = 8
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dims, side by side, whose sizes multiply to the same."""
+    """Return the smallest runs of adjacent dims, before and after, whose sizes have equal products."""
     if 0 in before:
         return [(list(range(len(before))), [])]
-    found: list[tuple[list[int], list[int]]] = []
+    runs: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
         source: list[int] = []
@@ -159,12 +162,12 @@ def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
                 target.append(j)
                 b *= after[j]
                 j += 1
-        found.append((source, target))
-    return found
+        runs.append((source, target))
+    return runs
 
 
 def reshape_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> Tensor:
-    """A block of the operand as a block of the result."""
+    """Reshape a block of the operand to a block of the result."""
     sizes: list[Any] = list(after)
     for d, factor in enumerate(factors.results[0]):
         if factor is not None:
@@ -173,15 +176,15 @@ def reshape_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> 
 
 
 def of_sizes(x: Tensor, sizes: Sequence[Any]) -> Tensor:
-    """A view of a block where it has one: of sizes that differ from rank to rank torch's reshape copies."""
+    """Reshape a block, as a view if there is one. torch's own reshape copies if sizes differ from rank to rank."""
     try:
         return x.view(sizes)
-    except (RuntimeError, ValueError):  # the latter of a tensor without values
+    except (RuntimeError, ValueError):  # ValueError for a tensor without values
         return x.reshape(sizes)
 
 
 def expanded(whole: Whole) -> Factors:
-    """New leading dims, and dims of size 1 that grow, are whole."""
+    """The rule of ``expand``: new leading dims, and dims of size 1 that grow, are whole."""
     before, after = whole.shapes[0], whole.results[0]
     new = len(after) - len(before)
     kept = [d if before[d] == after[d + new] else None for d in range(len(before))]
@@ -189,15 +192,15 @@ def expanded(whole: Whole) -> Factors:
 
 
 def expand_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> Tensor:
-    """A block, along the dims that grow."""
+    """Expand a block along the dims that grow."""
     return x.expand([size if factor is None else -1 for factor, size in zip(factors.results[0], after, strict=True)])
 
 
-# --- parts, and the whole of parts ------------------------------------------------------------------------------------
+# --- slices and joins -------------------------------------------------------------------------------------------------
 
 
 def indexed(whole: Whole) -> Factors:
-    """``x[...]`` by ints, slices, None and an ellipsis: dims that are not taken in full are whole."""
+    """The rule of ``x[...]`` with ints, slices, None and an ellipsis: dims that are not taken in full must be whole."""
     index = whole.args[1] if isinstance(whole.args[1], tuple) else (whole.args[1],)
     if not all(entry is None or entry is Ellipsis or type(entry) in (int, slice) for entry in index):
         return NO_RULE
@@ -206,7 +209,7 @@ def indexed(whole: Whole) -> Factors:
         index = (*index, Ellipsis)
     result: list[int | None] = []
     cut: set[int] = set()
-    taken: set[int] = set()
+    picked: set[int] = set()
     at = 0
     for entry in index:
         if entry is None:
@@ -216,18 +219,18 @@ def indexed(whole: Whole) -> Factors:
             at += whole.ndim - dims
         else:
             if type(entry) is int:
-                taken.add(at)
+                picked.add(at)
             else:
                 result.append(at)
                 if entry != slice(None):
                     cut.add(at)
             at += 1
-    one = frozenset(taken)
-    return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=one, whole=frozenset(cut) | one, near=one)
+    ints = frozenset(picked)
+    return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=ints, whole=frozenset(cut) | ints, near=ints)
 
 
 def sliced(whole: Whole) -> Factors:
-    """A range of one dim, which must be whole if not all of it is taken."""
+    """The rule of ``slice``: the dim must be whole unless all of it is taken."""
     dim = whole.argument(1, "dim", 0) % whole.ndim
     every = tuple(range(whole.ndim))
     cut = () if whole.results[0] == whole.shapes[0] else (dim,)
@@ -235,7 +238,7 @@ def sliced(whole: Whole) -> Factors:
 
 
 def repeated(whole: Whole) -> Factors:
-    """Dims that are taken more than once must be whole."""
+    """The rule of ``repeat``: dims that are repeated must be whole."""
     before, after = whole.shapes[0], whole.results[0]
     new, every = len(after) - len(before), tuple(range(len(before)))
     grown = frozenset(d for d in every if before[d] != after[d + new])
@@ -243,18 +246,21 @@ def repeated(whole: Whole) -> Factors:
 
 
 def padded(whole: Whole) -> Factors:
-    """Dims that are padded must be whole."""
+    """The rule of ``pad``: dims that are padded must be whole."""
     pad, every = whole.argument(1, "pad"), tuple(range(whole.ndim))
     return Factors((every,), (every,), whole=frozenset(whole.ndim - 1 - i // 2 for i, size in enumerate(pad) if size))
 
 
 def wrapped(whole: Whole) -> Factors:
-    """The same, of what comes from the other end."""
+    """The rule of aten's ``pad`` in mode ``"circular"``; other modes have none."""
     return padded(whole) if whole.argument(2, "mode") == "circular" else NO_RULE
 
 
 def rolled(whole: Whole) -> Factors:
-    """Dims along which elements move on must be whole; without such all, as of one, of which a body can take one."""
+    """The rule of ``roll``: dims that roll must be whole.
+
+    Without ``dims`` the flattened tensor rolls. Then no dim is sharded, except one at a time by a body.
+    """
     dims = whole.argument(2, "dims")
     every: Dims = tuple(range(whole.ndim))
     if isinstance(dims, int) or dims:
@@ -262,26 +268,26 @@ def rolled(whole: Whole) -> Factors:
         return Factors((every,), (every,), whole=frozenset(d for d, shift in moved.items() if shift))
     if not any(_shifts((prod(whole.shapes[0]),), whole.argument(1, "shifts"), 0).values()):
         return Factors((every,), (every,))
-    nothing: Dims = (None,) * whole.ndim
+    no_dim: Dims = (None,) * whole.ndim
     others = []
-    for one in range(whole.ndim):
-        way: Dims = (*nothing[:one], one, *nothing[one + 1 :])
-        others.append(Factors((way,), (way,), whole=frozenset({one})))
-    return Factors((nothing,), (nothing,), others=tuple(others))
+    for d in range(whole.ndim):
+        one_dim: Dims = (*no_dim[:d], d, *no_dim[d + 1 :])
+        others.append(Factors((one_dim,), (one_dim,), whole=frozenset({d})))
+    return Factors((no_dim,), (no_dim,), others=tuple(others))
 
 
 def _shifts(shape: Shape, shifts: int | Sequence[int], dims: int | Sequence[int]) -> dict[int, int]:
-    """By how many places the elements of each dim of a roll move on: less than there are."""
-    found: dict[int, int] = {}
+    """Return the shift of each dim of a roll, reduced modulo its size."""
+    by_dim: dict[int, int] = {}
     pairs = zip(*([given] if isinstance(given, int) else given for given in (shifts, dims)), strict=True)
     for shift, dim in pairs:
         d = dim % len(shape)
-        found[d] = (found.get(d, 0) + shift) % max(1, shape[d])
-    return found
+        by_dim[d] = (by_dim.get(d, 0) + shift) % max(1, shape[d])
+    return by_dim
 
 
 def roll_blocks(shape: Shape, x: Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Tensor:
-    """Blocks that are whole along all dims that elements move along."""
+    """Roll blocks that are whole along all dims that roll; ``shape`` is the global shape."""
     if not isinstance(dims, int) and not dims:
         return x.roll(*_shifts((prod(shape),), shifts, 0).values())
     moved = {d: shift for d, shift in _shifts(shape, shifts, dims).items() if shift}
@@ -289,38 +295,38 @@ def roll_blocks(shape: Shape, x: Tensor, shifts: int | Sequence[int], dims: int 
 
 
 def shuffled(whole: Whole) -> Factors:
-    """The channels, in another order."""
+    """The rule of ``channel_shuffle``: channels must be whole."""
     every: Dims = tuple(range(whole.ndim))
     return Factors((every,), (every,), whole=frozenset({1}))
 
 
 def triangle(whole: Whole) -> Factors:
-    """The last two dims must be whole."""
+    """The rule of ``tril`` and ``triu``: the last two dims must be whole."""
     every: Dims = tuple(range(whole.ndim))
     return Factors((every,), (every,), whole=frozenset(range(max(0, whole.ndim - 2), whole.ndim)))
 
 
 def unfolded(whole: Whole) -> Factors:
-    """The dim along which windows are taken must be whole; the windows are a dim of their own."""
+    """The rule of ``unfold``: the dim of the windows must be whole. The elements of a window are a new dim."""
     every: Dims = tuple(range(whole.ndim))
     if not every:
         return Factors(((),), ((None,),))
     if len(whole.results[0]) != whole.ndim + 1:
-        return NO_RULE  # of another function of that name
+        return NO_RULE  # another function with the same name
     dim = whole.argument(1, "dimension") % whole.ndim
     size, step = whole.results[0][-1], whole.argument(3, "step")
-    one = frozenset({dim})
-    near = one if size <= step and whole.results[0][dim] * step == whole.shapes[0][dim] else frozenset[int]()
-    return Factors((every,), ((*every, None),), whole=frozenset() if size == step == 1 else one, near=near)
+    windowed = frozenset({dim})
+    near = windowed if size <= step and whole.results[0][dim] * step == whole.shapes[0][dim] else frozenset[int]()
+    return Factors((every,), ((*every, None),), whole=frozenset() if size == step == 1 else windowed, near=near)
 
 
 def unfold(_: Shape, x: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    """On blocks: windows of one element are a new dim, though torch takes none of a block without elements."""
+    """Run ``unfold`` on blocks. Windows of one element work for empty blocks too, which torch refuses."""
     return x.unsqueeze(-1) if size == step == 1 and x.dim() else x.unfold(dimension, size, step)
 
 
 def flipped(whole: Whole) -> Factors:
-    """The dims that are turned round must be whole."""
+    """The rule of ``flip``: dims that are flipped must be whole."""
     every: Dims = tuple(range(whole.ndim))
     dims = whole.argument(1, "dims")
     touched = whole.dims(1, "dims") if isinstance(dims, int) or dims else ()
@@ -328,23 +334,30 @@ def flipped(whole: Whole) -> Factors:
 
 
 def parts(place: int, name: str, *, gone: bool = False, copied: bool = False) -> Rule:
-    """Pieces along a dim, which must be whole; with ``gone`` they do not have it; ``copied``: they are no views."""
+    """Return the rule of pieces along a dim, which must be whole.
+
+    Args:
+        place: The place of the argument that names the dim.
+        name: Its name.
+        gone: The pieces do not have the dim.
+        copied: The pieces are not views.
+    """
 
     def rule(whole: Whole) -> Factors:
         dim = whole.argument(place, name, 0) % whole.ndim
         every = range(whole.ndim)
         piece = tuple(d for d in every if d != dim) if gone else tuple(every)
-        one = frozenset({dim})
-        taken = one if gone else frozenset[int]()  # by one rank, the others' terms are nothing
+        cut = frozenset({dim})
+        summed = cut if gone else frozenset[int]()  # one rank has the piece; the terms of the others are zero
         if copied and whole.results[0] == whole.shapes[0]:
-            one = frozenset()  # one piece
-        return Factors((tuple(every),), (piece,) * len(whole.results), summed=taken, whole=one, near=taken)
+            cut = frozenset()  # there is one piece
+        return Factors((tuple(every),), (piece,) * len(whole.results), summed=summed, whole=cut, near=summed)
 
     return rule
 
 
 def joined(*, new: bool = False) -> Rule:
-    """Operands one after another along a dim, which must be whole; with ``new`` along a dim of its own."""
+    """Return the rule of ``cat``: the dim must be whole; with ``new`` that of ``stack``, where the dim is new."""
 
     def rule(whole: Whole) -> Factors:
         ndim = max(map(len, whole.shapes))
@@ -353,12 +366,12 @@ def joined(*, new: bool = False) -> Rule:
         if new:
             return Factors((tuple(every),) * len(whole.shapes), ((*range(dim), None, *range(dim, ndim)),))
         long = [shape for shape in whole.shapes if len(shape) == ndim and shape[dim]]
-        if len(long) == 1:  # of others there is nothing
-            own = tuple(None if d == dim else d for d in every)
-            of = (
-                tuple(every) if shape is long[0] else own if len(shape) == ndim else (None,) for shape in whole.shapes
+        if len(long) == 1:  # all other operands are empty
+            empty = tuple(None if d == dim else d for d in every)
+            rows = (
+                tuple(every) if shape is long[0] else empty if len(shape) == ndim else (None,) for shape in whole.shapes
             )
-            return Factors(tuple(of), (tuple(every),))
+            return Factors(tuple(rows), (tuple(every),))
         operands = tuple(tuple(every) if len(shape) == ndim else (None,) for shape in whole.shapes)  # torch skips [0]
         return Factors(operands, (tuple(every),), whole=frozenset({dim}))
 

@@ -1,7 +1,7 @@
-"""Rows of a sharded dim for the ranks that want them: what moves in slices, shifts, borders and windows.
+"""Moves of the rows of a sharded dim, for slices, shifts, borders and windows.
 
-Each rank names the rows of the global dim that its new block is made of, in their order; -1 is a row of zeros. One
-all-to-all of unequal lengths brings what it lacks. Which rows those are is known beforehand, so nothing is asked.
+Each rank names the global rows of its new block, in their order; -1 is a row of zeros. One all-to-all of unequal
+lengths brings the rows that it lacks. All ranks know these beforehand, so they exchange no indices.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.rows import RankRoute, Routes, RowMap
 from fspmd.variance import Variance, get_variance, join, set_variance
 
-#: the global rows, of a 1-d tensor of places in a result
+#: places in a result (1-d) -> global rows of the operand
 Places = Callable[[Tensor], Tensor]
 
 
 def positions(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
-    """The place along axes, the first of them major, of this process, or of each simulated rank of their frame."""
+    """Return this process's place along axes (the first is major), or that of each simulated rank of their frame."""
     if mesh.transport != "simulation":
         at = mesh.coordinate()
         assert at is not None
         places = [dict(zip(mesh.axis_names, at, strict=True))]
     else:
-        held = frame(mesh, axes)
-        places = [dict(zip(held.axes, at, strict=True)) for at in held.coordinates()]
+        ranks = frame(mesh, axes)
+        places = [dict(zip(ranks.axes, at, strict=True)) for at in ranks.coordinates()]
     return [row_major([at[axis] for axis in axes], [mesh.shape[axis] for axis in axes]) for at in places]
 
 
 def per_rank(site: Site, key: Any, axes: tuple[str, ...], make: Callable[[int], Tensor]) -> Tensor:
-    """The tensor that each rank makes of its place along axes, in the first call; it varies over them."""
+    """Return the tensor that each rank makes of its place along axes, once per site; it varies over the axes."""
 
     def made() -> Tensor:
         with DisableTorchFunction(), torch.no_grad():
             shards = [make(at).to(site.mesh.device) for at in positions(site.mesh, axes)]
             if site.mesh.transport == "simulation":
                 return local_tensor(shards, frame(site.mesh, axes))
-            if shards[0].dim() == 1:  # rows to take
+            if shards[0].dim() == 1:  # an index of rows
                 _note_lengths([len(make(at)) for at in range(site.mesh.axis_size(axes))])
             return shards[0]
 
@@ -63,13 +63,13 @@ def per_rank(site: Site, key: Any, axes: tuple[str, ...], make: Callable[[int], 
 
 
 def _note_lengths(lengths: Sequence[int]) -> None:
-    """Ranks that take more or fewer rows than others have other blocks from here on, of which some may be empty."""
+    """Note in the body that blocks are uneven from here on if the ranks' numbers of rows differ."""
     if len(set(lengths)) > 1 and state.body is not None:
         state.body.mark_uneven(0 in lengths)
 
 
 def block_places(cut: Sequence[tuple[int, int]], at: int) -> Tensor:
-    """The global places of a block, of (offset, length) of all."""
+    """Return the global places of a block, given (offset, length) of all blocks."""
     start, length = cut[at]
     return torch.arange(start, start + length)
 
@@ -81,13 +81,14 @@ def fetched(
     d: int,
     axes: tuple[str, ...],
     cut: Sequence[tuple[int, int]],
-    wanted: Callable[[int], Tensor],
+    new_rows: Callable[[int], Tensor],
 ) -> Tensor:
-    """A dim of x, ``cut`` over axes, made anew: ``wanted(at)`` are the global rows of the rank at that place.
+    """Move the rows of a dim of x: the rank at place ``at`` gets the global rows ``new_rows(at)``.
 
-    Backward sends each row's cotangent back, where those of rows sent more than once are added.
+    ``cut`` has (offset, length) of the blocks over ``axes``. Backward sends the cotangents back, and adds up those of
+    a row that was sent more than once.
     """
-    return exchanged(site, key, x, d, axes, lambda at: block_places(cut, at), wanted)
+    return exchanged(site, key, x, d, axes, lambda at: block_places(cut, at), new_rows)
 
 
 def exchanged(
@@ -96,20 +97,20 @@ def exchanged(
     x: Tensor,
     d: int,
     axes: tuple[str, ...],
-    held: Callable[[int], Tensor],
-    wanted: Callable[[int], Tensor],
+    old_rows: Callable[[int], Tensor],
+    new_rows: Callable[[int], Tensor],
 ) -> Tensor:
-    """The same of rows of which ``held(at)``, in ascending order, are those of a rank's block.
+    """Move the rows of a dim: the rank at place ``at`` has the rows ``old_rows(at)``, and gets ``new_rows(at)``.
 
-    Nothing moves where each rank has its rows already.
+    ``old_rows`` are in ascending order. If each rank has its new rows already, nothing moves.
     """
 
     def made() -> Call | None:
         with DisableTorchFunction(), torch.no_grad():
             places = range(site.mesh.axis_size(axes))
-            before, after = [held(at) for at in places], [wanted(at) for at in places]
+            before, after = [old_rows(at) for at in places], [new_rows(at) for at in places]
             _note_lengths(list(map(len, after)))
-            if not any(len(_lacked(had, rows)) for had, rows in zip(before, after, strict=True)):
+            if not any(len(_lacked(old, new)) for old, new in zip(before, after, strict=True)):
                 return None
             routes = tuple(_route(site, before, after, at) for at in positions(site.mesh, axes))
             busiest = _most(before, after)
@@ -118,14 +119,14 @@ def exchanged(
 
     call = site.once(key, made)
     if call is None:
-        return _rearranged(site, key, x, d, axes, held, wanted)
+        return _rearranged(site, key, x, d, axes, old_rows, new_rows)
     with DisableTorchFunction():
         return set_variance(apply(x, call), join(get_variance(x), Variance(varying=axes)))
 
 
-def _lacked(held: Tensor, wanted: Tensor) -> Tensor:
-    """The rows that a rank wants and has not."""
-    return wanted[(wanted >= 0) & ~torch.isin(wanted, held)]
+def _lacked(old: Tensor, new: Tensor) -> Tensor:
+    """Return the new rows that a rank does not have."""
+    return new[(new >= 0) & ~torch.isin(new, old)]
 
 
 def _rearranged(
@@ -134,48 +135,48 @@ def _rearranged(
     x: Tensor,
     d: int,
     axes: tuple[str, ...],
-    held: Callable[[int], Tensor],
-    wanted: Callable[[int], Tensor],
+    old_rows: Callable[[int], Tensor],
+    new_rows: Callable[[int], Tensor],
 ) -> Tensor:
-    """A dim made anew of rows that each rank has; as it is where these are its own in their order."""
+    """Rearrange the rows of a dim without communication; return a view of x if their order does not change."""
     places = range(site.mesh.axis_size(axes))
 
     def is_same() -> bool:
-        return all(torch.equal(held(at), wanted(at)) for at in places)
+        return all(torch.equal(old_rows(at), new_rows(at)) for at in places)
 
     if site.once((key, "same"), is_same):
         return x[...]
 
-    def rows(at: int) -> Tensor:
-        own, found = wanted(at), _found(wanted(at), held(at))[0]
-        return found.where(own >= 0, len(held(at)))
+    def index(at: int) -> Tensor:
+        new, old = new_rows(at), old_rows(at)
+        return _search(new, old)[0].where(new >= 0, len(old))
 
-    has_zeros = site.once((key, "zeros"), lambda: any(bool((wanted(at) < 0).any()) for at in places))
-    bits = as_words(x)  # which torch takes by places
-    out = (longer(bits, d) if has_zeros else bits).index_select(d, per_rank(site, (key, "rows"), axes, rows))
+    has_zeros = site.once((key, "zeros"), lambda: any(bool((new_rows(at) < 0).any()) for at in places))
+    bits = as_words(x)  # torch indexes words of all dtypes
+    out = (longer(bits, d) if has_zeros else bits).index_select(d, per_rank(site, (key, "rows"), axes, index))
     return out if bits is x else out.view(x.dtype)
 
 
-def _route(site: Site, held: Sequence[Tensor], wanted: Sequence[Tensor], at: int) -> RankRoute:
-    """What the rank at a place sends and receives."""
-    sent = [found[hit] for found, hit in (_found(rows, held[at]) for rows in wanted)]
-    landed = [_found(wanted[at], rows)[1].nonzero().squeeze(1) for rows in held]
+def _route(site: Site, old: Sequence[Tensor], new: Sequence[Tensor], at: int) -> RankRoute:
+    """Return the rows that the rank at a place sends and receives, given the old and new rows of all ranks."""
+    sent = [places[hit] for places, hit in (_search(rows, old[at]) for rows in new)]
+    landed = [_search(new[at], rows)[1].nonzero().squeeze(1) for rows in old]
     packs, lands, device = torch.cat(sent), torch.cat(landed), site.mesh.device
     return RankRoute(
-        RowMap(packs.to(device), len(held[at]), True, len(packs.unique()) == len(packs)),
+        RowMap(packs.to(device), len(old[at]), True, len(packs.unique()) == len(packs)),
         tuple(map(len, sent)),
         tuple(map(len, landed)),
-        RowMap(lands.to(device), len(wanted[at]), True, True),
+        RowMap(lands.to(device), len(new[at]), True, True),
     )
 
 
-def _most(held: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
-    """The rows that the busiest rank receives, or sends."""
-    ranks = len(held)
-    holders = torch.full((max(map(_end, (*held, *wanted))) + 1,), ranks)  # behind all rows stands what is no row
-    for at, rows in enumerate(held):
+def _most(old: Sequence[Tensor], new: Sequence[Tensor]) -> int:
+    """Return the number of rows that the busiest rank sends or receives."""
+    ranks = len(old)
+    holders = torch.full((max(map(_end, (*old, *new))) + 1,), ranks)  # the last entry stands for row -1
+    for at, rows in enumerate(old):
         holders[rows] = at
-    moved = torch.stack([torch.bincount(holders[rows], minlength=ranks + 1)[:ranks] for rows in wanted])
+    moved = torch.stack([torch.bincount(holders[rows], minlength=ranks + 1)[:ranks] for rows in new])
     moved.fill_diagonal_(0)
     return int(max(moved.sum(0).max(), moved.sum(1).max()))
 
@@ -184,8 +185,8 @@ def _end(rows: Tensor) -> int:
     return int(rows.max()) + 1 if len(rows) else 0
 
 
-def _found(rows: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
-    """The places of rows among others, in ascending order, and which of them are there."""
+def _search(rows: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the place of each row in ``among``, which is in ascending order, and a mask of the rows that it has."""
     if not len(among):
         return rows, torch.zeros(len(rows), dtype=torch.bool)
     places = torch.searchsorted(among, rows).clamp(max=len(among) - 1)
@@ -193,7 +194,7 @@ def _found(rows: Tensor, among: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def taken(site: Site, key: Any, x: Tensor, d: int, size: int, length: int, rows: Places) -> Tensor:
-    """A dim of ``size`` made one of ``length`` by the rows of each place of it; sharded or whole alike."""
+    """Make a dim of ``size`` one of ``length``, sharded or not: ``rows`` gives the row at each place of the result."""
     axes = site.axes.get(d, ())
     if axes:
         after = site.blocks(length, d)
@@ -205,7 +206,10 @@ def taken(site: Site, key: Any, x: Tensor, d: int, size: int, length: int, rows:
 
 
 def moved_in_turn(site: Site, keys: Mapping[int, Any]) -> list[int]:
-    """Dims that change one after another, by their names in the rule: sharded ones move while the others are short."""
+    """Return dims in the order in which they change, so that sharded dims move while the others are short.
+
+    ``keys`` has the names of the dims in the rule.
+    """
 
     def turn(d: int) -> int:
         if site.axes.get(keys[d]):
@@ -216,14 +220,14 @@ def moved_in_turn(site: Site, keys: Mapping[int, Any]) -> list[int]:
 
 
 def longer(x: Tensor, d: int, *, negative: bool = False) -> Tensor:
-    """With one row of zeros at the end, or of `nothing`."""
+    """Append a row of zeros to a dim; ``negative``: of `nothing`, which is -0.0 for floats."""
     zeros = torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))
-    signed = x.dtype.is_complex or (x.dtype.is_floating_point and x.dtype.itemsize > 1)  # torch negates no float8
+    signed = x.dtype.is_complex or (x.dtype.is_floating_point and x.dtype.itemsize > 1)  # torch cannot negate float8
     return torch.cat([x, -zeros if negative and signed else zeros], d)
 
 
 def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Tensor:
-    """One row of a dim on the rank whose block it falls into, and `nothing` on the others: a pending sum."""
+    """Return one row of a dim on the rank whose block has it, and `nothing` on the others: a pending sum."""
     axes, cut = site.axes[d], site.blocks(size, d)
 
     def chosen(at: int) -> Tensor:
@@ -238,27 +242,28 @@ def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Te
 
 
 def still(body: Body) -> Bodied:
-    """A body that moves nothing."""
+    """Mark a body that moves nothing."""
     return _receiving(())(body)
 
 
 def passing(body: Body) -> Bodied:
-    """A body that receives at most a block of each operand that is sharded along the dims in question."""
+    """Price a body that receives at most a block of each operand that is cut by the axes of the whole dims."""
     return _receiving(None)(body)
 
 
 def lacking(rows: Callable[[int, int, int, int], tuple[int, int]]) -> Callable[[Body], Bodied]:
-    """A body that fetches the rows that a block of places lacks: from the first up to the last, by ``rows``.
+    """Return a decorator for a body that fetches the rows that its block lacks.
 
-    ``rows`` is given the first and the last place, and the global sizes of the dim before and after.
+    ``rows`` takes the first place of a block and the place after its last, and the global sizes of the dim before and
+    after. It returns the range of rows that the block needs.
     """
 
     def lacked(size: int, places: Sequence[int], parts: Sequence[int]) -> int | None:
         after = places[0]
         if not (size and after):
             return None
-        wanted = [rows(a, a + n, size, after) if n else (0, 0) for a, n in blocks(after, parts)]
-        return _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in wanted])
+        ranges = [rows(a, a + n, size, after) if n else (0, 0) for a, n in blocks(after, parts)]
+        return _busiest(blocks(size, parts), [(max(a, 0), min(b, size)) for a, b in ranges])
 
     return _fetching_rows(lacked)
 
@@ -269,54 +274,58 @@ def _longest(_: int, after: Sequence[int], parts: Sequence[int]) -> int:
 
 def _of_pieces(size: int, pieces: Sequence[int], parts: Sequence[int]) -> int:
     starts = itertools.accumulate(pieces, initial=0)
-    wanted = [
+    ranges = [
         [(start + a, start + a + n) for a, n in blocks(piece, parts)]
         for start, piece in zip(starts, pieces, strict=False)
     ]
-    return _busiest(blocks(size, parts), *wanted)
+    return _busiest(blocks(size, parts), *ranges)
 
 
 def _fetching_rows(rows: Callable[[int, Sequence[int], Sequence[int]], int | None]) -> Callable[[Body], Bodied]:
-    """A body that fetches so many rows of each dim that is cut, None where it fetches nothing.
+    """Return a decorator for a body that fetches a number of rows of each cut dim.
 
-    ``rows`` is given the size of the dim, that in each result, and into how many parts the axes cut it.
+    ``rows`` takes the size of the dim, its size in each result, and the sizes of the axes that cut it. It returns the
+    number of rows, or None if nothing moves.
     """
 
     def time(layout: BodyLayout) -> float:
-        x, found = layout.operands[0], 0.0
+        x, total = layout.operands[0], 0.0
         for d in layout.whole:
             over = entry_axes(x.partition[d])
             parts = tuple(x.mesh.shape[axis] for axis in over)
-            count = rows(x.shape[d], [one.shape[d] for one in layout.results], parts) if over else None
+            count = rows(x.shape[d], [result.shape[d] for result in layout.results], parts) if over else None
             if count:
                 row = x.dtype.itemsize * prod(x.block_shape) // max(1, x.block_shape[d])
-                found += _fetching(x, over, count * row, layout.topology)
-        return found
+                total += _fetching(x, over, count * row, layout.topology)
+        return total
 
     return lambda body: Bodied(body, time)
 
 
-#: a body that receives at most a block of its result, which may be longer than the operand's
+#: prices a body that receives at most a block of its result, which may be longer than a block of the operand
 refilling: Final = _fetching_rows(_longest)
-#: a body that gives a dim in pieces, one after another: the rows that all their blocks lack, as one exchange
+#: prices a body that splits a dim into pieces: it fetches the rows that the blocks of all pieces lack in one exchange
 in_pieces: Final = _fetching_rows(_of_pieces)
 
 
 def _fetching(spec: TensorSpec, axes: tuple[str, ...], size: int, topology: Topology) -> float:
-    """µs of an all-to-all in which a rank receives so many bytes; as with any of unequal lengths all send to all."""
+    """Return the µs of an all-to-all in which a rank receives ``size`` bytes; all ranks send to all."""
     received = (spec.mesh.axis_size(axes) - 1, size)
     return price("ragged", spec.mesh, axes, size, size, topology, received).time
 
 
-def _busiest(held: Sequence[tuple[int, int]], *wanted: Sequence[tuple[int, int]]) -> int:
-    """The most rows that a rank receives, or sends: of (offset, length) of each block, and the ranges each wants."""
-    received, sent = [0] * len(held), [0] * len(held)
-    starts = [start for start, _ in held]
-    for i, (first, last) in itertools.chain(*map(enumerate, wanted)):
-        for j in range(max(0, bisect_right(starts, first) - 1), len(held)):
+def _busiest(cut: Sequence[tuple[int, int]], *ranges: Sequence[tuple[int, int]]) -> int:
+    """Return the number of rows that the busiest rank sends or receives.
+
+    ``cut`` has (offset, length) of each block, ``ranges`` the (first, end) of the rows that each rank needs.
+    """
+    received, sent = [0] * len(cut), [0] * len(cut)
+    starts = [start for start, _ in cut]
+    for i, (first, last) in itertools.chain(*map(enumerate, ranges)):
+        for j in range(max(0, bisect_right(starts, first) - 1), len(cut)):
             if starts[j] >= last:
                 break
-            common = min(last, sum(held[j])) - max(first, starts[j])
+            common = min(last, sum(cut[j])) - max(first, starts[j])
             if i != j and common > 0:
                 received[i] += common
                 sent[j] += common
@@ -324,20 +333,18 @@ def _busiest(held: Sequence[tuple[int, int]], *wanted: Sequence[tuple[int, int]]
 
 
 def moving(*operands: int) -> Callable[[Body], Bodied]:
-    """The same, of some of its operands, by number; the others stay where they are."""
+    """Return a decorator for a body that receives at most a block of each of these operands."""
     return _receiving(operands)
 
 
 def _receiving(operands: tuple[int, ...] | None) -> Callable[[Body], Bodied]:
     def time(layout: BodyLayout) -> float:
-        found = 0.0
+        total = 0.0
         for spec in layout.operands if operands is None else (layout.operands[i] for i in operands):
-            own = tuple(a for a in layout.axes if a in spec.partition.axes)
-            if own:
-                size = spec.dtype.itemsize
-                for length in spec.block_shape:
-                    size *= length
-                found += _fetching(spec, own, size, layout.topology)
-        return found
+            axes = tuple(axis for axis in layout.axes if axis in spec.partition.axes)
+            if axes:
+                size = spec.dtype.itemsize * prod(spec.block_shape)
+                total += _fetching(spec, axes, size, layout.topology)
+        return total
 
     return lambda body: Bodied(body, time)

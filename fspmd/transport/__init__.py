@@ -1,4 +1,4 @@
-"""Who moves the bytes: simulated ranks in this process, c10d process groups, or nobody. Nothing above knows which."""
+"""Transports: simulated ranks in this process, c10d process groups, or shapes alone. Nothing above knows which runs."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def _transport(name: str) -> Transport:
 
 
 def transport_of(mesh: Mesh) -> Transport:
-    """The transport of a mesh."""
+    """Return the transport of a mesh."""
     return _transport(mesh.transport)

@@ -1,4 +1,4 @@
-"""Collectives of one rank without the others: shapes, and no values. Programs are lowered with it."""
+"""Collectives of one rank without the others: they give shapes, and no values. Programs are lowered with them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Axes = tuple[str, ...]
 
 
 class AbstractTransport(Transport):
-    """What a process of the mesh would be given: zeros of that shape, of blocks that have no values either."""
+    """Returns zeros of the shape that a process of the mesh would get. Operands have no values either."""
 
     coalesces = True
 
     def __init__(self, of_values: bool = False) -> None:
-        self.of_values = of_values  # values of blocks do not matter
+        self.of_values = of_values  # whether operands may have values, which are ignored
 
     def _zeros(self, x: Tensor, shape: Sequence[int], mesh: Mesh) -> Pending:
         if not self.of_values and not x.is_meta and not _is_fake(x):
@@ -93,7 +93,7 @@ class AbstractTransport(Transport):
         return complaint
 
     def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
-        """As if every rank had what this one has."""
+        """Return the layouts as if every rank had the blocks of this rank."""
         return [tuple(None if x is None else (x.dtype, tuple(x.shape)) for x in blocks)] * mesh.size
 
     def tell(self, message: bytes, mesh: Mesh, source: int) -> bytes:
@@ -109,7 +109,7 @@ def _is_fake(x: Tensor) -> bool:
 
 
 def _place(mesh: Mesh, axes: Axes, o: Options) -> tuple[int, int]:
-    """How many ranks take part, and which of them this one is."""
+    """Return the number of ranks in this rank's group, and its index there."""
     at = dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=False))
     index = row_major([at.get(axis, 0) for axis in axes], [mesh.shape[axis] for axis in axes])
     for group in o.index_groups or ():
@@ -126,12 +126,12 @@ def _scattered(x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> list[int]:
 
 
 def imagined() -> Transport:
-    """What takes the place of processes where nobody waits for the others."""
+    """Return the transport that stands in for processes in a recording, where no rank waits for another."""
     return _IMAGINED
 
 
 def shape_after(kernel: str, shape: tuple[int, ...], mesh: Mesh, axes: Axes, o: Options) -> tuple[int, ...]:
-    """Of what a kernel makes of this rank's block, or that of the first simulated rank."""
+    """Return the shape of a kernel's result on this rank, or on the first simulated rank."""
     return tuple(getattr(_IMAGINED, kernel)(torch.empty(shape, device="meta"), mesh, axes, o).wait().shape)
 
 

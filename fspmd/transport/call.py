@@ -1,4 +1,4 @@
-"""One collective, fully decided: which kernel, over which axes of which mesh, with which dims and block sizes."""
+"""The kernels of a transport, and their options: dims, block sizes, routes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Layout = tuple[torch.dtype, Sizes]
 
 
 class Options(NamedTuple):
-    """What a kernel needs besides its operand and its axes.
+    """The options of a kernel, besides its operand and its axes.
 
-    ``sizes`` are the block lengths along ``dim`` per rank of the group where they are uneven, else None (even).
+    ``sizes`` has the block length of each rank of the group along ``dim`` if they are uneven. None means even.
     """
 
     op: str = "sum"  # reduce: sum, max, min, product
@@ -30,21 +30,21 @@ class Options(NamedTuple):
     concat_sizes: Sizes | None = None
     perm: tuple[tuple[int, int], ...] = ()  # permute: (source, destination)
     index_groups: tuple[Sizes, ...] | None = None
-    root: int = 0  # broadcast, at_root: the position whose value is everybody's, or that alone has one
-    routes: Routes | None = None  # ragged: which rows go where
-    move: Reblock | None = None  # reblock: from which layout to which
-    dims: Regroup | None = None  # view: of which layout blocks are, and of which they become
-    factor: float = 1.0  # scale: what the cotangent is multiplied with
+    root: int = 0  # broadcast, at_root: the position of the rank that sends its value, or keeps it
+    routes: Routes | None = None  # ragged: the destinations of rows
+    move: Reblock | None = None  # reblock: the layouts before and after
+    dims: Regroup | None = None  # view: the layouts before and after
+    factor: float = 1.0  # scale: the factor of the cotangent
 
 
 class Transport:
-    """The kernels that move bytes; one subclass per way to move them. ``x`` is this rank's block, below autograd."""
+    """The base of transports: the kernels of the pair table. ``x`` is this rank's block, below autograd."""
 
-    #: leaves of one dtype are packed into one call
+    #: whether leaves of one dtype are packed into one call
     coalesces = False
-    #: kernels that give a view of their operand
+    #: kernels that return a view of their operand
     views: frozenset[str] = frozenset()
-    #: kernels that have a twin, `reduce_in_place` of `reduce`, which writes into a contiguous operand of floats
+    #: kernels with a version that writes into a contiguous operand of floats, such as `reduce_in_place` for `reduce`
     in_place: frozenset[str] = frozenset()
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -52,7 +52,7 @@ class Transport:
         raise NotImplementedError
 
     def reduce_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """The same, of a type that tells that all ranks have it: a simulation holds it once."""
+        """`reduce` to a type that is equal on all ranks. A simulation keeps one copy of the result."""
         return self.reduce(x, mesh, axes, o)
 
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -60,7 +60,7 @@ class Transport:
         raise NotImplementedError
 
     def gather_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """The same, of a type that tells that all ranks have it: a simulation holds it once."""
+        """`gather` to a type that is equal on all ranks. A simulation keeps one copy of the result."""
         return self.gather(x, mesh, axes, o)
 
     def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -84,17 +84,17 @@ class Transport:
         raise NotImplementedError
 
     def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """Rows along ``dim`` sent as ``routes`` say, into zeros."""
+        """Send rows along ``dim`` by ``routes``. Places that receive no row are zero."""
         raise NotImplementedError
 
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """Each pair ``(i, j)`` sends rank i's block to rank j; a rank nobody sends to gets zeros."""
+        """For each pair ``(i, j)`` send rank i's block to rank j. A rank that receives no block gets zeros."""
         raise NotImplementedError
 
     def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """``[a, b] [c, d] => [a] [b, c, d]``: from the blocks of one layout to those of another, as ``move`` says.
+        """``[a, b] [c, d] => [a] [b, c, d]``: the blocks of one layout become those of another, as ``move`` says.
 
-        A process that is no member of the mesh it leads from, or to, has an empty tensor there.
+        A process outside the first mesh passes an empty tensor. Outside the second mesh it gets one.
         """
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class Transport:
         raise NotImplementedError
 
     def broadcast_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """The same, of a type that tells that all ranks have it: a simulation holds it once."""
+        """`broadcast` to a type that is equal on all ranks. A simulation keeps one copy of the result."""
         return self.broadcast(x, mesh, axes, o)
 
     def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -111,18 +111,18 @@ class Transport:
         raise NotImplementedError
 
     def agree(self, complaint: str, mesh: Mesh) -> str:
-        """The complaint of the first rank that has one, on all ranks; "" when none has."""
+        """Return on all ranks the complaint of the first rank that has one, or ""."""
         raise NotImplementedError
 
     def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
-        """dtype and shape of each block on every rank, in row-major order of mesh coordinates; known to all ranks.
+        """Return on all ranks the dtype and shape of each rank's blocks, in row-major order of mesh coordinates.
 
-        None stands for what is no tensor.
+        None stands for a value that is not a tensor.
         """
         raise NotImplementedError
 
     def tell(self, message: bytes, mesh: Mesh, source: int) -> bytes:
-        """The message of the rank at position ``source`` of the mesh, on all its ranks."""
+        """Return on all ranks of the mesh the message of the rank at position ``source``."""
         raise NotImplementedError
 
     def transfer(
@@ -132,11 +132,11 @@ class Transport:
         raise NotImplementedError
 
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """The same value under another type; moves nothing."""
+        """Return the same value under another type. Nothing moves."""
         raise NotImplementedError
 
     def view(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """``[A] [B] => [A'] [B']``: blocks with their dims taken apart or put together, as ``dims`` says."""
+        """``[A] [B] => [A'] [B']``: view blocks with dims split or joined, as ``dims`` says."""
         assert o.dims is not None
         return Pending(o.dims.view(x, mesh.coordinate() or ()))
 
@@ -145,21 +145,21 @@ class Transport:
         raise NotImplementedError
 
     def per_rank(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """The same value with a copy for each rank, where the transport would hold it once."""
+        """Return the same value with one copy per rank, for a transport that keeps one copy of equal values."""
         return self.alias(x, mesh, axes, o)
 
     def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """``factor * x``: each rank's part of the cotangent of an unchecked output."""
+        """``factor * x``: the part of each rank in the cotangent of an unchecked output."""
         return Pending(x * o.factor)
 
     def mean(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """``factor`` times the sum over ranks; the transpose of `scale`."""
+        """``factor`` times the sum over ranks: the transpose of `scale`."""
         return Pending(self.reduce_once(x, mesh, axes, o).wait() * o.factor)
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        """The first rank's value, taken to be everybody's: an unchecked output."""
+        """Return the first rank's value for an unchecked output, which counts as equal on all ranks."""
         raise NotImplementedError
 
     def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        """This rank's position along the axes, a 0-d int64 tensor."""
+        """Return this rank's position along the axes, as a 0-d int64 tensor."""
         raise NotImplementedError

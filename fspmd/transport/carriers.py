@@ -1,7 +1,7 @@
-"""Dtypes that torch or a backend cannot add, compare or move as they are, and how others carry them.
+"""Carriers: dtypes that travel in place of dtypes that torch or a backend cannot add, compare or move.
 
-Sums wrap around as integers of the dtype do. Maxima and minima of floats propagate nan on every backend: Gloo's and
-NCCL's own drop it, or not, by the order of the ranks.
+Sums wrap around like integers of the dtype. Maxima and minima of floats propagate nan on every backend. Those of Gloo
+and NCCL may drop it, depending on the order of the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fspmd.transport.pending import Pending
 
 Reshape = Callable[[Tensor], Tensor]
 
-#: dtypes that torch only copies: their bits are moved as those of another dtype of their width
+#: dtypes that torch only copies -> the dtype of their width as which their bits move
 BITS: Final = {
     getattr(torch, name): as_dtype
     for name, as_dtype in (
@@ -32,7 +32,7 @@ BITS: Final = {
     )
     if hasattr(torch, name)
 }
-#: the same for dtypes that torch does not index
+#: BITS, and dtypes that torch does not index
 _WORDS: Final = {**BITS, torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FLOAT8: Final = frozenset(d for d in vars(torch).values() if isinstance(d, torch.dtype) and "float8" in str(d))
 _WIDER: Final = {
@@ -62,7 +62,7 @@ def check_adds(dtype: torch.dtype, what: str, op: str = "sum") -> None:
 
 
 def where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
-    """``torch.where`` of every dtype."""
+    """Return ``torch.where`` for every dtype."""
     words = _WORDS.get(x.dtype)
     if words is None:
         return torch.where(mask, x, other)
@@ -70,7 +70,7 @@ def where(mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
 
 
 def carried(x: Tensor, op: str) -> tuple[Tensor, Reshape | None]:
-    """``x`` itself where every backend can reduce it, else a fresh contiguous carrier, and the way back."""
+    """Return ``x`` and None if every backend can reduce it, else a new contiguous carrier and the function back."""
     dtype = x.dtype
     if dtype in _PLAIN or (op in ("sum", "product") and dtype in FLOATS):
         return x, None
@@ -89,7 +89,7 @@ def carried(x: Tensor, op: str) -> tuple[Tensor, Reshape | None]:
 
 
 def _sortable(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
-    """Floats as integers of the same order, nan beyond all of them on the side that ``op`` looks for."""
+    """Return floats as integers of the same order, with nan as the largest (or the least), and the function back."""
     dtype = x.dtype
     wide = x.to(torch.float64 if dtype is torch.float64 else torch.float32).resolve_neg().contiguous()
     kind = torch.int64 if dtype is torch.float64 else torch.int32
@@ -103,13 +103,13 @@ def _sortable(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
 
 
 def as_words(x: Tensor) -> Tensor:
-    """``x``, or its bits as a dtype of the same width whose rows torch can index."""
+    """Return ``x``, or its bits as a dtype of the same width whose rows torch can index."""
     words = torch.uint8 if x.dtype in _FLOAT8 else _WORDS.get(x.dtype)
     return x if words is None else x.view(words)
 
 
 def moves_bits(kernel: Callable[..., Pending]) -> Callable[..., Pending]:
-    """A kernel that only moves data, for the dtypes of `BITS` too."""
+    """Make a kernel that only moves data accept the dtypes of `BITS`."""
 
     @functools.wraps(kernel)
     def wrapped(self: Any, x: Tensor, mesh: Any, axes: Any, o: Any) -> Pending:

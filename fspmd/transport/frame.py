@@ -1,7 +1,7 @@
-"""Which simulated ranks hold a value apart: a sub-grid of mesh axes, and the index arithmetic on it.
+"""Frames of simulated values: the axes over which a value has one shard per coordinate, and their index arithmetic.
 
 A simulated value that differs only along ``tp`` needs one shard per ``tp`` coordinate, however many ranks the mesh
-has. Its *frame* is that set of axes; shards stand in row-major order over the frame's axes, which stand in mesh order.
+has. Its *frame* is that set of axes, in mesh order. Shards are in row-major order over the axes of the frame.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fspmd.meshes.mesh import Mesh
 
 
 class Frame:
-    """A mesh and the axes over which a simulated value is held apart. Interned: make it with `frame`."""
+    """A mesh and the axes over which a simulated value has one shard per coordinate. Interned: make it with `frame`."""
 
     __slots__ = ("__weakref__", "axes", "mesh", "sizes", "volume")
 
@@ -32,7 +32,7 @@ class Frame:
         return f"Frame({', '.join(f'{a}={n}' for a, n in zip(self.axes, self.sizes, strict=True))})"
 
     def coordinates(self) -> Iterable[tuple[int, ...]]:
-        """Every coordinate over the frame's axes, row-major."""
+        """Return every coordinate over the axes of the frame, row-major."""
         return itertools.product(*map(range, self.sizes))
 
 
@@ -41,19 +41,19 @@ _FRAMES: Final[WeakValueDictionary[Any, Frame]] = WeakValueDictionary()
 
 @functools.lru_cache(maxsize=4096)
 def frame(mesh: Mesh, axes: tuple[str, ...] | frozenset[str]) -> Frame:
-    """The frame of a set of axes of ``mesh``."""
+    """Return the frame of a set of axes of ``mesh``."""
     ordered = mesh.ordered(axes)
     return _FRAMES.setdefault((mesh, ordered), Frame(mesh, ordered))
 
 
-#: meshes on which sizes have differed from rank to rank: of blocks, or of slices. On simulated ones a value cast to
-#: varying is held once per rank: autograd asks it for such sizes, which a plain tensor cannot answer.
+#: Meshes on which sizes of blocks or slices have differed from rank to rank. On such a simulated mesh a value that is
+#: cast to varying gets one copy per rank, because autograd asks for sizes that a plain tensor cannot give.
 UNEVEN: set[Mesh] = set()
 
 
 @functools.lru_cache(maxsize=4096)
 def union(a: Frame, b: Frame) -> Frame:
-    """The smallest frame that holds both; of one mesh, or of a mesh and its slice."""
+    """Return the smallest frame that has the axes of both. Their meshes are one mesh, or a mesh and its slice."""
     mesh = a.mesh if a.mesh is b.mesh or a.mesh.contains(b.mesh) else b.mesh
     if mesh is b.mesh and a.mesh is not b.mesh and not b.mesh.contains(a.mesh):
         raise MeshError(
@@ -65,8 +65,8 @@ def union(a: Frame, b: Frame) -> Frame:
 
 @functools.lru_cache(maxsize=4096)
 def spread(source: Frame, target: Frame) -> tuple[int, ...]:
-    """For every shard of ``target`` the index of the ``source`` shard it equals (target's axes include source's)."""
-    assert set(source.axes) <= set(target.axes), f"{source} holds apart what {target} does not"
+    """Return for each shard of ``target`` the index of the equal shard of ``source``, whose axes are a part of its."""
+    assert set(source.axes) <= set(target.axes), f"{source} has axes that {target} lacks"
     weights = dict.fromkeys(target.axes, 0)
     stride = 1
     for axis, size in zip(reversed(source.axes), reversed(source.sizes), strict=True):
@@ -80,9 +80,9 @@ def spread(source: Frame, target: Frame) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def groups(whole: Frame, axes: tuple[str, ...]) -> tuple[Frame, tuple[tuple[int, ...], ...]]:
-    """The frame without ``axes``, and for each of its shards the group: indices into ``whole``'s shards.
+    """Return the frame without ``axes``, and for each of its shards the group of indices of the shards of ``whole``.
 
-    Within a group the order is that of ``axes`` as given, major first.
+    Within a group the order is that of ``axes``, major first.
     """
     rest = frame(whole.mesh, tuple([axis for axis in whole.axes if axis not in axes]))
     strides = dict(zip(whole.axes, _strides(whole.sizes), strict=True))

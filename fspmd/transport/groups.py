@@ -1,7 +1,7 @@
-"""Process groups as a mesh orders them, made when first used.
+"""Process groups in the order of a mesh, made at their first use.
 
-c10d ranks a group in the order of global ranks. Where the mesh orders a group otherwise, blocks are put in order on
-this side, so that equal rank sets share one group.
+c10d ranks a group in the order of global ranks. Where the mesh has another order, blocks are permuted on this side, so
+that equal sets of ranks share one group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _met: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose ranks have met
 
 
 class Group:
-    """One process group as the mesh orders it."""
+    """A process group in the order of a mesh."""
 
     __slots__ = ("back", "index", "order", "pg", "size")
 
@@ -38,16 +38,16 @@ class Group:
             self.back = [ranks.index(rank) for rank in ordered]
 
     def meet(self, device: torch.device) -> None:
-        """Before ranks of a group send to each other.
+        """Run a first collective, before ranks of the group send to each other.
 
-        NCCL's ranks meet at the first call of a group, all of them: one that leaves some out must not be the first.
+        NCCL connects all ranks of a group at its first call, so the first call must not leave some ranks out.
         """
         if device.type != "cpu" and self.pg not in _met:
             _met.add(self.pg)
             self.pg.allreduce([torch.zeros(1, device=device)]).wait()
 
     def peer(self, position: int) -> int:
-        """The c10d rank of a mesh position."""
+        """Return the c10d rank of a mesh position."""
         return position if self.order is None else self.order[position]
 
 
@@ -64,12 +64,16 @@ world.let_go_with_groups(_group.cache_clear)
 
 
 def group_of(mesh: Mesh, axes: tuple[str, ...], o: Options) -> Group:
-    """This rank's group along the axes, made when first used."""
+    """Return this rank's group along the axes. It is made at its first use."""
     return _group(mesh, axes, o.index_groups, c10d.GroupMember.WORLD)
 
 
 def in_c10d_order(mesh: Mesh, axes: tuple[str, ...], what: str) -> Group:
-    """The group where its blocks need no reordering; else `ShapeError` for what writes in place."""
+    """Return the group, for the function ``what``, which writes in place.
+
+    Raises:
+        ShapeError: The mesh orders the ranks otherwise than the process group, so blocks would need to be permuted.
+    """
     group = group_of(mesh, axes, Options())
     if group.order is not None:
         raise ShapeError(
@@ -80,7 +84,7 @@ def in_c10d_order(mesh: Mesh, axes: tuple[str, ...], what: str) -> Group:
 
 
 def gather_integers(mine: list[int], mesh: Mesh) -> list[list[int]]:
-    """The integers of every rank, in row-major order of mesh coordinates; as many from each."""
+    """Return the integers of every rank, in row-major order of mesh coordinates. All ranks give equally many."""
     group = group_of(mesh, mesh.axis_names, Options())
     sent = torch.tensor(mine, dtype=torch.int64, device=mesh.device)
     if group.size == 1:

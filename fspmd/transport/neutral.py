@@ -1,4 +1,4 @@
-"""What a rank adds that has no term of a sum: of zeros the negative one, which alone changes no number."""
+"""The term of a rank that has nothing to add to a sum: negative zeros, which leave every number as it is."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def nothing(x: Tensor) -> complex:
-    """As a number to fill a tensor like ``x`` with."""
+    """Return the negative zero of the dtype of ``x``."""
     return complex(-0.0, -0.0) if x.is_complex() else -0.0
 
 
 def neutral_like(x: Tensor) -> Tensor:
-    """A tensor of it."""
+    """Return a tensor of negative zeros like ``x``."""
     return torch.full_like(x, nothing(x))

@@ -1,4 +1,4 @@
-"""What a kernel hands back at once: the result, when it is there."""
+"""The immediate result of a kernel, which waits for the value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Pending:
-    """A collective under way; `wait` gives its result. A finished one has no work."""
+    """A collective under way. `wait` returns its result. A finished collective has no work."""
 
     __slots__ = ("_finish", "_value", "_works")
 
@@ -18,7 +18,7 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """Block until the data is there (on NCCL: the current stream, not the process)."""
+        """Wait until the data has arrived, and return it. On NCCL the current stream waits, not the process."""
         for work in self._works:
             work.wait()
         self._works = ()

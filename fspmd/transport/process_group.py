@@ -1,4 +1,4 @@
-"""Collectives on c10d process groups: NCCL and Gloo, straight into one flat tensor."""
+"""Collectives on c10d process groups (NCCL, Gloo), which write into one flat tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-#: dtypes that every backend can move as they are; others travel as bytes
+#: dtypes that every backend can move; others travel as bytes
 _MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8})
 
 
@@ -53,7 +53,7 @@ def _layout(row: Sequence[int]) -> Layout | None:
 
 
 class ProcessGroupTransport(Transport):
-    """One rank per process."""
+    """The transport of one rank per process."""
 
     coalesces = True
     views = frozenset({"alias", "per_rank", "pick"})
@@ -305,11 +305,11 @@ class ProcessGroupTransport(Transport):
         length = torch.tensor([len(message)], device=mesh.device)
         group.pg.broadcast([length], options).wait()
         if group.index == source:
-            told = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
+            data = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
         else:
-            told = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
-        group.pg.broadcast([told], options).wait()
-        return bytes(told.cpu().tolist())
+            data = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
+        group.pg.broadcast([data], options).wait()
+        return bytes(data.cpu().tolist())
 
     def transfer(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], mesh: Mesh
@@ -342,14 +342,14 @@ class ProcessGroupTransport(Transport):
 
 
 def _settled(x: Tensor) -> Tensor:
-    """``x`` with its values in memory: no conjugate or negative view, nor a tangent of zeros without memory."""
+    """Return ``x`` with its values in memory. Conjugate and negative views, and zero tangents, lack them."""
     if x._is_zerotensor():
         return x.clone()
     return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
 
 
 def _exchange_evenly(x: Tensor, group: Group, o: Options) -> Pending:
-    """An all-to-all of blocks of one shape, between ranks that c10d has in the order of the mesh."""
+    """Run an all-to-all of blocks of one shape between ranks that c10d and the mesh have in one order."""
     parts = x.unflatten(o.dim, (group.size, x.shape[o.dim] // group.size)).movedim(o.dim, 0).contiguous()
     send, restore = _movable(parts.view(-1))
     out = torch.empty_like(send)
@@ -363,7 +363,7 @@ def _exchange_evenly(x: Tensor, group: Group, o: Options) -> Pending:
 
 
 def _movable(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """A contiguous tensor as a backend can move it (flat bytes if need be), and how to read the result back."""
+    """Return a contiguous tensor that a backend can move, as flat bytes if needed, and the function to read it back."""
     x = _settled(x)
     if x.dtype in _MOVABLE and x.ndim:
         return x, None

@@ -1,8 +1,8 @@
-"""Random numbers that differ from rank to rank where a value varies, alike on every transport.
+"""Random numbers that differ from rank to rank where a value varies, and are the same on every transport.
 
-A random op on a rank-varying value draws one seed from the ordinary generator (equal on all ranks, so all ranks stay
-in step) and gives each coordinate its own stream, a hash of that seed and the coordinate's index. Where no stream is
-asked for, every rank draws what a process of its own would: the numbers of a generator that is equal on all ranks.
+A random op on a varying value draws one seed from the ordinary generator. The seed is equal on all ranks, so their
+generators stay equal. Each coordinate has its own stream, seeded by a hash of the seed and its index. Without streams
+every rank draws the numbers of the ordinary generator.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
 _CPU = torch.device("cpu")
-_NOTHING = nullcontext()
+_NULL = nullcontext()
 
 
 @state
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """One seed from a generator, by default the CPU's own, which it advances by one draw."""
+    """Draw one seed from a generator. The default is the generator of the CPU."""
     device = _CPU if generator is None else generator.device
-    with DisableTorchFunction(), outside_transforms() if transforms_active() else _NOTHING:
+    with DisableTorchFunction(), outside_transforms() if transforms_active() else _NULL:
         return int(torch.empty((), dtype=torch.int64, device=device).random_(_MASK, generator=generator))
 
 
 def fold_in(seed: int, index: int) -> int:
-    """The seed of one coordinate's stream: splitmix64 of (seed, index)."""
+    """Return the seed of the stream of a coordinate: splitmix64 of (seed, index)."""
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -41,12 +41,12 @@ def fold_in(seed: int, index: int) -> int:
 
 
 class Streams:
-    """Streams of one seed for the coordinates of a frame, within one random torch function."""
+    """The streams of a seed for the coordinates of a frame, within one random torch function."""
 
     def __init__(self, held: Frame, seed: int) -> None:
         self.frame = held
         self.seed = seed
-        self.states: dict[tuple[Frame, int], list[torch.Tensor]] = {}  # of streams drawn from before
+        self.states: dict[tuple[Frame, int], list[torch.Tensor]] = {}  # the states of streams that were used before
 
 
 _STREAMS: ContextVar[Streams | None] = ContextVar("fspmd_streams", default=None)
@@ -77,7 +77,7 @@ def _set_states(states: list[torch.Tensor]) -> None:
 
 @contextmanager
 def one_stream(seed: int, index: int) -> Iterator[None]:
-    """Draw from the stream of one coordinate, then go on with the ordinary generator as it was."""
+    """Draw from the stream of a coordinate in a ``with`` block, and then reset the ordinary generator."""
     before = begin_stream(seed, index)
     try:
         yield
@@ -87,7 +87,7 @@ def one_stream(seed: int, index: int) -> Iterator[None]:
 
 @state
 def begin_stream(seed: int, index: int) -> Any:
-    """From here on the generator is the stream of one coordinate; gives the state that it had."""
+    """Turn the generator into the stream of a coordinate, and return its previous state."""
     with DisableTorchFunction():
         before = _get_states()
         _seed(fold_in(seed, index))
@@ -96,21 +96,21 @@ def begin_stream(seed: int, index: int) -> Any:
 
 @state
 def go_on(before: GeneratorStates) -> None:
-    """The generator is in the state that it had."""
+    """Reset the generator to a previous state."""
     with DisableTorchFunction():
         _set_states(before.states)
 
 
 @state
 def kept_states() -> Any:
-    """The state of the generator."""
+    """Return the state of the generator."""
     with DisableTorchFunction():
         return GeneratorStates(_get_states())
 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """What runs inside leaves the generators in the states that they had."""
+    """Keep the states of the generators over a ``with`` block."""
     before = kept_states()
     try:
         yield
@@ -120,14 +120,14 @@ def kept() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorStates:
-    """States of the generators of all devices in use."""
+    """The states of the generators of all devices in use."""
 
     states: list[torch.Tensor]
 
 
 @contextmanager
 def streams(held: Frame, seed: int) -> Iterator[None]:
-    """Simulated random ops inside draw from the streams of ``seed`` over the coordinates of ``held``."""
+    """Let simulated random ops in a ``with`` block draw from streams of ``seed``, one per coordinate of ``held``."""
     token = _begin_streams(held, seed)
     try:
         yield
@@ -150,7 +150,7 @@ Switch = Callable[[int], None]
 
 @contextmanager
 def per_rank_generators(held: Frame, generator: torch.Generator | None = None) -> Iterator[Switch]:
-    """Yields ``switch(i)``, which makes the generator that of the i-th coordinate of ``held``."""
+    """Yield ``switch(i)``, which turns the generator into that of the i-th coordinate of ``held``."""
     active = _STREAMS.get()
     if generator is not None:
         start = generator.get_state()

@@ -1,4 +1,4 @@
-"""A random torch function on simulated ranks: each draws from a stream of its own."""
+"""Random torch functions on simulated ranks, where each rank draws from its own stream."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fspmd.transport.randomness import per_rank_generators, streams
 
 @contextmanager
 def draw_per_rank(held: Frame, seed: int) -> Iterator[None]:
-    """Random ops inside draw from the streams of ``seed`` over the coordinates of ``held``.
+    """Let random ops in a ``with`` block draw from the streams of ``seed`` over the coordinates of ``held``.
 
-    So do those on tensors that the function makes of sizes alone, as dropout under ``torch.func`` does.
+    This includes ops that make tensors from sizes alone, as dropout under ``torch.func`` does.
     """
-    with streams(held, seed), _MadeApart(held):
+    with streams(held, seed), _MakePerRank(held):
         yield
 
 
-class _MadeApart(DispatchMode):
-    """Tensors made of no other tensors are held apart per rank."""
+class _MakePerRank(DispatchMode):
+    """Gives tensors that are made from no other tensors one copy per rank."""
 
     def __init__(self, held: Frame) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ def _draw_each_rank(held: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[
         return call_per_rank(on_one_rank, args, kwargs, held)
 
 
-#: tangents of zeros have no memory, and no rank draws them
+#: op -> `_makes_tensor`; zero tangents have no memory, and no rank draws them
 _MAKES: dict[Any, bool] = {aten_zero_tensor: False}
 
 
 def _makes_tensor(func: Any) -> bool:
-    """Whether an op has a tensor for a result and none among its arguments."""
+    """Return whether an op returns a tensor and takes none."""
     known = _MAKES.get(func)
     if known is None:
         schema = func._schema

@@ -1,4 +1,4 @@
-"""Which rows a rank sends where, and where the rows it receives go: the plan of a ragged all-to-all."""
+"""The routes of a ragged all-to-all: the rows for each rank, and the places of received rows."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMap:
-    """Packed rows and the rows of a tensor they belong to: ``index`` has one entry per packed row, -1 for none."""
+    """A map from packed rows to rows of a tensor: ``index`` has the row of each packed row, or -1 for none."""
 
     index: Tensor
-    length: int  # rows of the tensor
-    whole: bool  # no -1
-    unique: bool  # no row twice
+    length: int  # the number of rows of the tensor
+    whole: bool  # whether there is no -1
+    unique: bool  # whether no row occurs twice
 
     def take(self, x: Tensor) -> Tensor:
-        """The packed rows of ``x``, zeros for none."""
+        """Return the packed rows of ``x``, and zeros for -1."""
         rows = x.index_select(0, self.index if self.whole else self.index.clamp(min=0)) if self.length else None
         if rows is None:
             return x.new_zeros((len(self.index), *x.shape[1:]))
@@ -33,7 +33,7 @@ class RowMap:
         return torch.where((self.index >= 0).view(-1, *(1,) * (x.ndim - 1)), rows, rows.new_zeros(()))
 
     def put(self, rows: Tensor) -> Tensor:
-        """A tensor with the packed rows in their places and zeros elsewhere; what meets in one place is added."""
+        """Return a tensor with the packed rows in their places, and zeros elsewhere. Rows for one place are added."""
         out = rows.new_zeros((self.length, *rows.shape[1:]))
         index = self.index
         if not self.whole:
@@ -44,7 +44,7 @@ class RowMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankRoute:
-    """One rank's part: the rows it packs, how many go to and come from each rank of the group, where they land."""
+    """The route of a rank: the rows that it packs, the counts for and from each rank of its group, and their places."""
 
     packs: RowMap
     sends: Sizes
@@ -52,21 +52,22 @@ class RankRoute:
     lands: RowMap
 
     def pack(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The rows for each rank of the group."""
+        """Return the rows for each rank of the group."""
         pieces: tuple[Tensor, ...] = self.packs.take(as_words(x)).split(self.sends)
         return pieces
 
     def land(self, received: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The result, of the rows from each rank of the group."""
-        whole = self.lands.put(torch.cat(list(received)))
-        return whole if whole.dtype is dtype else whole.view(dtype)
+        """Return the result, from the rows of each rank of the group."""
+        result = self.lands.put(torch.cat(list(received)))
+        return result if result.dtype is dtype else result.view(dtype)
 
 
 @dataclass(slots=True, eq=False)
 class Routes:
-    """The routes of all simulated ranks of ``frame``, or of this process alone.
+    """The routes of all simulated ranks of ``frame``, or of this process.
 
-    ``busiest``: the most rows that a rank receives from others, or sends to them; None where only values tell.
+    ``busiest`` is the most rows that a rank receives from other ranks, or sends to them. None means that the number
+    depends on values.
     """
 
     routes: tuple[RankRoute, ...]
@@ -76,7 +77,7 @@ class Routes:
 
     @property
     def transposed(self) -> Routes:
-        """The way back."""
+        """The routes of gradients."""
         if self._transposed is None:
             back = tuple(RankRoute(r.lands, r.receives, r.sends, r.packs) for r in self.routes)
             self._transposed = Routes(back, self.frame, self.busiest, self)
@@ -92,7 +93,7 @@ def plan_route(
     n: int,
     device: torch.device,
 ) -> RankRoute:
-    """The route of a rank whose operand and result have ``rows``; where received slices overlap the last one stays."""
+    """Return the route of a rank whose operand and result have ``rows``. Of slices that overlap the last wins."""
     each = len(send_sizes) // n
     sent = [torch.arange(start, start + size) for start, size in zip(input_offsets, send_sizes, strict=True)]
     packed = torch.cat(sent)
@@ -114,7 +115,7 @@ def plan_route(
 
 
 def landing_mask(route: RankRoute) -> Tensor:
-    """Which rows of the result are received ones."""
+    """Return the mask of the rows of the result that are received."""
     mask = torch.zeros(route.lands.length, dtype=torch.bool, device=route.lands.index.device)
     mask[route.lands.index[route.lands.index >= 0]] = True
     return mask

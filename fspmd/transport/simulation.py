@@ -1,4 +1,4 @@
-"""Collectives among simulated ranks: plain arithmetic on the list of shards."""
+"""Collectives of simulated ranks: arithmetic on lists of shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class SimulationTransport(Transport):
-    """All ranks in this process."""
+    """The transport of a mesh whose ranks are all in this process."""
 
     def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         total = self.reduce_once(x, mesh, axes, o).wait()
@@ -81,7 +81,9 @@ class SimulationTransport(Transport):
         return Pending(LocalTensor(pieces, held))
 
     def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
-        whole = self.gather_once(x.unsqueeze(0), mesh, axes, Options()).wait()  # into one tensor, or one per rank
+        whole = self.gather_once(
+            x.unsqueeze(0), mesh, axes, Options()
+        ).wait()  # ``out`` may have one copy, or one per rank
         return Pending(out.copy_(whole.view(out.shape)))
 
     def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
@@ -197,11 +199,11 @@ class SimulationTransport(Transport):
         assert o.dims is not None
         if type(x) is not LocalTensor:
             return Pending(o.dims.view(x, (0,) * len(mesh.shape)))
-        found = []
+        views = []
         for at, shard in zip(x.frame.coordinates(), x.shards, strict=True):
             place = dict(zip(x.frame.axes, at, strict=True))
-            found.append(o.dims.view(shard, tuple(place.get(axis, 0) for axis in mesh.axis_names)))
-        return Pending(LocalTensor(found, x.frame, x.borrowed))
+            views.append(o.dims.view(shard, tuple(place.get(axis, 0) for axis in mesh.axis_names)))
+        return Pending(LocalTensor(views, x.frame, x.borrowed))
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         wide = expand(x, frame(mesh, axes))
@@ -229,12 +231,12 @@ def _index(mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     held = frame(mesh, axes)
     _, (order,) = groups(held, axes)
     place = {i: position for position, i in enumerate(order)}
-    with outside_transforms():  # or each rank's number would be wrapped
+    with outside_transforms():  # a transform would wrap each rank's number
         return local_tensor([torch.tensor(place[i], device=mesh.device) for i in range(held.volume)], held)
 
 
 def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[Frame, Frame, list[Tensor], Table]:
-    """The frame with ``axes`` in it, the frame without, the shards, and the groups of shard indices."""
+    """Return the frame with ``axes``, the frame without them, the shards, and the groups of shard indices."""
     held = union(frame_of(x, mesh), frame(mesh, axes))
     rest, table = groups(held, axes)
     if o.index_groups is not None:
@@ -243,7 +245,7 @@ def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[F
 
 
 def shapes_of(x: Tensor, held: Frame) -> list[tuple[int, ...]]:
-    """The shape of the block at each coordinate; of a value under ``vmap``, without the dims that are hidden."""
+    """Return the shape of the block at each coordinate. Dims that ``vmap`` hides do not count."""
     if type(x) is LocalTensor:
         return [tuple(shard.shape) for shard in x.at(held)]
     columns = [
@@ -254,7 +256,11 @@ def shapes_of(x: Tensor, held: Frame) -> list[tuple[int, ...]]:
 
 
 def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
-    """A value of a dtype that torch cannot reduce, in one that it can; raises `ArgumentError` where none will do."""
+    """Return `carried` for a value that torch cannot reduce.
+
+    Raises:
+        ArgumentError: There is no carrier for its dtype.
+    """
     wide, back = carried(x, op)
     if back is None:
         raise NotImplementedError(f"torch has no {op} of {x.dtype} on {x.device.type}")
@@ -262,12 +268,12 @@ def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
 
 
 def _one_per_group(results: list[Tensor], held: Frame, rest: Frame, table: Table, o: Options) -> Pending:
-    """A value equal within each group: held once per group, unless the groups are parts of an axis."""
+    """Return a value that is equal within each group, with one shard per group, unless groups are parts of an axis."""
     return _one_per_rank(results, held, table) if o.index_groups else Pending(local_tensor(results, rest))
 
 
 def _one_per_rank(results: list[Tensor], held: Frame, table: Table) -> Pending:
-    """A value equal within each group, with a copy for each rank, which each may write into."""
+    """Return a value that is equal within each group, with a copy for each rank, into which the rank may write."""
     copies: list[Tensor] = [results[0]] * held.volume
     for group, result in zip(table, results, strict=True):
         for place, i in enumerate(group):

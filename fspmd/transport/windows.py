@@ -1,4 +1,4 @@
-"""Blocks cut anew: which part of a tensor each rank lacks, and who has it; on one mesh, or from one to another.
+"""The plan of a reblock: the parts of a tensor that each rank lacks, and their holders, on one mesh or two.
 
 A *window* is the part of the global tensor that a rank holds: ``(start, length)`` per dim.
 """
@@ -24,11 +24,11 @@ from fspmd.tracing import outside_transforms
 
 Coordinate = tuple[int, ...]
 Window = tuple[tuple[int, int], ...]
-Index = tuple[Any, ...]  # an Ellipsis, since a batch may have more dims in front, and a slice per dim
+Index = tuple[Any, ...]  # an Ellipsis for the dims of a batch in front, and a slice per dim
 
 
 class Part(NamedTuple):
-    """What a rank takes from one holder: a place in the holder's block, and one in its own new block."""
+    """A part that a rank takes from a holder: its place in the holder's block, and in the new block."""
 
     holder: int  # global rank
     here: Index
@@ -44,26 +44,26 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Regroup:
-    """Blocks of one spec viewed as those of another, of which dims are products of its dims, or factors."""
+    """A view of the blocks of one layout as those of another, whose dims are products of its dims, or factors."""
 
     source: TensorSpec
     target: TensorSpec
 
     @property
     def transposed(self) -> Regroup:
-        """The way of gradients."""
+        """The view of gradients."""
         return Regroup(self.target, self.source)
 
     def view(self, x: Tensor, at: Coordinate) -> Tensor:
-        """The block at a coordinate, which may have more dims in front."""
+        """View the block at a coordinate. It may have the dims of a batch in front."""
         return x.reshape((*x.shape[: x.ndim - self.source.ndim], *self.target.local_shape(at)))
 
 
 @dataclass(frozen=True, slots=True)
 class Reblock:
-    """From the blocks of one spec to those of another spec of the same tensor.
+    """A move from the blocks of one layout to those of another layout of the same tensor.
 
-    Pending sums stay what they are: each rank takes what it lacks from ranks that hold the same term.
+    Pending sums stay pending: each rank takes the parts that it lacks from ranks that hold the same term.
     """
 
     source: TensorSpec
@@ -71,17 +71,17 @@ class Reblock:
 
     @property
     def transposed(self) -> Reblock:
-        """The way of gradients."""
+        """The move of gradients."""
         return Reblock(self.target.dual, self.source.dual)
 
     @property
     def across(self) -> bool:
-        """Whether it leads to another mesh."""
+        """Whether the move leads to another mesh."""
         return self.source.mesh != self.target.mesh
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes along which anything may move: of each dim those behind the first that differs; () across meshes."""
+        """The axes along which data may move: those of each dim from the first that differs on. () across meshes."""
         return () if self.across else _moving(self.source, self.target)
 
     @property
@@ -113,34 +113,34 @@ def _moving(source: TensorSpec, target: TensorSpec) -> tuple[str, ...]:
 
 
 def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coordinate]:
-    """Every coordinate of a mesh, row-major; with ``axes`` those that are zero along all others."""
+    """Return every coordinate of a mesh, row-major, or with ``axes`` those that are zero along all other axes."""
     spans = (range(n) if axes is None or axis in axes else range(1) for axis, n in mesh.shape.items())
     return itertools.product(*spans)
 
 
 def window(spec: TensorSpec, at: Coordinate) -> Window:
-    """What the rank at a coordinate holds."""
+    """Return the window of the rank at a coordinate."""
     return tuple([cuts[sum([at[i] * n for i, n in strides])] for strides, cuts in _cuts(spec)])
 
 
 @functools.lru_cache(maxsize=4096)
 def _cuts(spec: TensorSpec) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...]:
-    """Of each dim its windows in rank order, and how many of them an index along a mesh axis passes: (axis, count)."""
-    names, sizes, found = spec.mesh.axis_names, spec.mesh.shape, []
+    """Return for each dim its strides in windows, (mesh axis, stride), and its windows in rank order."""
+    names, sizes, cuts = spec.mesh.axis_names, spec.mesh.shape, []
     for size, axes in zip(spec.shape, spec.partition.dim_axes, strict=True):
         count, strides = 1, []
         for axis in reversed(axes):
             strides.append((names.index(axis), count))
             count *= sizes[axis]
-        found.append((tuple(strides), tuple(blocks(size, tuple([sizes[axis] for axis in axes])))))
-    return tuple(found)
+        cuts.append((tuple(strides), tuple(blocks(size, tuple([sizes[axis] for axis in axes])))))
+    return tuple(cuts)
 
 
 def lacking(source: TensorSpec, target: TensorSpec) -> int:
-    """Elements that the last rank of a mesh lacks of its new block; the busiest lacks no less."""
-    mine = _last_window(target)
-    own = _meet(_last_window(source), mine)
-    return prod([length for _, length in mine]) - (prod([length for _, length in own]) if own is not None else 0)
+    """Return the elements that the last rank of a mesh lacks of its new block. The busiest rank lacks no fewer."""
+    needed = _last_window(target)
+    common = _meet(_last_window(source), needed)
+    return prod([length for _, length in needed]) - (prod([n for _, n in common]) if common is not None else 0)
 
 
 @functools.lru_cache(maxsize=8192)
@@ -149,7 +149,7 @@ def _last_window(spec: TensorSpec) -> Window:
 
 
 def _meet(a: Window, b: Window) -> Window | None:
-    """What two windows have in common, None for nothing."""
+    """Return the intersection of two windows, or None if it is empty."""
     common = []
     for (start, length), (other, extent) in zip(a, b, strict=True):
         begin, end = max(start, other), min(start + length, other + extent)
@@ -160,25 +160,25 @@ def _meet(a: Window, b: Window) -> Window | None:
 
 
 def _within(part: Window, whole: Window) -> Index:
-    """A window as it lies in a block."""
+    """Return the index of a window within a block."""
     starts = [start - origin for (start, _), (origin, _) in zip(part, whole, strict=True)]
     return ..., *(slice(start, start + length) for start, (_, length) in zip(starts, part, strict=True))
 
 
 def _terms(spec: TensorSpec, at: Coordinate) -> tuple[int, ...]:
-    """Which term of a pending sum a rank holds, and of which of its copies the gradient is a term."""
+    """Return the number of the term that a rank holds of a pending sum, and of the term of its gradient."""
     index, sizes = dict(zip(spec.mesh.axis_names, at, strict=True)), spec.mesh.shape
-    found = []
+    terms = []
     for axes in (spec.partition.unreduced, spec.partition.reduced):
         place = 0
         for axis in spec.mesh.ordered(axes):
             place = place * sizes[axis] + index[axis]
-        found.append(place)
-    return tuple(found)
+        terms.append(place)
+    return tuple(terms)
 
 
 def _group(move: Reblock, spec: TensorSpec, at: Coordinate) -> tuple[int, ...]:
-    """The ranks that have something for each other are those equal in this."""
+    """Return the key of a rank's group. Only ranks of one group send parts to each other."""
     if move.across:
         return _terms(spec, at)
     moving = move.axes
@@ -187,38 +187,38 @@ def _group(move: Reblock, spec: TensorSpec, at: Coordinate) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _holders(move: Reblock) -> dict[tuple[int, ...], dict[Window, list[int]]]:
-    """By group: which ranks hold each window before."""
+    """Return for each group the ranks that hold each window of the source."""
     source = move.source
-    found: dict[tuple[int, ...], dict[Window, list[int]]] = {}
+    holders: dict[tuple[int, ...], dict[Window, list[int]]] = {}
     for at in coordinates(source.mesh):
-        held = found.setdefault(_group(move, source, at), {})
-        held.setdefault(window(source, at), []).append(source.mesh.rank_at(at))
-    return found
+        windows = holders.setdefault(_group(move, source, at), {})
+        windows.setdefault(window(source, at), []).append(source.mesh.rank_at(at))
+    return holders
 
 
 @functools.lru_cache(maxsize=8192)
 def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
-    """What makes up the new block of the rank at a coordinate of the target's mesh: its own where it can be.
+    """Return the parts of the new block of the rank at a coordinate of the target's mesh.
 
-    Of several ranks that hold the same, neighbours take from different ones.
+    The rank takes a part from itself if it can. Of several ranks that hold a part, neighbours take different holders.
     """
     target = move.target
-    rank, mine = target.mesh.rank_at(at), window(target, at)
-    found = []
+    rank, needed = target.mesh.rank_at(at), window(target, at)
+    result = []
     for held, ranks in _holders(move)[_group(move, target, at)].items():
-        if (common := _meet(held, mine)) is not None:
+        if (common := _meet(held, needed)) is not None:
             holder = rank if rank in ranks else ranks[rank % len(ranks)]
-            found.append(Part(holder, _within(common, held), _within(common, mine)))
-    return tuple(found)
+            result.append(Part(holder, _within(common, held), _within(common, needed)))
+    return tuple(result)
 
 
 @functools.lru_cache(maxsize=8192)
 def traffic(move: Reblock) -> Traffic:
-    """What the busiest rank receives, counted without listing who sends what."""
+    """Return the traffic of the busiest rank, without a list of all parts."""
     if move.across:
         return _traffic_across(move)
     source, target = move.source, move.target
-    # where blocks are even ranks that differ along other axes have the same to do
+    # where blocks are even, ranks that differ only along other axes receive equally much
     even = source.even and target.even
     axes = frozenset(move.axes) if even else source.partition.axes | target.partition.axes
     dims = zip(target.shape, source.partition.dim_axes, target.partition.dim_axes, strict=True)
@@ -234,7 +234,7 @@ def traffic(move: Reblock) -> Traffic:
 def _rows(
     mesh: Mesh, axes: frozenset[str], size: int, before: tuple[str, ...], after: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of ranks along ``axes`` the rows of a dim that each needs; those that it has; the pieces that they lie in."""
+    """Count for ranks along ``axes`` the rows of a dim that each needs, those that it has, and their pieces."""
     sizes, names = mesh.shape, mesh.axis_names
     some = tuple([slice(None if axis in axes else 1) for axis in names])
     (have, origins, ends), (need, starts, stops) = (
@@ -251,7 +251,7 @@ def _rows(
 
 
 def _traffic_across(move: Reblock) -> Traffic:
-    """The same from one mesh to another, rank by rank."""
+    """Return `traffic` from one mesh to another, rank by rank."""
     starts = _starts(move.source)
     messages = elements = 0
     for at in coordinates(move.target.mesh):
@@ -264,7 +264,7 @@ def _traffic_across(move: Reblock) -> Traffic:
 
 @functools.lru_cache(maxsize=256)
 def _places(sizes: tuple[int, ...], cut: tuple[int, ...]) -> Tensor:
-    """The number of each rank along some axes, major first: ``[mesh axes]``, 1 along all others."""
+    """Return the index of each rank along some axes, major first. It has a dim per mesh axis, of size 1 for others."""
     place = torch.zeros((1,) * len(sizes), dtype=torch.int64, device="cpu")
     for i in cut:
         along = [-1 if k == i else 1 for k in range(len(sizes))]
@@ -274,19 +274,19 @@ def _places(sizes: tuple[int, ...], cut: tuple[int, ...]) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _pieces(size: int, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Where the pieces of a dim start and end."""
+    """Return the starts and the ends of the pieces of a dim."""
     starts, lengths = torch.tensor(list(blocks(size, cuts)), device="cpu").T.contiguous()
     return starts, starts + lengths
 
 
 @functools.lru_cache(maxsize=8192)
 def is_idle(move: Reblock) -> bool:
-    """Whether no rank lacks anything."""
+    """Return whether no rank lacks elements."""
     return not traffic(move).elements
 
 
 def _received(move: Reblock, at: Coordinate) -> tuple[Window, Window | None, int]:
-    """The new block of the rank at a coordinate, what it has of it, and how many elements it lacks."""
+    """Return the new window of a rank, the part of it that the rank holds, and the number of elements that it lacks."""
     source, target = move.source, move.target
     mine = window(target, at)
     size = prod([length for _, length in mine])
@@ -301,27 +301,27 @@ def _received(move: Reblock, at: Coordinate) -> tuple[Window, Window | None, int
 
 @functools.lru_cache(maxsize=1024)
 def _starts(spec: TensorSpec) -> tuple[tuple[int, ...], ...]:
-    """Of each dim where its pieces that are not empty begin."""
+    """Return for each dim the starts of its pieces that are not empty."""
     return tuple(tuple(sorted({start for start, rows in cuts if rows})) for _, cuts in _cuts(spec))
 
 
 def _touched(starts: tuple[int, ...], start: int, length: int) -> int:
-    """How many of the pieces of a dim a span has rows of."""
+    """Return how many pieces of a dim a span meets."""
     return bisect_left(starts, start + length) - bisect_right(starts, start) + 1
 
 
 class Flow(NamedTuple):
-    """One process's part: its peers, what it sends to each, and what it keeps and receives."""
+    """The part of a process in a reblock: its peers, and the parts that it sends, keeps and receives."""
 
-    peers: tuple[int, ...]  # global ranks, ascending, itself among them
-    sends: tuple[tuple[Index, ...], ...]  # for each peer, places in the block that it has
+    peers: tuple[int, ...]  # global ranks, ascending, including this process
+    sends: tuple[tuple[Index, ...], ...]  # for each peer, places in the present block
     receives: tuple[tuple[Part, ...], ...]  # from each peer
-    shape: tuple[int, ...] | None  # of the new block; None where the process is no member of the target's mesh
+    shape: tuple[int, ...] | None  # of the new block; None if the process is not a member of the target's mesh
 
 
 @functools.lru_cache(maxsize=2048)
 def flow(move: Reblock, rank: int) -> Flow:
-    """The part of a global rank."""
+    """Return the flow of a global rank."""
     source, target = move.source, move.target
     at = target.mesh.coordinate(rank)
     if move.across:

@@ -79,7 +79,7 @@ def axis_names_is_an_int(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def axis_names_holds_an_int(m: Setting) -> None:
-    """shard_map got the int 1 in axis_names; an axis is named by a string"""
+    """shard_map got the int 1 in axis_names; name an axis by a string"""
     m.map(same, P("x"), P("x"), axis_names={"x", 1})
 
 
@@ -258,7 +258,7 @@ def closed_over_sharded_in_a_collective(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def sharded_in_a_function_without_a_rule(m: Setting) -> None:
-    """to_sparse() has no rule for Sharded f32[8@x, 4] on mesh(x=4): it is made of _to_sparse(), which has none; write \
+    """to_sparse() has no rule for Sharded f32[8@x, 4] on mesh(x=4): it calls _to_sparse(), which has no rule; write \
     one, such as fspmd.rule(f, 'm n -> m n'), or use it in a function run by shard_map, whose values are this rank's \
     blocks, or on the global tensor, device_get(x)
     """
@@ -267,7 +267,7 @@ def sharded_in_a_function_without_a_rule(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def sharded_made_another_shape(m: Setting) -> None:
-    """t_() of Sharded f32[1, 8@x] on mesh(x=4), a leaf that requires grad; write y = x.t(...), or do it under \
+    """t_() got Sharded f32[1, 8@x] on mesh(x=4), a leaf that requires grad; write y = x.t(...), or call it under \
     torch.no_grad()
     """
     device_put(torch.ones(1, 8), P(None, "x"), mesh=m.line).requires_grad_().t_()
@@ -289,8 +289,8 @@ def sharded_on_two_meshes(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def sharded_as_a_branch(m: Setting) -> None:
-    """Sharded bool[4@x] on mesh(x=4) was used as a condition (if, while, and, or, not); one that has more or fewer \
-    elements than one is ambiguous: write x.any() or x.all()
+    """Sharded bool[4@x] on mesh(x=4) was used as a condition (if, while, and, or, not), but has 4 elements instead of \
+    one: write x.any() or x.all()
     """
     if device_put(torch.ones(4), P("x"), mesh=m.line) > 0:
         pass
@@ -323,7 +323,7 @@ def sharded_into_a_nested_body(m: Setting) -> None:
 
 @mistake(ArgumentError)
 def partial_with_a_wrong_keyword(m: Setting) -> None:
-    """shard_map(same): functools.partial binds arguments that same has not"""
+    """shard_map(same): functools.partial binds arguments that same does not have; leave them out"""
     m.map(functools.partial(same, y=1), P("x"), P("x"))(ONES)
 
 

@@ -169,13 +169,13 @@ def axis_is_a_mesh(m: Setting) -> None:
 
 @mistake(AxisError)
 def axes_hold_an_int(m: Setting) -> None:
-    """axis_index got the int 1 in axis_name; an axis is named by a string"""
+    """axis_index got the int 1 in axis_name; name an axis by a string"""
     m.inside(lambda x: axis_index(("x", 1)))
 
 
 @mistake(AxisError)
 def axes_hold_a_list(m: Setting) -> None:
-    """psum got the list ['y'] in axis_name; an axis is named by a string"""
+    """psum got the list ['y'] in axis_name; name an axis by a string"""
     m.inside(lambda x: psum(x, ("x", ["y"])))
 
 

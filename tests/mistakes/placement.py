@@ -136,16 +136,16 @@ def local_without_mesh(m: Setting) -> None:
 
 @mistake(ShapeError, checked=(True,))
 def callback_of_a_wrong_shape(m: Setting) -> None:
-    """from_callback: at x=0 the callback returned a tensor of shape (8,), but there the block of f32[8@x] on \
-    mesh(x=4) has shape (2,); of a global tensor return whole[index]
+    """from_callback: at x=0 the callback returned a tensor of shape (8,), but the block of f32[8@x] on mesh(x=4) has \
+    shape (2,) there; of a global tensor return x[index]
     """
     from_callback((8,), P("x"), lambda index: torch.ones(8), mesh=m.line)
 
 
 @mistake(ShapeError, checked=(True,))
 def callback_of_a_wrong_kind(m: Setting) -> None:
-    """from_callback: at x=0 the callback returned no tensor, but there the block of f32[8@x] on mesh(x=4) has shape \
-    (2,); of a global tensor return whole[index]
+    """from_callback: at x=0 the callback returned no tensor, but the block of f32[8@x] on mesh(x=4) has shape (2,) \
+    there; of a global tensor return x[index]
     """
     from_callback((8,), P("x"), lambda index: np.ones(2), mesh=m.line)
 
@@ -186,8 +186,8 @@ def typeof_a_number(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def callback_that_is_differentiated(m: Setting) -> None:
-    """from_callback: the callback returned a tensor that requires grad, but its blocks are data that no gradient \
-    goes back through; return block.detach(), or use device_put, which is differentiable
+    """from_callback: the callback returned a tensor that requires grad, but no gradient goes back through \
+    from_callback; return block.detach(), or use device_put, which is differentiable
     """
     w = torch.ones(8, 4, requires_grad=True)
     from_callback((8, 4), P("x"), lambda index: w[index] * 2, mesh=m.line)
@@ -209,7 +209,7 @@ def coordinate_outside_the_mesh(m: Setting) -> None:
 
 @mistake(ShapeError, checked=(True,))
 def coordinate_that_is_a_number(m: Setting) -> None:
-    """a spec got the int 1 for a coordinate; give it what mesh.coordinate() gives"""
+    """a spec got the int 1 for a coordinate; give it mesh.coordinate()"""
     wrong: Any = 1
     TensorSpec(m.line, P("x"), (8,), torch.float32).local_shape(wrong)
 
@@ -257,8 +257,8 @@ def get_inside_a_body(m: Setting) -> None:
 
 @mistake(SpecError, checked=(True,))
 def mesh_in_place_of_specs(m: Setting) -> None:
-    """device_put got a Mesh for specs; write device_put(tree, P('x'), mesh=mesh): specs say how tensors are cut, the \
-    mesh on which devices they lie
+    """device_put got a Mesh for specs; write device_put(tree, P('x'), mesh=mesh), where specs are the axes that cut \
+    each dim, and mesh has the devices
     """
     device_put(ONES, m.line)
 

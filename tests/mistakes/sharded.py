@@ -65,22 +65,24 @@ def block_of_another_body(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def format_of_a_vector(m: Setting) -> None:
-    """the format '.2f' was asked of Sharded f32[8@x] on mesh(x=4); it takes a scalar: reduce it, or format its repr"""
+    """the format '.2f' was given for Sharded f32[8@x] on mesh(x=4); it takes a scalar: reduce the value, or format \
+    its repr
+    """
     f"{rows(m):.2f}"
 
 
 @mistake(ArgumentError, checked=(True,), transports=("gloo",))
 def format_of_a_pending_sum(m: Setting) -> None:
-    """the format '.2f' was asked of Sharded f32[]{U:x} on mesh(x=4), whose number is known after a collective; all \
-    ranks must take part, and often one alone prints: write number = x.item() on all of them, and format that
+    """the format '.2f' was given for Sharded f32[]{U:x} on mesh(x=4), whose number takes a collective of all ranks, \
+    while often one rank alone prints: write number = x.item() on all ranks, and format the number
     """
     f"{rows(m).sum():.2f}"
 
 
 @mistake(ArgumentError, checked=(True,))
 def call_under_a_fake_tensor_mode(m: Setting) -> None:
-    """+ of Sharded f32[8@x] on mesh(x=4) was called under torch's FakeTensorMode, of which its blocks are none; call \
-    it outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)
+    """+ of Sharded f32[8@x] on mesh(x=4) was called under torch's FakeTensorMode, but its blocks are not fake \
+    tensors; call it outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)
     """
     x = rows(m)
     with FakeTensorMode():
@@ -89,7 +91,7 @@ def call_under_a_fake_tensor_mode(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def call_under_functionalize(m: Setting) -> None:
-    """slice over ('x',) was called under torch.func.functionalize, which knows nothing of collectives; leave \
+    """slice over ('x',) was called under torch.func.functionalize, which does not know collectives; leave \
     functionalize out: writes into values are followed without it
     """
     x = rows(m)
@@ -106,7 +108,7 @@ def draws_in_vmap(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def numbers_on_no_device(m: Setting) -> None:
-    """normal got the string 'foo' for device; expected one such as 'cpu' or 'cuda'"""
+    """normal got the string 'foo' for device; expected a device such as 'cpu' or 'cuda'"""
     random.normal(random.key(0), (4,), device="foo")
 
 
@@ -124,14 +126,15 @@ def source_that_is_a_truth(m: Setting) -> None:
 
 @mistake(ArgumentError, checked=(True,))
 def style_over_a_number(m: Setting) -> None:
-    """OnBlocks got the int 3 for axis; expected the name of a mesh axis, or None for that of parallelize"""
+    """OnBlocks got the int 3 for axis; expected the name of a mesh axis, or None for the axis of parallelize"""
     OnBlocks(axis=3)  # type: ignore[arg-type]
 
 
 @mistake(ArgumentError, checked=(True,))
 def strides_of_a_gradient(m: Setting) -> None:
-    """stride() of Sharded f32[8@x] on mesh(x=4): how torch would keep it in memory is known of no gradient but \
-    x.grad, nor of a part of memory that jit was given, or of what is made of these; write x = x.contiguous() before
+    """stride() of Sharded f32[8@x] on mesh(x=4) is unknown: fspmd does not know how torch would keep a gradient other \
+    than x.grad, an argument of jit that is a part of a larger memory, or a value made of these; write \
+    x = x.contiguous() before
     """
     x = rows(m).requires_grad_()
     torch.autograd.grad(x.sum(), x)[0].stride()

@@ -1,1 +1,1 @@
-"""Passes over recorded programs: each changes a `Program` in place, and says how much it has gained."""
+"""Passes over recorded programs. A pass changes a `Program` in place, and returns its gain."""

@@ -1,7 +1,7 @@
-"""Aliases and order: which values share memory, which steps write into it, and which steps must keep their order.
+"""Aliases and order: values that share memory, steps that write into it, and steps that must keep their order.
 
-A step without a schema counts as one that writes into all its operands, and gives parts of them. Arguments and tensors
-closed over may all be views of each other.
+A step without a schema may write into all its operands, and may return parts of them. Arguments and tensors closed over
+may all be views of each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fspmd.torch_internals import OpOverload
 
 
 class Aliases:
-    """The shared memory of a program as it is now. Passes report their changes by `merge` and `stands_for`."""
+    """The shared memory of a program. Passes report their changes by `merge` and `stands_for`."""
 
     def __init__(self, program: Program) -> None:
         nodes = list(program.graph.nodes)
@@ -60,22 +60,22 @@ class Aliases:
             self._above[b] = a
 
     def merge(self, node: fx.Node, other: fx.Node) -> None:
-        """From here on the values of both memories share one."""
+        """Note that the values of both memories now share one memory."""
         before = {self.of(node), self.of(other)}
         self._join(other, node)
         root = self.of(other)
-        self._writes[root] = sorted(i for one in before for i in self._writes.get(one, ()))
+        self._writes[root] = sorted(i for memory in before for i in self._writes.get(memory, ()))
         for marked in (self._reshaped, self.escaping, self.kept):
             if marked & before:
                 marked.add(root)
 
     def stands_for(self, new: fx.Node, node: fx.Node) -> None:
-        """Note a new step beside one that it replaces, or shares memory with."""
+        """Note a new step, which replaces ``node`` or shares memory with it."""
         self.place[new] = self.place[node]
         self.merge(new, node)
 
     def is_written(self, node: fx.Node, after: fx.Node, before: fx.Node | None = None) -> bool:
-        """Whether a step may write into the memory of a value between two steps; without ``before``, ever after."""
+        """Whether a step after ``after``, and before ``before`` if given, may write into the memory of a value."""
         places = self._writes.get(self.of(node), ())
         first = bisect_right(places, self.place[after])
         return first < len(places) and (before is None or places[first] < self.place[before])
@@ -85,27 +85,28 @@ class Aliases:
         return self.of(node) in self.escaping
 
     def is_outside(self, node: fx.Node) -> bool:
-        """Whether a value lies in memory that was there before."""
+        """Whether a value lies in the memory of an argument or of a tensor closed over."""
         return self.of(node) in self.outside
 
     def may_be(self, node: fx.Node, other: fx.Node) -> bool:
-        """Whether one value may take the place of an equal one.
+        """Whether a value may replace an equal value.
 
-        Views of one memory may, unless their shape is changed in place. Other values may not where a later step writes
-        into either, where users may write into both, or where users may write into a value that deferred steps need.
+        Views of one memory may replace each other, unless their shape is changed in place. Other values may not if a
+        later step writes into either, if users may write into both, or if users may write into a value that deferred
+        steps need.
         """
         if is_view(node) and is_view(other) and self.of(node) is self.of(other):
             return self.of(node) not in self._reshaped
         first = min(node, other, key=self.place.__getitem__)
         if self.is_written(node, first) or self.is_written(other, first):
             return False
-        seen = [self.is_in_results(one) or self.is_outside(one) for one in (node, other)]
-        kept = any(self.of(one) in self.kept for one in (node, other))
-        return not all(seen) and not (kept and (self.is_in_results(node) or self.is_in_results(other)))
+        visible = [self.is_in_results(value) or self.is_outside(value) for value in (node, other)]
+        kept = any(self.of(value) in self.kept for value in (node, other))
+        return not all(visible) and not (kept and (self.is_in_results(node) or self.is_in_results(other)))
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a step gives a part of an operand."""
+    """Whether the result of a step is a part of an operand, or of several results."""
     return owner(node) is not node or node.target in (shard_of, operator.getitem)
 
 
@@ -121,10 +122,10 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 def _shares(node: fx.Node) -> Iterable[fx.Node]:
     """Other values in whose memory the result of a step may lie."""
-    found = [owner(node)]
+    sharing = [owner(node)]
     if is_unknown(node) or node.target in PARTS:  # steps of several tensors
-        found += node.all_input_nodes
-    return found
+        sharing += node.all_input_nodes
+    return sharing
 
 
 def is_unknown(node: fx.Node) -> bool:
@@ -137,48 +138,48 @@ def is_unknown(node: fx.Node) -> bool:
 def _nodes_in(value: Any) -> list[fx.Node]:
     if isinstance(value, fx.Node):
         return [value]
-    return [x for one in value for x in _nodes_in(one)] if isinstance(value, (list, tuple)) else []
+    return [x for entry in value for x in _nodes_in(entry)] if isinstance(value, (list, tuple)) else []
 
 
 def in_flight(node: fx.Node) -> bool:
-    """Whether a step begins a collective that another one waits for."""
+    """Whether a step begins a collective that another step waits for."""
     return is_collective(node) and not node.meta["waits"]
 
 
 def wait_of(node: fx.Node) -> fx.Node | None:
-    """The step that waits for a collective that was begun."""
+    """The step that waits for the collective which a step begins; None if there is none."""
     return next((user for user in node.users if is_wait(user)), None)
 
 
 def dependencies(program: Program) -> dict[fx.Node, set[fx.Node]]:
-    """For each step those before it that it cannot overtake."""
+    """For each step, the earlier steps that it cannot overtake."""
     memory = Aliases(program)
-    found: dict[fx.Node, set[fx.Node]] = {}
+    earlier: dict[fx.Node, set[fx.Node]] = {}
     writer: dict[fx.Node, fx.Node] = {}  # the last writer of each memory
-    readers: dict[fx.Node, list[fx.Node]] = {}  # the readers since
+    readers: dict[fx.Node, list[fx.Node]] = {}  # the readers after the last writer
     effect: fx.Node | None = None
     for node in program.graph.nodes:
         before = set(node.all_input_nodes)
         uses = set(map(memory.of, before))
         if is_wait(node):  # the operand is read until the wait
             uses.update(memory.of(x) for begun in node.all_input_nodes for x in begun.all_input_nodes)
-        before.update(writer[one] for one in uses if one in writer)
-        for one in set(map(memory.of, written(node))):
-            before.update(readers.pop(one, ()))
-            writer[one] = node
-        for one in uses:
-            readers.setdefault(one, []).append(node)
+        before.update(writer[used] for used in uses if used in writer)
+        for changed in set(map(memory.of, written(node))):
+            before.update(readers.pop(changed, ()))
+            writer[changed] = node
+        for used in uses:
+            readers.setdefault(used, []).append(node)
         if node.op == "call_function" and has_effect(node):
             if effect is not None:
                 before.add(effect)
             effect = node
         before.discard(node)
-        found[node] = before
-    return found
+        earlier[node] = before
+    return earlier
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a step does more than give its result and write into its operands."""
+    """Whether a step does more than return its result and write into its operands."""
     target = node.target
     if not isinstance(target, OpOverload):
         return bool(node.meta.get("effect"))

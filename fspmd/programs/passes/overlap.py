@@ -1,4 +1,4 @@
-"""`Overlap`: a collective begins when its operand is there, and its wait stands where the result is needed."""
+"""`Overlap`: begin each collective as soon as its operand is computed, and wait where its result is needed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from fspmd.programs.program import Program, leave, leave_all
 from fspmd.programs.steps import Routed, add_begun, add_wait, is_collective, is_wait
 from fspmd.redistribution.cost import moves
 
-#: order between two steps: collectives that begin, waits, collectives that need a waited result
+#: the order before a step: begins of collectives, waits, begins of collectives that need a waited result
 _BEGIN, _WAIT, _AFTER_WAIT = range(3)
-_WHOLE: Final = ("mean",)  # kernels that wait as soon as they begin
-Place = tuple[int, int]  # the step that it stands before, and the order there
+_BLOCKING: Final = ("mean",)  # kernels that wait as soon as they begin
+Place = tuple[int, int]  # a place before a step: the index of the step, and the order there
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A pass for `jit`: begin early, wait late. At most ``budget`` bytes of results are under way at any time.
+    """A pass for `jit`: begin collectives early, and wait for them late.
 
-    Collectives keep their order, so all ranks begin them in one order. A collective with nothing to compute meanwhile,
-    or over the budget, stays a single step. With ``overtake=True`` collectives may begin before others, as gathers of
-    the next layer's weights do. This is for functions whose Python takes the same way on all ranks; where a block of
-    the program is uneven the order stays.
+    Collectives keep their order, so all ranks begin them in one order. A collective stays a single step if nothing can
+    be computed meanwhile, or if it exceeds the budget.
+
+    Attributes:
+        budget: the most bytes of results that are under way at any time.
+        overtake: whether collectives may begin before earlier ones, such as gathers of the weights of the next layer.
+            This is for functions whose Python makes the same choices on all ranks. If a block of the program is uneven,
+            the order stays.
 
     >>> import torch
     >>> from fspmd import P, jit, make_mesh, psum, shard_map
@@ -47,11 +51,11 @@ class Overlap:
         check_choice("Overlap(overtake=...)", self.overtake)
 
     def __call__(self, program: Program) -> int:
-        """The number of collectives that now run beside other steps."""
+        """Run the pass. Returns the number of collectives that now run beside other steps."""
         nodes = list(program.graph.nodes)
         overtake = self.overtake and not leave_all(program, "overlap", "the order of collectives", even=True)
-        made = _Schedule(nodes, dependencies(program), self.budget, overtake)
-        flights, views = made.flights, made.moved
+        schedule = _Schedule(nodes, dependencies(program), self.budget, overtake)
+        flights, views = schedule.flights, schedule.moved
         parts: dict[int, list[tuple[int, fx.Node]]] = {}
         for view in filter(views.__contains__, nodes):
             parts.setdefault(views[view][0], []).append((views[view][1], view))
@@ -64,9 +68,9 @@ class Overlap:
             order += [step for _, step in sorted(parts.get(i, ()), key=itemgetter(0))]
             if node not in views:
                 order.append(node)
-        for one, other in pairwise(order):
-            if one.next is not other:
-                one.append(other)
+        for node, after in pairwise(order):
+            if node.next is not after:
+                node.append(after)
         for flight in flights:
             program.graph.erase_node(flight.node)
         return len(flights)
@@ -74,32 +78,34 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class _CollectiveFlight:
+    """A collective between its begin and its wait."""
+
     node: fx.Node
-    views: list[fx.Node]  # its views, which move with it
+    views: list[fx.Node]  # the views that make its operand, and move with it
     begin: Place
     wait: Place
 
 
 @dataclass(slots=True)
 class _Schedule:
-    """The places where collectives begin and are waited for, decided in the order in which they begin."""
+    """The places of begins and waits, which are decided for one collective after another in the order of begins."""
 
     nodes: Sequence[fx.Node]
-    before: dict[fx.Node, set[fx.Node]]
+    before: dict[fx.Node, set[fx.Node]]  # for each step, the earlier steps that it cannot overtake
     budget: float
     overtake: bool
     flights: list[_CollectiveFlight] = field(default_factory=list)
-    moved: dict[fx.Node, Place] = field(default_factory=dict)  # places of views that are taken when needed
+    moved: dict[fx.Node, Place] = field(default_factory=dict)  # new places of views
     _index: dict[fx.Node, int] = field(default_factory=dict)
-    _needed: dict[fx.Node, int] = field(default_factory=dict)  # the first step that needs each
-    _landed: dict[fx.Node, Place] = field(default_factory=dict)  # the places from which results are there
+    _needed: dict[fx.Node, int] = field(default_factory=dict)  # the first step that needs each step
+    _landed: dict[fx.Node, Place] = field(default_factory=dict)  # places from which the results of flights exist
     _load: list[float] = field(default_factory=list)  # bytes under way before and during each step
 
     def __post_init__(self) -> None:
         self._index = {node: i for i, node in enumerate(self.nodes)}
         for i, node in enumerate(self.nodes):
-            for one in self.before[node]:
-                self._needed.setdefault(one, i)
+            for earlier in self.before[node]:
+                self._needed.setdefault(earlier, i)
         self._load = [0.0] * (2 * len(self.nodes))
         work = [0, *accumulate(map(_computes, self.nodes))]
         for node in filter(in_flight, self.nodes):
@@ -107,9 +113,8 @@ class _Schedule:
                 self._fly(2 * self._index[node] + 1, 2 * self._index[wait] + 1, wait.meta["value"].nbytes)
         last: Place = 0, _BEGIN
         for i, node in enumerate(self.nodes):
-            if isinstance(node.target, Routed) or (
-                "call" in node.meta and not is_collective(node)
-            ):  # a step with effects
+            with_effect = "call" in node.meta and not is_collective(node)
+            if with_effect or isinstance(node.target, Routed):
                 last = max(last, (i + 1, _BEGIN))
             if not is_collective(node) or not moves(node.meta["call"].pair.kernel):
                 continue
@@ -127,24 +132,25 @@ class _Schedule:
             last = max(last, flight.begin)
 
     def _fly(self, begin: int, wait: int, nbytes: int) -> None:
+        """Add a flight between two moments to the load."""
         for i in range(begin, wait + 1):
             self._load[i] += nbytes
 
     def _flight(self, node: fx.Node, last: Place) -> _CollectiveFlight | None:
-        """The longest flight of a collective within the budget; None for none."""
-        here, wait = self._index[node], self._needed.get(node, 0)
+        """The longest flight of a collective within the budget; None if there is none. ``last``: the earliest begin."""
+        index, wait = self._index[node], self._needed.get(node, 0)
         earliest = max([last, *map(self._ready, self.before[node])])
         moment, room = 2 * wait + 1, self.budget - node.meta["value"].nbytes
         while moment > _moment(earliest) and self._load[moment - 1] <= room:
             moment -= 1
         begin = moment // 2, _AFTER_WAIT if moment % 2 else _BEGIN
-        if begin[0] > here or wait <= here:
+        if begin[0] > index or wait <= index:
             return None
-        views = [one for one in _views_of(node) if self._index[one] >= begin[0]]
+        views = [view for view in _views_of(node) if self._index[view] >= begin[0]]
         return _CollectiveFlight(node, views, max(earliest, begin), (wait, _WAIT))
 
     def _ready(self, node: fx.Node) -> Place:
-        """The place from which the result of a step is there; views are taken when needed."""
+        """The place from which the result of a step exists. A view exists when its operand exists."""
         if node in self._landed:
             return self._landed[node]
         if _is_moved_along(node):
@@ -153,22 +159,24 @@ class _Schedule:
 
 
 def _moment(place: Place) -> int:
-    """A place as a moment: each step has one before waits, and one after."""
+    """A place as a moment. A step has a moment before its waits, and a moment after them."""
     return 2 * place[0] + (place[1] == _AFTER_WAIT)
 
 
 def _views_of(node: fx.Node) -> list[fx.Node]:
     """The views that make the operand of a collective."""
-    views = [one for one in node.all_input_nodes if _is_moved_along(one)]
-    return list(dict.fromkeys([one for view in views for one in (*_views_of(view), view)]))
+    views = [operand for operand in node.all_input_nodes if _is_moved_along(operand)]
+    return list(dict.fromkeys([step for view in views for step in (*_views_of(view), view)]))
 
 
 def _can_fly(node: fx.Node) -> bool:
-    one = node.meta["call"]
-    return bool(node.meta["waits"]) and one.pair.kernel not in _WHOLE and one.mesh.axis_size(one.axes) > 1
+    """Whether a collective may begin in one step and be waited for in another."""
+    call = node.meta["call"]
+    return bool(node.meta["waits"]) and call.pair.kernel not in _BLOCKING and call.mesh.axis_size(call.axes) > 1
 
 
 def _is_moved_along(node: fx.Node) -> bool:
+    """Whether a step is a view, which moves with the collective that uses it."""
     return node.op == "call_function" and is_view(node) and not is_wait(node) and not written(node)
 
 
@@ -178,12 +186,12 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _split(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Part a collective into a step that begins it and a step that waits."""
+    """Split a collective into a step that begins it and a step that waits."""
     with node.graph.inserting_before(node):
         begun = add_begun(node.graph, node.meta["call"], node.all_input_nodes[0], node)
         wait = add_wait(node.graph, begun, node)
     begun.meta["left"] = node.meta.get("left", {})
-    wait.meta.update(value=node.meta["value"], held=node.meta.get("held"))
+    wait.meta.update(value=node.meta["value"], frame=node.meta.get("frame"))
     node.meta["memory"] = wait
     node.replace_all_uses_with(wait)
     return begun, wait

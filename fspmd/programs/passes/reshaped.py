@@ -1,4 +1,4 @@
-"""Reshaped values: views and casts whose elements have the order of another value."""
+"""Reshaped values: views and casts of a value that keep the order of its elements."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import fx
 
 from fspmd.pairs import Call
 from fspmd.programs.passes.aliases import is_view, written
-from fspmd.programs.passes.rewrites import NAMES
-from fspmd.programs.steps import is_aten, is_collective
+from fspmd.programs.steps import CASTS, is_aten, is_collective
 
 aten: Final = torch.ops.aten
 
@@ -27,58 +26,58 @@ _RESHAPES: Final = (
 )
 
 
-def made_by(node: fx.Node) -> tuple[fx.Node | None, list[Call]]:
-    """The collective whose rows a matrix has, and the casts since."""
-    names, end, turned = [], node, False
+def collective_before(node: fx.Node) -> tuple[fx.Node | None, list[Call]]:
+    """The collective whose result is reshaped to a matrix, and the casts after it; None and [] if there is none."""
+    casts, end, may_reorder = [], node, False
     while is_reshaped(node) and _size(node) == _size(node.all_input_nodes[0]):
         if is_collective(node):
-            names.append(node.meta["call"])
-        turned |= node.target not in _RESHAPES and not is_collective(node)
+            casts.append(node.meta["call"])
+        may_reorder |= node.target not in _RESHAPES and not is_collective(node)
         node = node.all_input_nodes[0]
-    if not is_collective(node) or (turned and not _in_order(node, end)):
+    if not is_collective(node) or (may_reorder and not _in_order(node, end)):
         return None, []
-    return node, names[::-1]
+    return node, casts[::-1]
 
 
 def last_of(product: fx.Node) -> tuple[fx.Node, list[Call], fx.Node | None, list[Call]]:
-    """The last view of a product, or of its sum with another value, that no other step uses.
+    """The last view in the chain of single uses of a product, or of its sum with another value.
 
-    Also the other summand, the casts of the product before the sum, and the casts of the sum.
+    Returns this view, the casts of the product, the other summand (or None), and the casts of the sum.
     """
-    made, names = _alone(product)
-    added = next(iter(made.users)) if len(made.users) == 1 else product
-    if added.target is not aten.add.Tensor or added.kwargs:
-        return made, names, None, []
-    other = added.args[added.args[0] is made]
-    if not isinstance(other, fx.Node) or other is made or not _like(other, made) or not _like(added, made):
-        return made, names, None, []
-    last, after = _alone(added)
-    return (last, names, other, after) if _like(last, added) else (made, names, None, [])
+    view, casts = _last_view(product)
+    total = next(iter(view.users)) if len(view.users) == 1 else product
+    if total.target is not aten.add.Tensor or total.kwargs:
+        return view, casts, None, []
+    other = total.args[total.args[0] is view]
+    if not isinstance(other, fx.Node) or other is view or not _like(other, view) or not _like(total, view):
+        return view, casts, None, []
+    last, after = _last_view(total)
+    return (last, casts, other, after) if _like(last, total) else (view, casts, None, [])
 
 
-def _alone(node: fx.Node) -> tuple[fx.Node, list[Call]]:
-    """The last view of a value that no other step uses, in the same order; the casts on the way."""
-    names: list[Call] = []
-    last, turned = node, False
+def _last_view(node: fx.Node) -> tuple[fx.Node, list[Call]]:
+    """The last view in the chain of single uses of a value, with its elements in the same order; and the casts."""
+    casts: list[Call] = []
+    last, may_reorder = node, False
     while len(last.users) == 1:
         user = next(iter(last.users))
         if not is_reshaped(user) or _size(user) != _size(last):
             break
         if is_collective(user):
-            names.append(user.meta["call"])
-        turned |= user.target not in _RESHAPES and not is_collective(user)
+            casts.append(user.meta["call"])
+        may_reorder |= user.target not in _RESHAPES and not is_collective(user)
         last = user
-    return (node, []) if turned and not _in_order(node, last) else (last, names)
+    return (node, []) if may_reorder and not _in_order(node, last) else (last, casts)
 
 
 def _like(node: fx.Node, other: fx.Node) -> bool:
-    found: bool = node.meta["value"] == other.meta["value"]
-    return found
+    """Whether two values have one shape and dtype."""
+    return bool(node.meta["value"] == other.meta["value"])
 
 
 def is_reshaped(node: fx.Node) -> bool:
-    """Whether a step gives the elements of its operand with another shape or type."""
-    return is_collective(node, *NAMES) or (
+    """Whether a step is a view or a cast of its only operand."""
+    return is_collective(node, *CASTS) or (
         is_aten(node)
         and is_view(node)
         and "value" in node.meta
@@ -92,23 +91,23 @@ def _size(node: fx.Node) -> int:
 
 
 def _in_order(*nodes: fx.Node) -> bool:
-    """Whether values are contiguous, so that values in one memory have their elements in one order."""
+    """Whether values are contiguous. Such values have their elements in one order if they lie in one memory."""
     return all(node.meta.get("strides") is None for node in nodes)
 
 
 def matrix_of(node: fx.Node) -> Shape:
-    """The shape of a matrix, which may be a batch of one."""
+    """The shape of a matrix, or of the matrix in a batch of one."""
     shape: Shape = node.meta["value"].shape
     return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
 
 
 def reshaped(node: fx.Node) -> list[fx.Node]:
-    """The reshaped values of a value, each after its operand."""
-    found = [user for user in node.users if is_reshaped(user)]
-    return found + [one for view in found for one in reshaped(view)]
+    """The reshaped values of a value. Each follows its operand."""
+    views = [user for user in node.users if is_reshaped(user)]
+    return views + [inner for view in views for inner in reshaped(view)]
 
 
 def users_of(node: fx.Node) -> list[fx.Node]:
     """The steps that use a result, or reshaped values of it."""
     views = reshaped(node)
-    return [user for one in (node, *views) for user in one.users if user not in views]
+    return [user for value in (node, *views) for user in value.users if user not in views]

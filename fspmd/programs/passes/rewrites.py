@@ -1,7 +1,7 @@
-"""`rewrites`: two collectives in a row become one, or none. A table has the pairs, each with its condition.
+"""`rewrites`: two collectives in a row become one, or none. A table has the pairs and their conditions.
 
-Rows name kernels, since types have done their part when a program is recorded. Only the second collective may use the
-result of the first, so nothing is computed twice.
+Rows name kernels, since a recorded program has no types. One collective replaces two only if no other step uses the
+result of the first, so that nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -16,28 +16,36 @@ from torch import fx
 from fspmd.pairs import Call, call
 from fspmd.programs.passes.aliases import Aliases
 from fspmd.programs.program import Program, leave, leave_all, owner
-from fspmd.programs.steps import add_collective, add_step, add_view, compact, is_collective, replace
+from fspmd.programs.steps import CASTS, add_collective, add_step, add_view, compact, is_collective, replace
 from fspmd.redistribution.cost import price
 
 aten: Final = torch.ops.aten
 
 SUMS: Final = ("reduce", "reduce_once")
 GATHERS: Final = ("gather", "gather_once")
-NAMES: Final = ("alias", "per_rank", "pick")  # other types of the same value; simulations have steps for them
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """A rule: ``second(first(x))`` is ``result``, where this is not None: one call, or a cast of ``x``."""
+    """A rule: one call, or a cast of ``x``, replaces ``second(first(x))``.
+
+    Attributes:
+        picture: the rule in words.
+        first: kernels of the first call.
+        second: kernels of the second call.
+        result: the call or cast for two calls; None if the rule does not apply.
+        must_pay: whether one call may take longer than two, so that prices decide.
+    """
 
     picture: str
     first: tuple[str, ...]
     second: tuple[str, ...]
     result: Callable[[Call, Call], Call | None]
-    must_pay: bool = False  # one call may take longer than two
+    must_pay: bool = False
 
 
 def _scattered(first: Call, second: Call) -> Call | None:
+    """The reduce-scatter for a sum and a slice over the same axes."""
     if first.axes != second.axes or first.options.op != "sum":
         return None
     return call("psum_scatter", first.mesh, first.axes, second.options)
@@ -52,31 +60,34 @@ def _undone(first: Call, second: Call) -> Call | None:
 
 
 def _exchanged_back(first: Call, second: Call) -> Call | None:
+    """The cast for an all-to-all and its transpose."""
     if second is not first.transposed:
         return None
     return call("invariant_to_varying", first.mesh, first.axes)
 
 
 def _over_other_axes(first: Call, second: Call) -> bool:
+    """Whether two calls differ in their axes alone, and share none."""
     alike = first.options == second.options and first.pair.kernel == second.pair.kernel
     return alike and set(first.axes).isdisjoint(second.axes)
 
 
 def _over_all_axes(first: Call, second: Call) -> Call | None:
-    """Sums, or extrema, over some axes and then over others."""
+    """The reduction over all axes of two reductions."""
     if not _over_other_axes(first, second):
         return None
     return call(second.pair.name, first.mesh, first.mesh.ordered(frozenset(first.axes + second.axes)), second.options)
 
 
 def _gathered_over_all_axes(first: Call, second: Call) -> Call | None:
-    """Gathers over minor and then over major axes."""
+    """The gather over all axes of two gathers. The axes of the second are the major ones."""
     if not _over_other_axes(first, second) or first.options.sizes is not None:
         return None
     return call(second.pair.name, first.mesh, second.axes + first.axes, second.options)
 
 
 def _scattered_over_all_axes(first: Call, second: Call) -> Call | None:
+    """The reduce-scatter over all axes of two reduce-scatters. The axes of the first are the major ones."""
     if not _over_other_axes(first, second) or first.options.sizes is not None:
         return None
     return call(second.pair.name, first.mesh, first.axes + second.axes, second.options)
@@ -103,7 +114,7 @@ _SECONDS: Final = frozenset(kernel for row in ROWS for kernel in row.second)
 
 
 def rewrites(program: Program) -> int:
-    """Rewrite as long as a row applies; gives the number of rewrites."""
+    """Rewrite as long as a row applies. Returns the number of rewrites."""
     nodes = [node for node in program.graph.nodes if "call" in node.meta]
     if not any(_may_be_second(node) and _before(node)[0] is not None for node in nodes):
         return 0
@@ -112,33 +123,34 @@ def rewrites(program: Program) -> int:
     memory = Aliases(program)
     count = 0
     for node in nodes:
-        here: fx.Node | None = node
-        while here is not None and (here := _rewritten(memory, here)) is not None:
+        step: fx.Node | None = node
+        while step is not None and (step := _rewritten(memory, step)) is not None:
             count += 1
     return count
 
 
 def _rewritten(memory: Aliases, node: fx.Node) -> fx.Node | None:
-    """The step that replaces a step to which a row applies; else None."""
+    """Apply a row to a step and the collective before it. Returns the new step; None if no row applies."""
     if not _may_be_second(node):
         return None
     first, between = _before(node)
     if first is None:
         return None
     (x,) = first.all_input_nodes
-    one, two = first.meta["call"], node.meta["call"]
+    before, after = first.meta["call"], node.meta["call"]
     for row in ROWS:
-        found = row.result(one, two) if one.pair.kernel in row.first and two.pair.kernel in row.second else None
-        if found is None or one.mesh != two.mesh:
+        applies = before.pair.kernel in row.first and after.pair.kernel in row.second
+        result = row.result(before, after) if applies else None
+        if result is None or before.mesh != after.mesh:
             continue
         why = _why_separate(memory, first, between, node)
         new = None
-        if not why and found.pair.kernel in NAMES:
-            new = _as_it_was(memory, node, x, found)
-            why = "who gets the result may write into it, or into"
-        elif not why and not (why := _in_place(row, first, between, node, found)):
+        if not why and result.pair.kernel in CASTS:
+            new = _operand_for(memory, node, x, result)
+            why = "the caller may write into its result, or into"
+        elif not why and not (why := _why_two(row, first, between, node, result)):
             with node.graph.inserting_before(node):
-                new = add_collective(node.graph, found, x, node)
+                new = add_collective(node.graph, result, x, node)
         if new is None:
             leave(node, "rewrites", f"({row.picture}) {why}", first)
             continue
@@ -156,45 +168,48 @@ def _may_be_second(node: fx.Node) -> bool:
 
 
 def _why_separate(memory: Aliases, first: fx.Node, between: list[fx.Node], second: fx.Node) -> str:
-    """Why two steps stay apart: writes, or casts that the second does not undo; empty for no reason."""
-    one, two = first.meta["call"], second.meta["call"]
-    if one.options.index_groups or two.options.index_groups:
-        return "groups within an axis are taken as they are, here and in"
+    """Why two steps stay separate: writes, or casts that the second does not undo; empty for no reason."""
+    before, after = first.meta["call"], second.meta["call"]
+    if before.options.index_groups or after.options.index_groups:
+        return "calls with groups within an axis are never rewritten, neither this nor"
     if first.meta["deferred"] != second.meta["deferred"]:
         return "a step of backward is not joined with"
     casts = [step.meta["call"] for step in between if "call" in step.meta]
-    if not all({*one.axes, *two.axes}.issuperset(cast.axes) for cast in casts):
-        return "a cast over other axes stands behind"
+    if not all({*before.axes, *after.axes}.issuperset(cast.axes) for cast in casts):
+        return "a cast over other axes follows"
     (x,) = first.all_input_nodes
     is_written = any(memory.is_written(step, first, second) for step in (x, first, *between))
-    return "something is written into the operand, or the result, of" if is_written else ""
+    return "a step writes into the operand, or the result, of" if is_written else ""
 
 
-def _in_place(row: Rewrite, first: fx.Node, between: list[fx.Node], second: fx.Node, both: Call) -> str:
-    """Why one call may not replace two; empty for no reason."""
+def _why_two(row: Rewrite, first: fx.Node, between: list[fx.Node], second: fx.Node, both: Call) -> str:
+    """Why one call may not replace two; empty if it may."""
     if any(len(step.users) > 1 for step in (first, *between)):
         return "other steps use"
     return "one call would take longer than this and" if row.must_pay and not _pays(first, second, both) else ""
 
 
 def _before(node: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The collective whose result another one takes, and the casts and copies between."""
+    """The collective whose result a step takes, if a row may apply to it; and the casts and copies between them."""
     between = []
     (before,) = node.all_input_nodes
-    while is_collective(before, *NAMES) or before.target is aten.clone.default:
+    while is_collective(before, *CASTS) or before.target is aten.clone.default:
         between.append(before)
         (before,) = before.all_input_nodes
     return (before if is_collective(before, *_FIRSTS) and before.meta["waits"] else None), between
 
 
-def _as_it_was(memory: Aliases, node: fx.Node, x: fx.Node, names: Call) -> fx.Node | None:
-    """The operand, in place of a result that equals it; a copy where both may be written into."""
+def _operand_for(memory: Aliases, node: fx.Node, x: fx.Node, cast: Call) -> fx.Node | None:
+    """A step with the value of ``x``, to replace a result that equals ``x``; a copy if a caller may write into both.
+
+    None if steps of the program write into one of them.
+    """
     if memory.is_written(node, node) or memory.is_written(x, node):
         return None
     graph, value = node.graph, node.meta["value"]
     with graph.inserting_before(node):
-        if names.mesh.transport == "simulation":
-            x = add_collective(graph, names, x, node)
+        if cast.mesh.transport == "simulation":
+            x = add_collective(graph, cast, x, node)
             x.meta["memory"] = owner(x.all_input_nodes[0])
             memory.stands_for(x, x.all_input_nodes[0])
         if memory.may_be(node, x):
@@ -203,11 +218,11 @@ def _as_it_was(memory: Aliases, node: fx.Node, x: fx.Node, names: Call) -> fx.No
 
 
 def _pays(first: fx.Node, second: fx.Node, both: Call) -> bool:
-    """Whether one call takes no more time than two; all ranks that take part know the sizes."""
+    """Whether one call takes no more time than two. The sizes are known to all ranks that take part."""
     (x,) = first.all_input_nodes
     before, between, after = (step.meta["value"].nbytes for step in (x, first, second))
     one, two = first.meta["call"], second.meta["call"]
-    apart = price(one.pair.kernel, one.mesh, one.axes, before, between) + price(
+    separate = price(one.pair.kernel, one.mesh, one.axes, before, between) + price(
         two.pair.kernel, two.mesh, two.axes, between, after
     )
-    return price(both.pair.kernel, both.mesh, both.axes, before, after).time <= apart.time
+    return price(both.pair.kernel, both.mesh, both.axes, before, after).time <= separate.time

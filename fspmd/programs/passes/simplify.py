@@ -1,4 +1,4 @@
-"""Passes that leave steps out: those equal to others, and those that nothing needs."""
+"""Passes that remove steps: steps that equal others, and steps without use."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, 
 
 
 def equal_steps(program: Program) -> int:
-    """Let the first of equal steps replace the others; gives the number of steps that go.
+    """Let the first of equal steps replace the others. Returns the number of removed steps.
 
-    Steps of forward and of backward stay apart, so `checkpoint` still computes again. Collectives must go on all ranks
-    or on none. So collectives stay whose operands are equal because of a number that may be the size of an uneven
-    block, and all stay where ranks may have other steps. Where a number may be a place that differs from rank to rank,
-    steps with numbers stay apart, so that all ranks have the same steps.
+    A step of forward and a step of backward never replace each other, so `checkpoint` still computes again. A
+    collective must be removed on all ranks or on none. So a collective stays if its operand equals another one because
+    of a number that may be the size of an uneven block. All collectives stay if ranks may have other steps. If numbers
+    may be places that differ from rank to rank, all steps with numbers stay, so that all ranks have the same steps.
     """
     memory: Aliases | None = None
     known: dict[Hashable, fx.Node] = {}
     ends = {*program.results, *program.gradients}
-    gone = 0
+    removed = 0
     for node in list(program.graph.nodes):
         key = _key(node) if _may_be_shared(node) else None
         if key is None or (program.places and _has_numbers(node)):
@@ -46,12 +46,12 @@ def equal_steps(program: Program) -> int:
         replace(node, first)
         if by_size or (not program.even and _has_numbers(first)):
             first.meta["by_size"] = True
-        gone += 1
-    return gone
+        removed += 1
+    return removed
 
 
 def _why_kept(program: Program, node: fx.Node, by_size: bool) -> str:
-    """Why a collective may not go, since other ranks might keep theirs; empty for no reason."""
+    """Why a collective must stay, since other ranks might keep it; empty if it may be removed."""
     if not is_collective(node):
         return ""
     if not program.alike:
@@ -60,11 +60,11 @@ def _why_kept(program: Program, node: fx.Node, by_size: bool) -> str:
 
 
 def _in_memory(memory: Aliases, ends: Container[fx.Node | None], first: fx.Node, node: fx.Node) -> str:
-    """Why one of two equal steps may not replace the other, because of writes; empty for no reason."""
+    """Why writes forbid that one of two equal steps replaces the other; empty if they do not."""
     if _is_changed(memory, first, node):
         return "its operand may be written into after"
     if node in ends or not memory.may_be(node, first):
-        return "it needs memory of its own, but is equal to"
+        return "it needs separate memory, but is equal to"
     return ""
 
 
@@ -77,7 +77,7 @@ def _may_be_shared(node: fx.Node) -> bool:
 
 
 def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
-    """Whether an operand of both may be written into between them. A view would show the write."""
+    """Whether a common operand may be written into between two steps. Views show the write in both."""
     if is_view(node) and is_view(first):
         return False
     return any(memory.is_written(x, first, node) for x in node.all_input_nodes)
@@ -97,24 +97,24 @@ def _has_numbers(node: fx.Node) -> bool:
     """Whether an argument of a step may be the size of a block."""
     literals: list[Any] = []
     fx.node.map_aggregate((node.args, node.kwargs), literals.append)
-    return node.target not in PARTS and any(type(one) in (int, float) for one in literals)
+    return node.target not in PARTS and any(type(literal) in (int, float) for literal in literals)
 
 
 def _frozen(value: Any) -> Any:
-    """An argument by value; numbers with their types, and zeros with their signs."""
+    """An argument as part of a key. Numbers are distinguished by type, and zeros by sign."""
     if type(value) in _LITERALS:
         return type(value), value
     if isinstance(value, (list, tuple)):
         return type(value).__name__, *map(_frozen, value)
     if isinstance(value, dict):
-        return tuple((name, _frozen(one)) for name, one in value.items())
+        return tuple((name, _frozen(entry)) for name, entry in value.items())
     if isinstance(value, slice):
         return slice, _frozen(value.start), _frozen(value.stop), _frozen(value.step)
     return (type(value), repr(value)) if isinstance(value, (float, complex)) else (type(value), value)
 
 
 def dead_code(program: Program) -> int:
-    """Leave out steps whose results nothing needs, and writes that nobody reads; gives their number.
+    """Remove steps whose results are unused, and writes that no step reads. Returns their number.
 
     Draws of random numbers stay, since later draws depend on them.
     """
@@ -122,7 +122,7 @@ def dead_code(program: Program) -> int:
     wanted = set(ends)
     memory = Aliases(program) if any(map(written, program.graph.nodes)) else None
     read = set() if memory is None else {*memory.outside, *map(memory.of, ends)}
-    gone = 0
+    removed = 0
     for node in reversed(program.graph.nodes):
         if node.op == "get_attr" and not node.users:
             program.constants.pop(node, None)
@@ -131,19 +131,19 @@ def dead_code(program: Program) -> int:
             continue
         is_read = memory is not None and any(memory.of(x) in read for x in written(node))
         is_needed = node in wanted or is_read or has_effect(node)
-        is_of_all = not is_needed and not program.alike and _is_of_all(node)
-        if is_of_all:
+        is_joint = not is_needed and not program.alike and _is_joint(node)
+        if is_joint:
             leave(node, "dead_code", f"{UNLIKE}, and may need it")
-        if is_needed or is_of_all:
+        if is_needed or is_joint:
             wanted.update(node.all_input_nodes)
             if memory is not None:
                 read.update(map(memory.of, node.all_input_nodes))
         else:
             program.graph.erase_node(node)
-            gone += 1
-    return gone
+            removed += 1
+    return removed
 
 
-def _is_of_all(node: fx.Node) -> bool:
+def _is_joint(node: fx.Node) -> bool:
     """Whether a step takes part in a collective, which other ranks may need."""
     return is_collective(node) or is_wait(node)

@@ -1,4 +1,4 @@
-"""The passes by name, and how they run one after another."""
+"""The passes by name, and a function that runs passes one after another."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ PASSES: Final[dict[str, Pass]] = {
     "overlap": Overlap(),
     "recompute": Recompute(),
 }
-#: passes that always gain, and change no numbers but by the order of sums
+#: passes that never make a program slower, and change numbers only by the order of sums
 DEFAULT: Final = ("equal_steps", "rewrites", "dead_code")
 
 
 def passes_of(given: Passes) -> tuple[Pass, ...]:
-    """Passes as functions, given by name or as they are; None means the `DEFAULT` passes."""
+    """Passes as functions. ``given``: names, passes or both; None for the `DEFAULT` passes."""
     given = DEFAULT if given is None else given
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ArgumentError(f'jit got passes={described(given)}; expected a tuple such as passes=("dead_code",)')
-    found = []
-    for one in given:
-        known = PASSES.get(one) if isinstance(one, str) else one
-        if isinstance(known, type):
-            raise ArgumentError(f"jit got the class {known.__name__} for a pass; write {known.__name__}()")
-        if not callable(known):
+    passes = []
+    for entry in given:
+        function = PASSES.get(entry) if isinstance(entry, str) else entry
+        if isinstance(function, type):
+            raise ArgumentError(f"jit got the class {function.__name__} for a pass; write {function.__name__}()")
+        if not callable(function):
             raise ArgumentError(
-                f"jit got {described(one)} for a pass; expected one of {', '.join(PASSES)}, or a function"
+                f"jit got {described(entry)} for a pass; expected one of {', '.join(PASSES)}, or a function"
             )
-        found.append(known)
-    return tuple(found)
+        passes.append(function)
+    return tuple(passes)
 
 
 def transform(program: Program, passes: Iterable[Pass], tries: bool = True) -> None:
     """Run passes in order.
 
-    ``tries``: `Chunked`, and `Coalesce` before an `Overlap`, try their choices together with the passes that follow.
+    ``tries``: whether `Chunked`, and `Coalesce` before an `Overlap`, try their choices together with later passes.
     """
     passes = tuple(passes)
-    for i, one in enumerate(passes):
-        run, others = one, passes[i + 1 :]
-        hides = any(isinstance(after, Overlap) for after in others)
-        if tries and (isinstance(one, Chunked) or (isinstance(one, Coalesce) and hides)):
-            run = one.before(program, partial(transform, passes=others, tries=False))
+    for i, change in enumerate(passes):
+        run, later = change, passes[i + 1 :]
+        hides = any(isinstance(after, Overlap) for after in later)
+        if tries and (isinstance(change, Chunked) or (isinstance(change, Coalesce) and hides)):
+            run = change.before(program, partial(transform, passes=later, tries=False))
         run(program)
