@@ -172,7 +172,10 @@ class Recorder(DispatchMode):
                 "write torch.where instead of a branch on a value"
             )
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
+        if func is torch.ops.aten.clone.default and _memory(args[0]) in self._numbers:  # the same value
+            self._numbers[_memory(out)] = self._numbers[_memory(args[0])]
+            self._kept.append(out)
+        elif func is torch.ops.aten.zeros_like.default and _memory(args[0]) in self._numbers:
             self.nested |= DEPTH.value > 1
             self._add_gradient(out, self._numbers[_memory(args[0])])
         elif self._gradients and func is torch.ops.aten.add.Tensor:
