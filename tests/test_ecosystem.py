@@ -212,7 +212,7 @@ def test_accelerate_trains_and_saves_what_is_whole(tmp_path: Path) -> None:
         optimizer.step()
         wanted.step()
     torch.testing.assert_close(device_get(model.state_dict()), alone.state_dict())
-    with pytest.raises(ArgumentError, match=r"storage\(\) speaks of .* to save it, save device_get\(tree\), or use"):
+    with pytest.raises(ArgumentError, match=r"storage\(\) needs the memory of .* to save it, save device_get\(tree\), or use"):
         accelerator.save_state(str(tmp_path))
     accelerator.save(device_get(model.state_dict()), tmp_path / "whole", safe_serialization=True)
     with torch.no_grad():
@@ -288,7 +288,7 @@ def test_batches_and_distributions() -> None:
 def test_safetensors_saves_no_block_for_a_tensor() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for spec in (P("x"), P()):
-            with pytest.raises(ArgumentError, match=r"of which this rank has a block; .* or device_get\(x\)"):
+            with pytest.raises(ArgumentError, match=r"this rank has only a block; .* or device_get\(x\)"):
                 save_file({"x": device_put(WHOLE, spec, mesh=LINE)}, f"{folder}/x.safetensors")
         save_file(device_get({"x": device_put(WHOLE, P("x"), mesh=LINE)}), f"{folder}/x.safetensors")
 

@@ -282,7 +282,7 @@ def test_python_of_ranks() -> None:
     for x in (torch.zeros(8), torch.full((8,), 0.5)):
         assert torch.equal(device_get(longer(x)), x[:4])
     with pytest.raises(
-        RecordError, match=r"rank_map runs gave .*\(1,\), \(2,\)\)\].* when jit recorded it; let it give"
+        RecordError, match=r"rank_map runs returned .*\(1,\), \(2,\)\)\].* when jit recorded it; return"
     ):
         longer(torch.tensor([0.0, 0, 0, 0, 0, 0, 1, 0]))
     with pytest.raises(RecordError, match=r"lower\(...\) has shapes alone, but got a call of rank_map"):

@@ -148,7 +148,7 @@ def test_comparisons_in_place(name: str) -> None:
 
 MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
     "a dim": (lambda x: x.size(5), ShapeError, r"size\(5\) of Sharded .*, whose dims are -2 to 1"),
-    "len": (lambda x: len(x[0, 0]), ArgumentError, r"len\(\) of .*, which has no dims; .*write device_get\(x\)"),
+    "len": (lambda x: len(x[0, 0]), ArgumentError, r"len\(\) got .*, which has no dims; .*write device_get\(x\)"),
     "data": (lambda x: setattr(x, "data", torch.ones(())), ArgumentError, r"torch.no_grad\(\): x.copy_\(y\)"),
     "an address": (lambda x: x.data_ptr(), ArgumentError, r"write x.local.data_ptr\(...\), of this rank's block"),
     "a function": (lambda x: x.apply_(abs), ArgumentError, r"write x.local.apply_\(...\)"),

@@ -165,9 +165,9 @@ def test_a_pending_sum_is_not_scaled_in_place_by_what_is_not_finite() -> None:
     x = device_put(torch.tensor([1.0, -2.0, 3.0]), P("x"), mesh=MESHES[0]).sum()
     assert x.spec.partition.unreduced
     x.mul_(2.0)
-    with pytest.raises(VarianceError, match=r"end it first"):
+    with pytest.raises(VarianceError, match=r"settle the sum first"):
         x.mul_(INF)
-    with pytest.raises(VarianceError, match=r"end it first"):
+    with pytest.raises(VarianceError, match=r"settle the sum first"):
         x.div_(0)
     assert device_get(x).item() == 4
     assert device_get(reshard(x, P()).div_(0)).item() == INF
