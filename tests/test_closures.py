@@ -14,7 +14,7 @@ from torch import Tensor, func
 from torch.utils.checkpoint import checkpoint
 
 import fspmd
-from fspmd import Mesh, P, device_get, make_mesh, psum, shard_map
+from fspmd import Mesh, P, VarianceError, device_get, make_mesh, psum, shard_map
 
 W = torch.linspace(-1.0, 1.0, 3, dtype=F64)
 X = torch.linspace(-2.0, 2.0, 36, dtype=F64).reshape(12, 3)
@@ -206,3 +206,47 @@ def test_on_processes(checked: bool) -> None:
     with Processes(4) as pool:
         for found in pool.run(_on_processes, checked, seconds=60):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+#: calls whose result is, or views, a tensor that a body closes over, typed by the block beside it
+SHARING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "type_as": lambda w, x: w.type_as(x),
+    "to": lambda w, x: w.to(x),
+    "expand_as": lambda w, x: w.expand_as(x),
+    "atleast_1d": lambda w, x: torch.atleast_1d(w, x)[0],
+    "broadcast_tensors": lambda w, x: torch.broadcast_tensors(w, x)[0],
+}
+
+
+def shared(transport: str) -> dict[str, list[float] | str]:
+    """The gradient of a tensor that ran in a body without gradients before; and what a write into the result gives."""
+    mesh, found = make_mesh((4,), ("x",), transport=transport, device="cpu"), dict[str, list[float] | str]()
+    x = torch.arange(12.0, dtype=F64)
+    for name, share in SHARING.items():
+        w = torch.ones(3, dtype=F64, requires_grad=True)
+        f = shard_map(lambda x: psum((share(w, x) * x).sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())  # noqa: B023
+        with torch.no_grad():
+            f(x)
+        (gradient,) = torch.autograd.grad(f(x), w)
+        found[name] = device_get(gradient).tolist()
+        plain = torch.ones(3, dtype=F64)
+        write = shard_map(lambda x: share(plain, x).add_(x), mesh=mesh, in_specs=P("x"), out_specs=P("x"))  # noqa: B023
+        with pytest.raises(VarianceError):
+            write(x)
+        assert plain.tolist() == [1.0, 1.0, 1.0]
+    ones = torch.ones(3, dtype=F64)
+    body = shard_map(
+        lambda x: torch.autograd.grad(psum(y := x.detach().requires_grad_(), "x"), y, ones)[0],
+        mesh=mesh,
+        in_specs=P("x"),
+        out_specs=P("x"),
+    )
+    found["cotangent"] = [device_get(body(x)).tolist() for _ in range(2)][1]
+    return found
+
+
+def test_what_a_body_closes_over_keeps_its_type() -> None:
+    expected = {name: [18.0, 22.0, 26.0] for name in SHARING} | {"cotangent": [1.0] * 12}
+    assert shared("simulation") == expected
+    with Processes(4) as pool:
+        assert pool.run(shared, "process_group") == [expected] * 4

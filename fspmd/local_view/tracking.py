@@ -6,6 +6,7 @@ once per body, and all its uses share the cast.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -97,8 +98,11 @@ class Tracker(BodyMode):
                 kwargs = dict(zip(kwargs, self.cast_all(kwargs.values(), result), strict=True))
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, Tensor) and not transforms_active():
+            if not alike and (out._base is not None or id(out) in map(id, args)):
+                out = self._borrowing(out, (*args, *(kwargs or {}).values()), result)
             setattr(out, ATTRIBUTE, result)
         else:
+            out = out if alike else self._borrowing(out, (*args, *(kwargs or {}).values()), result)
             annotate(out, result)
         return out
 
@@ -135,7 +139,8 @@ class Tracker(BodyMode):
             result = pending_sum(func, op, tensors, variances, args, kwargs, trusted=self.body.linear)
         if op.writes or "out" in kwargs:
             check_writes(func, op, args, kwargs, result, self.borrowed)
-        if any(variance is not result for variance in variances):
+        alike = all(variance is result for variance in variances)
+        if not alike:
             # beside an unreduced operand an invariant one becomes reduced: its gradient is a pending sum
             args = self.cast_all(args, result)
             kwargs = dict(zip(kwargs, self.cast_all(tuple(kwargs.values()), result), strict=True))
@@ -153,6 +158,8 @@ class Tracker(BodyMode):
             out = func(*args, **kwargs)
         if result.unreduced and op.linear != "metadata" and not self.body.linear:
             check_stays_sum(op, tensors, out)
+        if not alike and not op.writes and "out" not in kwargs:
+            out = self._borrowing(out, (*args, *kwargs.values()), result)
         annotate(out, result.dual if op.dual else result)
         return out
 
@@ -207,6 +214,23 @@ class Tracker(BodyMode):
                 return self.cast(out, to)
 
         return run
+
+    def _borrowing(self, out: Any, operands: Iterable[Any], to: Variance) -> Any:
+        """Marks results of type ``to`` that share memory with an operand of another type: writes must not reach it.
+
+        A result that is the operand itself, as ``w.type_as(x)`` may be, becomes an alias: the operand keeps its type.
+        """
+        if isinstance(out, (list, tuple)):
+            parts = [self._borrowing(x, operands, to) for x in out]
+            return out if all(map(operator.is_, parts, out)) else type(out)(parts)
+        if not isinstance(out, Tensor):
+            return out
+        for x in tensors_of(operands):
+            source = get_variance(x)
+            if source is not to and storage_of(x) == storage_of(out):
+                out = x.view_as(x) if out is x else out
+                self.borrow(out, source)
+        return out
 
     def borrow(self, x: Tensor, source: Variance) -> None:
         """Notes that ``x`` aliases a value of type ``source``. Writes into it, or into a view of it, are refused."""
@@ -309,7 +333,10 @@ class Tracker(BodyMode):
                 f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
             )
         to = get_variance(output).dual
-        cotangent = cotangent if to.unreduced else self.cast(cotangent, to)
+        if not to.unreduced:
+            given, cotangent = cotangent, self.cast(cotangent, to)
+            if cotangent is given:  # autograd may return it as a gradient, which has another type
+                cotangent = set_variance(given.view_as(given), get_variance(given))
         return per_rank_like(cotangent, output) if UNEVEN and self.simulated else cotangent
 
 
