@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import pytest
 import torch
+from processes import Processes
 from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd import ArgumentError, P, communication_log, device_put, make_mesh
-from tests.processes import Processes
 
 DTYPES: Final = (
     *(torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64),
@@ -90,11 +90,15 @@ def test_processes_refuse_alike_where_some_have_no_elements() -> None:
         assert pool.run(_on_a_process) == [[], []]
 
 
-def test_asking_draws_no_random_numbers() -> None:
+@pytest.mark.parametrize(
+    "draw", [torch._standard_gamma, lambda x: F.fractional_max_pool2d(x.view(1, 4, 6), 2, output_size=(2, 3))]
+)
+def test_asking_draws_no_random_numbers(draw: Callable[[Any], Any]) -> None:
+    """Neither of a function that torch tags as random, nor of one that draws in Python."""
     x = device_put(torch.ones(4, 6, dtype=torch.float64), P("a"), mesh=make_mesh((2, 3), ("a", "b")))
     after = []
     for _ in range(2):  # the first call is planned
         torch.manual_seed(0)
-        torch._standard_gamma(x)
+        draw(x)
         after.append(float(torch.rand(())))
     assert after[0] == after[1]

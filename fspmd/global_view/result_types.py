@@ -27,6 +27,7 @@ from fspmd.torch_internals import (
     is_alias_of,
     is_any_autocast_enabled,
 )
+from fspmd.transport.randomness import kept
 
 Shape = tuple[int, ...]
 Kind = Callable[[list[Any]], Any]  # tuple, list, or one of torch.return_types
@@ -132,7 +133,8 @@ def dtype_complaint(
 
         named = {name: dtype_of(arg) for name, arg in kwargs.items()}
         try:
-            _on(ones, func, tuple(map(dtype_of, args)), named, operands)
+            with kept():  # some functions draw in Python, and have no tag
+                _on(ones, func, tuple(map(dtype_of, args)), named, operands)
         except Exception as error:
             return error
         return None
@@ -246,7 +248,8 @@ def _strides_of_kernel(
         return memory.as_strided(small, [ranks[step] for step in strides])
 
     try:
-        out = _on(make, func, args, kwargs, operands)
+        with kept():
+            out = _on(make, func, args, kwargs, operands)
     except Exception:  # the call itself raises it
         return None
     if not isinstance(out, Tensor) or tuple(out.shape) != tuple(min(n, 2) for n in shape):
