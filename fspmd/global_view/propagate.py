@@ -206,7 +206,7 @@ def ask(
         refuse_global(func, specs, error)
     fixed = writes(func)
     if not fixed and row.rule is not elementwise and outcome.bases[0] is None and specs[0].mesh.device_type == "cpu":
-        complaint = dtype_complaint(func, args, kwargs, ordered, factors.whole)
+        complaint = dtype_complaint(func, args, kwargs, ordered)
         if complaint is not None:
             refuse_global(func, specs, complaint)
     if fixed:

@@ -104,16 +104,13 @@ def kernel_complaint(
 
 
 def dtype_complaint(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-    whole: frozenset[int] = frozenset(),
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Exception | None:
     """Return what a kernel raises for these dtypes and not for float32 in their place; the meta device accepts more.
 
-    The kernel runs on at most two elements along each dim. If it fails for float32 too, it runs on full dims where the
-    first operand must be ``whole``. Functions of lists, and functions that draw, are not asked.
+    The kernel runs on at most two elements along each dim. If it fails there, sizes may be the reason: unless it says
+    that it is not implemented, it runs on all elements, if these are few. Functions of lists, and functions that draw,
+    are not asked.
     """
     dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
     if {*dtypes, *(spec.dtype for _, spec in operands)} <= {torch.float32}:
@@ -123,12 +120,12 @@ def dtype_complaint(
     if is_tagged(name_of(func), torch.Tag.nondeterministic_seeded):
         return None
 
-    def attempt(full_dims: frozenset[int], in_float32: bool) -> Exception | None:
+    def attempt(most: int | None, in_float32: bool) -> Exception | None:
         def dtype_of(x: Any) -> Any:
             return torch.float32 if in_float32 and isinstance(x, torch.dtype) else x
 
         def ones(spec: TensorSpec) -> Tensor:
-            shape = [n if d in full_dims else min(n, 2) for d, n in enumerate(spec.shape)]
+            shape = spec.shape if most is None else [min(n, most) for n in spec.shape]
             return torch.ones(shape, dtype=dtype_of(spec.dtype), device="cpu")
 
         named = {name: dtype_of(arg) for name, arg in kwargs.items()}
@@ -139,17 +136,17 @@ def dtype_complaint(
             return error
         return None
 
-    sizes = dict(enumerate(operands[0][1].shape))
-    for full_dims in (frozenset[int](), whole):
-        if prod(sizes.get(d, 1) for d in full_dims) > _MOST_ELEMENTS:
+    most: int | None = 2
+    complaint = attempt(most, in_float32=False)
+    if complaint is not None and not isinstance(complaint, NotImplementedError):
+        if sum(prod(spec.shape) for _, spec in operands) > _FEW:
             return None
-        complaint = attempt(full_dims, in_float32=False)
-        if complaint is None or attempt(full_dims, in_float32=True) is None:
-            return complaint
-    return None
+        most = None
+        complaint = attempt(most, in_float32=False)
+    return complaint if complaint is not None and attempt(most, in_float32=True) is None else None
 
 
-_MOST_ELEMENTS: Final = 1 << 20  # along dims on which a kernel runs in full
+_FEW: Final = 1 << 16  # elements on which a kernel runs once more to be asked
 
 
 def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:
