@@ -223,11 +223,11 @@ class Tracker(BodyMode):
         if isinstance(out, (list, tuple)):
             parts = [self._borrowing(x, operands, to) for x in out]
             return out if all(map(operator.is_, parts, out)) else type(out)(parts)
-        if not isinstance(out, Tensor):
+        if not isinstance(out, Tensor) or out.layout is not torch.strided:  # others have no storage to share
             return out
         for x in tensors_of(operands):
             source = get_variance(x)
-            if source is not to and storage_of(x) == storage_of(out):
+            if source is not to and x.layout is torch.strided and storage_of(x) == storage_of(out):
                 out = x.view_as(x) if out is x else out
                 self.borrow(out, source)
         return out
