@@ -53,8 +53,8 @@ def misfit(x: Any) -> tuple[str, str] | None:
     >>> import torch
     >>> misfit(torch.eye(2))
     """
-    if name := foreign_name(x):
-        return f"a {name} of shape {tuple(x.shape)}, which {IS}", ADVICE
+    if foreign := _foreign(x):
+        return foreign
     if isinstance(x, Tensor) and (kind := loose_kind(x)):
         return f"a {kind}, which has no dense blocks", DENSE
     return None
@@ -62,11 +62,19 @@ def misfit(x: Any) -> tuple[str, str] | None:
 
 def refuse_misfit(x: Any, what: str) -> None:
     """Raise `ArgumentError` for a tensor that cannot be a block. ``what`` begins the message: "device_put got"."""
-    if found := misfit(x):
-        raise ArgumentError(f"{what} {found[0]}; {found[1]}")
+    _refuse(misfit(x), what)
 
 
 def refuse_foreign(x: Any, what: str) -> None:
     """Raise `ArgumentError` for a DTensor or ShardedTensor. ``what`` begins the message: "device_put got"."""
-    if name := foreign_name(x):
-        raise ArgumentError(f"{what} a {name} of shape {tuple(x.shape)}, which {IS}; {ADVICE}")
+    _refuse(_foreign(x), what)
+
+
+def _foreign(x: Any) -> tuple[str, str] | None:
+    name = foreign_name(x)
+    return (f"a {name} of shape {tuple(x.shape)}, which {IS}", ADVICE) if name else None
+
+
+def _refuse(wrong: tuple[str, str] | None, what: str) -> None:
+    if wrong is not None:
+        raise ArgumentError(f"{what} {wrong[0]}; {wrong[1]}")

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
-from fspmd.torch_internals import DisableTorchFunction, count_dispatch_modes, forward_ad, profiler, transforms_active
+from fspmd.torch_internals import (
+    DisableTorchFunction,
+    count_dispatch_modes,
+    forward_ad,
+    plain_apply,
+    profiler,
+    transforms_active,
+)
 from fspmd.tracing import refuse_traced
 from fspmd.transport import Options, Pending, transport_of
 from fspmd.transport.carriers import FLOATS
@@ -318,7 +325,7 @@ class _Plain(torch.autograd.Function):
         return apply(g, ctx.call.transposed), None
 
 
-_apply_plain = super(torch.autograd.Function, _Plain).apply  # what Function.apply calls when no transform is active
+_apply_plain = plain_apply(_Plain)
 
 
 def _apply_in_place(x: Tensor, call: Call) -> Tensor:

@@ -144,6 +144,8 @@ JIT_TRACERS: Any = (
 )
 #: the modules that read strides of arguments: those of `make_fx`, and of the fake tensors of export and AOTAutograd
 MODULES_THAT_TRACE: Any = (torch.fx.experimental.proxy_tensor.__name__, torch._subclasses.meta_utils.__name__)
+#: prefixes of the modules whose functions compile a function and call it at once: `cond`, `flex_attention` and kin
+MODULES_THAT_COMPILE: Any = ("torch._higher_order_ops.", "torch.nn.attention.")
 #: the record of `torch.jit.trace`, or None; instead: `torch.jit.is_tracing`, which is slower
 jit_tracing: Any = torch._C._get_tracing_state
 
@@ -255,6 +257,11 @@ TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 #: torch's own trees, whose nodes optree is taught
 torch_trees = torch.utils._pytree
+
+
+def plain_apply(function: Any) -> Any:
+    """What `Function.apply` calls when no transform is active, after it has read the signature of `forward`."""
+    return super(torch.autograd.Function, function).apply
 
 
 def constant_source(name: str) -> Any:

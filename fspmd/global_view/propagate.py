@@ -16,6 +16,7 @@ from fspmd.errors import ArgumentError
 from fspmd.forms import Strided, Strides, form_of, packed
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, viewed_call
+from fspmd.global_view.kernels import dtype_complaint, kernel_complaint
 from fspmd.global_view.local_calls import (
     as_block,
     as_even_block,
@@ -34,8 +35,6 @@ from fspmd.global_view.result_types import (
     ResultMemory,
     Shape,
     by_factors,
-    dtype_complaint,
-    kernel_complaint,
     lies_as_new,
     like_first,
     on_meta,
@@ -204,13 +203,12 @@ def ask(
         factors = row.rule(Whole(shapes, plain, kwargs, after)) if known_factors is None else known_factors
     except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
         refuse_global(func, specs, error)
-    fixed = writes(func)
-    if not fixed and row.rule is not elementwise and outcome.bases[0] is None and specs[0].mesh.device_type == "cpu":
+    if fixed := writes(func):
+        _refuse_expanded(func, values[0])
+    elif row.rule is not elementwise and outcome.bases[0] is None:
         complaint = dtype_complaint(func, args, kwargs, ordered)
         if complaint is not None:
             refuse_global(func, specs, complaint)
-    if fixed:
-        _refuse_expanded(func, values[0])
     # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
     cuts = factors.whole or factors.summed
     as_is = outcome.same and not fixed and row.as_is and all(map(strides_known, values))
@@ -280,10 +278,8 @@ def _outcome(
         outcome = on_meta(func, args, kwargs, ordered)
     except Exception as error:
         refuse_global(func, specs, error)
-    if row.rule is elementwise and specs[0].mesh.device_type == "cpu":
-        complaint = kernel_complaint(func, args, kwargs, ordered)
-        if complaint is not None:
-            refuse_global(func, specs, complaint)
+    if row.rule is elementwise and (complaint := kernel_complaint(func, args, kwargs, ordered)) is not None:
+        refuse_global(func, specs, complaint)
     return outcome, None
 
 

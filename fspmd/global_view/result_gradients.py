@@ -15,7 +15,7 @@ from torch import Tensor
 from fspmd.rules import writes
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike
-from fspmd.torch_internals import DisableTorchFunction, transforms_active
+from fspmd.torch_internals import DisableTorchFunction, plain_apply, transforms_active
 from fspmd.tracing import hidden, outside_transforms
 
 
@@ -90,4 +90,4 @@ class _Tied(torch.autograd.Function):
         return g, *map(torch.zeros_like, ctx.zeros)
 
 
-_tied = super(torch.autograd.Function, _Tied).apply  # Function.apply calls this if no transform is active
+_tied = plain_apply(_Tied)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fspmd.fake_mode import FakeMode, meta_tensors_as_on
-from fspmd.forms import Laid, Strided, Strides, order_in_memory, packed
+from fspmd.forms import Laid, Strided, packed
+from fspmd.global_view.kernels import ones_of, run_on, strides_of_kernel
 from fspmd.ops.signatures import Place, at
-from fspmd.ops.traits import is_tagged, name_of
+from fspmd.ops.traits import name_of
 from fspmd.rules import Factors, Rule, Whole, row_of
 from fspmd.rules.elementwise import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
@@ -27,7 +27,6 @@ from fspmd.torch_internals import (
     is_alias_of,
     is_any_autocast_enabled,
 )
-from fspmd.transport.randomness import kept
 
 Shape = tuple[int, ...]
 Kind = Callable[[list[Any]], Any]  # tuple, list, or one of torch.return_types
@@ -68,85 +67,16 @@ def on_one_element(
     made: list[Tensor] = []
 
     def make(spec: TensorSpec) -> Tensor:
-        made.append(_ones(1, spec))
+        made.append(ones_of(1, spec))
         return made[-1]
 
     try:
-        out = _on(make, func, args, kwargs, operands)
+        out = run_on(make, func, args, kwargs, operands)
     except Exception:  # the meta device will raise with a better message
         return None
     if not isinstance(out, Tensor) or out.dim() != len(shape) or any(is_alias_of(out, x) for x in made):
         return None
     return Outcome([(shape, out.dtype)])
-
-
-def _ones(size: int, spec: TensorSpec) -> Tensor:
-    return torch.ones((size,) * spec.ndim, dtype=spec.dtype, device="cpu")
-
-
-def kernel_complaint(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Exception | None:
-    """Return the error of an elementwise kernel for these dtypes and numbers, or None. The meta device has no kernel.
-
-    An error for one element may be due to its value. It counts only if no elements give an error too.
-    """
-    errors: list[Exception] = []
-    for size in (1, 0):
-        try:
-            _on(functools.partial(_ones, size), func, args, kwargs, operands)
-            return None
-        except NotImplementedError as error:
-            return error
-        except Exception as error:
-            errors.append(error)
-    return errors[0]
-
-
-def dtype_complaint(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Exception | None:
-    """Return what a kernel raises for these dtypes and not for float32 in their place; the meta device accepts more.
-
-    The kernel runs on at most two elements along each dim. If it fails there, sizes may be the reason: unless it says
-    that it is not implemented, it runs on all elements, if these are few. Functions of lists, and functions that draw,
-    are not asked.
-    """
-    dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
-    if {*dtypes, *(spec.dtype for _, spec in operands)} <= {torch.float32}:
-        return None
-    if any(isinstance(place, tuple) for place, _ in operands):
-        return None
-    if is_tagged(name_of(func), torch.Tag.nondeterministic_seeded):
-        return None
-
-    def attempt(most: int | None, in_float32: bool) -> Exception | None:
-        def dtype_of(x: Any) -> Any:
-            return torch.float32 if in_float32 and isinstance(x, torch.dtype) else x
-
-        def ones(spec: TensorSpec) -> Tensor:
-            shape = spec.shape if most is None else [min(n, most) for n in spec.shape]
-            return torch.ones(shape, dtype=dtype_of(spec.dtype), device="cpu")
-
-        named = {name: dtype_of(arg) for name, arg in kwargs.items()}
-        try:
-            with kept():  # some functions draw in Python, and have no tag
-                _on(ones, func, tuple(map(dtype_of, args)), named, operands)
-        except Exception as error:
-            return error
-        return None
-
-    most: int | None = 2
-    complaint = attempt(most, in_float32=False)
-    if complaint is not None and not isinstance(complaint, NotImplementedError):
-        if sum(prod(spec.shape) for _, spec in operands) > _FEW:
-            return None
-        most = None
-        complaint = attempt(most, in_float32=False)
-    return complaint if complaint is not None and attempt(most, in_float32=True) is None else None
-
-
-_FEW: Final = 1 << 16  # elements on which a kernel runs once more to be asked
 
 
 def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:
@@ -211,50 +141,12 @@ def on_meta(
         return outcome
     given = (*args, *kwargs.values())
     before = [_laid(at(given, place)) for place, _ in operands]
-    are_known = all(laid is None or laid.strides for laid in before)
-    if not are_known or not any(before) or operands[0][1].mesh.device_type != "cpu":
-        return outcome
     ((shape, _),) = outcome.results
-    strides = _strides_of_kernel(func, args, kwargs, operands, before, shape)
+    strides = strides_of_kernel(func, args, kwargs, operands, before, shape)
     if strides is None:
         return outcome
     as_new = all(n == 1 or step == new for n, step, new in zip(shape, strides, packed(shape), strict=True))
     return outcome._replace(memory=None if as_new else [ResultMemory(Laid(strides))])
-
-
-def _strides_of_kernel(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-    before: Sequence[Laid | None],
-    shape: Shape,
-) -> Strides | None:
-    """Return the strides that a kernel gives the result of a function of elements; meta kernels may give others.
-
-    The kernel runs on at most two elements along each dim, which lie in memory in the order of the operands' strides.
-    """
-    count = itertools.count()
-
-    def make(spec: TensorSpec) -> Tensor:
-        laid = before[next(count)]
-        strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
-        ranks = {step: 1 << i for i, step in enumerate(sorted({*strides} - {0}))} | {0: 0}
-        small = [min(n, 2) for n in spec.shape]
-        memory = torch.ones(1 << len(ranks), dtype=spec.dtype, device="cpu")
-        return memory.as_strided(small, [ranks[step] for step in strides])
-
-    try:
-        with kept():
-            out = _on(make, func, args, kwargs, operands)
-    except Exception:  # the call itself raises it
-        return None
-    if not isinstance(out, Tensor) or tuple(out.shape) != tuple(min(n, 2) for n in shape):
-        return None
-    strides, step = [1] * len(shape), 1
-    for dim in reversed(order_in_memory(tuple(out.stride()))):
-        strides[dim], step = step, step * max(shape[dim], 1)
-    return tuple(strides)
 
 
 def _without_data(
@@ -295,7 +187,7 @@ def views_any(
         return made[-1]
 
     try:
-        out = _on(make, func, args, kwargs, operands)
+        out = run_on(make, func, args, kwargs, operands)
     except Exception:  # there is no view of these strides
         return False
     return all(any(is_alias_of(view, x) for x in made) for view in ((out,) if isinstance(out, Tensor) else out))
@@ -328,7 +220,7 @@ def differentiated(
 
     try:
         with DisableTorchFunction(), torch.enable_grad(), without_saved_tensor_hooks():
-            out = _on(make, func, args, kwargs, operands)
+            out = run_on(make, func, args, kwargs, operands)
             results = [x for x in ((out,) if isinstance(out, Tensor) else out) if x.requires_grad]
             leaves = [x for x in made if x.requires_grad]
             gradients = torch.autograd.grad(results, leaves, list(map(torch.empty_like, results)), allow_unused=True)
@@ -357,7 +249,7 @@ def _outcome(
             made.append(torch.empty_strided(spec.shape, laid.strides, dtype=spec.dtype, device=device))
         return made[-1]
 
-    out = _on(make, func, args, kwargs, operands)
+    out = run_on(make, func, args, kwargs, operands)
     outs = (out,) if isinstance(out, Tensor) else out
     if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(result, Tensor) for result in outs):
         return None
@@ -440,24 +332,3 @@ def _is_all_of(view: Tensor, x: Tensor) -> bool:
         return False
     strides = zip(view.stride(), x.stride(), x.shape, strict=True)
     return not x.numel() or (not view.storage_offset() and all(new == old or n == 1 for new, old, n in strides))
-
-
-def _on(
-    make: Callable[[TensorSpec], Tensor],
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-) -> Any:
-    given = (*args, *kwargs.values())
-    values = [list(value) if isinstance(value, (list, tuple)) else value for value in given]
-    for place, spec in operands:
-        if isinstance(place, tuple):
-            values[place[0]][place[1]] = make(spec)
-        else:
-            values[place] = make(spec)
-    values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
-    named = dict(zip(kwargs, values[len(args) :], strict=True))
-    if named.get("device") is not None:  # so that no data is made there, and nothing is drawn
-        named["device"] = at(values, operands[0][0]).device
-    return func(*values[: len(args)], **named)

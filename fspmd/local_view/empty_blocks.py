@@ -16,7 +16,7 @@ from torch import Tensor
 from fspmd.local_view.modes import BodyMode
 from fspmd.ops.traits import OPS, learn
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
-from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
+from fspmd.torch_internals import DisableTorchFunction, execution_engine, plain_apply, transforms_active
 
 
 def call_with_empty_blocks(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -144,5 +144,5 @@ class _NotedGradient(torch.autograd.Function):
         return g, None, None
 
 
-_operand = super(torch.autograd.Function, _TiedToAnchors).apply  # what Function.apply calls when no transform is active
-_result = super(torch.autograd.Function, _NotedGradient).apply
+_operand = plain_apply(_TiedToAnchors)
+_result = plain_apply(_NotedGradient)

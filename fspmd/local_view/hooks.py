@@ -37,6 +37,7 @@ from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import (
     JIT_TRACERS,
+    MODULES_THAT_COMPILE,
     ScriptMethod,
     pop_transform,
     transforms_active,
@@ -343,7 +344,7 @@ def _wrap_compile() -> None:
     @functools.wraps(original)
     def compile(model: Any = None, **options: Any) -> Any:
         compiled = original(model, **options)
-        if not getattr(model, "__module__", "").startswith(_COMPILING):
+        if not getattr(model, "__module__", "").startswith(MODULES_THAT_COMPILE):
             return compiled
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -353,9 +354,6 @@ def _wrap_compile() -> None:
         return run
 
     setattr(torch, "compile", compile)  # noqa: B010 (its signature is overloaded)
-
-
-_COMPILING = ("torch._higher_order_ops.", "torch.nn.attention.")
 
 
 def _hand_on_weight() -> None:

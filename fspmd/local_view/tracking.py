@@ -97,12 +97,12 @@ class Tracker(BodyMode):
             if not plain:
                 kwargs = dict(zip(kwargs, self.cast_all(kwargs.values(), result), strict=True))
         out = func(*args, **kwargs) if kwargs else func(*args)
-        if isinstance(out, Tensor) and not transforms_active():
-            if not alike and (out._base is not None or id(out) in map(id, args)):
-                out = self._borrowing(out, (*args, *(kwargs or {}).values()), result)
+        is_plain = isinstance(out, Tensor) and not transforms_active()
+        if not alike and not (is_plain and out._base is None and id(out) not in map(id, args)):
+            out = self._borrowing(out, (*args, *(kwargs or {}).values()), result)
+        if is_plain:
             setattr(out, ATTRIBUTE, result)
         else:
-            out = out if alike else self._borrowing(out, (*args, *(kwargs or {}).values()), result)
             annotate(out, result)
         return out
 

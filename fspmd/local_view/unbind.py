@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError
-from fspmd.torch_internals import transforms_active
+from fspmd.torch_internals import plain_apply, transforms_active
 from fspmd.tracing import note_block_use
 from fspmd.transport.frame import Frame, frame, groups, union
 from fspmd.transport.local_tensor import common_frame, frame_of, local_tensor, resolved, shards_of
@@ -99,6 +99,5 @@ class _Bind(torch.autograd.Function):
         return bind(tuple(rows), held), 0
 
 
-# what Function.apply calls when no transform is active, after it has read the signature of forward
-_apply_unbind = super(torch.autograd.Function, _Unbind).apply
-_apply_bind = super(torch.autograd.Function, _Bind).apply
+_apply_unbind = plain_apply(_Unbind)
+_apply_bind = plain_apply(_Bind)

@@ -112,7 +112,7 @@ _RANDOM: Final = words(
     "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices multi_head_attention_forward"
 )
 _RECURRENT: Final = words("lstm gru rnn_tanh rnn_relu")
-_APART: Final = _RECURRENT | words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
+_IN_COPIES: Final = _RECURRENT | words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
 _CALLS: Final = {"triplet_margin_with_distance_loss": "distance_function"}
 _RAGGED: Final = words("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
 #: functions that read no values, so that operands may have any type
@@ -304,7 +304,7 @@ def learn(func: Any) -> Traits:
         "backward": _BACKWARD.get(func),
         "hook": name == "register_hook",
         "dual": name == "get grad",
-        "in_copies": name in _APART,
+        "in_copies": name in _IN_COPIES,
         "calls": _CALLS.get(name, ""),
         "constant": name == "new_tensor",
     }
@@ -365,9 +365,7 @@ def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[
 
 @functools.lru_cache(maxsize=4096)
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an op from ``torch.ops`` writes into, by position and name; of all its overloads, but for
-    ``out=`` of those.
-    """
+    """Return the arguments that an op writes into, by position and name: those of all overloads, except ``out=``."""
     overloads = [func] if isinstance(func, OpOverload) else [getattr(func, name) for name in func.overloads()]
     written = {
         (i, arg.name)

@@ -67,14 +67,15 @@ def _led(x: Tensor, calls: Sequence[Call]) -> Tensor:
     return x
 
 
-def moved(x: Tensor, calls: Sequence[Call]) -> Tensor:
+def moved(x: Tensor, calls: tuple[Call, ...]) -> Tensor:
     """Apply calls to ``x``. A slice is copied: a write into a view would change ``x``, elsewhere on each rank."""
     y, kernels = _led(x, calls), _kernels(calls)
     return y.clone() if "slice" in kernels and kernels <= VIEWS else y
 
 
-def _kernels(calls: Sequence[Call]) -> set[str]:
-    return {step.pair.kernel for step in calls}
+@functools.lru_cache(maxsize=8192)
+def _kernels(calls: tuple[Call, ...]) -> frozenset[str]:
+    return frozenset(step.pair.kernel for step in calls)
 
 
 class _Moved(torch.autograd.Function):

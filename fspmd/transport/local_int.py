@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fspmd.errors import VarianceError
+from fspmd.forms import is_dense
 from fspmd.spec import TensorSpec
 from fspmd.transport.frame import UNEVEN, Frame, frame, spread, union
 
@@ -193,11 +194,11 @@ def _of_blocks(
     rows = zip(*(_values(x, one.frame) for x in (*sizes, *strides)), strict=True)
     found = []
     for row in rows:
-        block = torch.empty_strided(row[: len(sizes)], row[len(sizes) :], device="meta")
-        if memory_format is None:  # torch keeps the strides of a dense tensor, and of no other
-            thin = block.squeeze()
-            found.append(0 in thin.shape or torch.empty_like(thin).stride() == thin.stride())
+        shape, steps = row[: len(sizes)], row[len(sizes) :]
+        if memory_format is None:
+            found.append(0 in shape or is_dense(shape, steps))
         else:
+            block = torch.empty_strided(shape, steps, device="meta")
             found.append(block.is_contiguous(memory_format=memory_format))
     return LocalInt(one.frame, found, verdict=False)
 

@@ -94,12 +94,12 @@ class SimulationTransport(Transport):
         held, _, shards, table = _groups(x, mesh, axes, o)
         pieces: list[Tensor] = [x] * held.volume
         for group in table:
-            found = dict[int, tuple[Tensor, ...]]()  # of one tensor, which all ranks of the group may have
+            parts = dict[int, tuple[Tensor, ...]]()  # by tensor: all ranks of the group may have the same
             for place, i in enumerate(group):
-                x = shards[i]
-                if id(x) not in found:
-                    found[id(x)] = _split(x, o.dim, o.sizes, len(group))
-                pieces[i] = found[id(x)][place]
+                shard = shards[i]
+                if id(shard) not in parts:
+                    parts[id(shard)] = _split(shard, o.dim, o.sizes, len(group))
+                pieces[i] = parts[id(shard)][place]
         return Pending(LocalTensor(pieces, held))
 
     @moves_bits

@@ -1,0 +1,159 @@
+"""What the kernels of the CPU tell of a call that the meta device does not: the dtypes they take, and strides.
+
+A kernel runs on few elements, once per miss. Only meshes of CPU devices ask.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.forms import Laid, Strides, order_in_memory, packed
+from fspmd.ops.signatures import Place, at
+from fspmd.ops.traits import is_tagged, name_of
+from fspmd.spec import TensorSpec
+from fspmd.transport.randomness import kept
+
+
+def run_on(
+    make: Callable[[TensorSpec], Tensor],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[Place, TensorSpec]],
+) -> Any:
+    """Call a function on tensors that ``make`` gives in place of its operands."""
+    given = (*args, *kwargs.values())
+    values = [list(value) if isinstance(value, (list, tuple)) else value for value in given]
+    for place, spec in operands:
+        if isinstance(place, tuple):
+            values[place[0]][place[1]] = make(spec)
+        else:
+            values[place] = make(spec)
+    values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
+    named = dict(zip(kwargs, values[len(args) :], strict=True))
+    if named.get("device") is not None:  # so that no data is made there, and nothing is drawn
+        named["device"] = at(values, operands[0][0]).device
+    return func(*values[: len(args)], **named)
+
+
+def ones_of(size: int, spec: TensorSpec) -> Tensor:
+    """Return ones on the CPU, ``size`` of them along each dim."""
+    return torch.ones((size,) * spec.ndim, dtype=spec.dtype, device="cpu")
+
+
+def _has_kernels(operands: Sequence[tuple[Place, TensorSpec]]) -> bool:
+    return operands[0][1].mesh.device_type == "cpu"
+
+
+def kernel_complaint(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Exception | None:
+    """Return the error of an elementwise kernel for these dtypes and numbers, or None.
+
+    An error for one element may be due to its value. It counts only if no elements give an error too.
+    """
+    if not _has_kernels(operands):
+        return None
+    errors: list[Exception] = []
+    for size in (1, 0):
+        try:
+            run_on(functools.partial(ones_of, size), func, args, kwargs, operands)
+            return None
+        except NotImplementedError as error:
+            return error
+        except Exception as error:
+            errors.append(error)
+    return errors[0]
+
+
+def dtype_complaint(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
+) -> Exception | None:
+    """Return the error of a kernel that is due to these dtypes: float32 in their place has none. None without one.
+
+    The kernel runs on at most two elements along each dim. If it fails there, sizes may be the reason: unless it says
+    that it is not implemented, it runs on all elements, if these are few. Functions of lists, and functions that draw,
+    are not asked.
+    """
+    if not _has_kernels(operands):
+        return None
+    dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
+    if {*dtypes, *(spec.dtype for _, spec in operands)} <= {torch.float32}:
+        return None
+    if any(isinstance(place, tuple) for place, _ in operands):
+        return None
+    if is_tagged(name_of(func), torch.Tag.nondeterministic_seeded):
+        return None
+
+    def attempt(most: int | None, in_float32: bool) -> Exception | None:
+        def dtype_of(x: Any) -> Any:
+            return torch.float32 if in_float32 and isinstance(x, torch.dtype) else x
+
+        def ones(spec: TensorSpec) -> Tensor:
+            shape = spec.shape if most is None else [min(n, most) for n in spec.shape]
+            return torch.ones(shape, dtype=dtype_of(spec.dtype), device="cpu")
+
+        named = {name: dtype_of(arg) for name, arg in kwargs.items()}
+        try:
+            with kept():  # some functions draw in Python, and have no tag
+                run_on(ones, func, tuple(map(dtype_of, args)), named, operands)
+        except Exception as error:
+            return error
+        return None
+
+    most: int | None = 2
+    complaint = attempt(most, in_float32=False)
+    if complaint is not None and not isinstance(complaint, NotImplementedError):
+        if sum(prod(spec.shape) for _, spec in operands) > _FEW:
+            return None
+        most = None
+        complaint = attempt(most, in_float32=False)
+    return complaint if complaint is not None and attempt(most, in_float32=True) is None else None
+
+
+_FEW: Final = 1 << 16  # elements on which a kernel runs once more to be asked
+
+
+def strides_of_kernel(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    operands: Sequence[tuple[Place, TensorSpec]],
+    before: Sequence[Laid | None],
+    shape: tuple[int, ...],
+) -> Strides | None:
+    """Return the strides that an elementwise kernel gives its result, or None. Meta kernels may give others.
+
+    ``before`` has the memory of the operands. The kernel runs on at most two elements along each dim, which lie in the
+    order of the operands' strides.
+    """
+    if not _has_kernels(operands) or not any(before) or not all(laid is None or laid.strides for laid in before):
+        return None
+    count = itertools.count()
+
+    def make(spec: TensorSpec) -> Tensor:
+        laid = before[next(count)]
+        strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
+        ranks = {step: 1 << i for i, step in enumerate(sorted({*strides} - {0}))} | {0: 0}
+        small = [min(n, 2) for n in spec.shape]
+        memory = torch.ones(1 << len(ranks), dtype=spec.dtype, device="cpu")
+        return memory.as_strided(small, [ranks[step] for step in strides])
+
+    try:
+        with kept():
+            out = run_on(make, func, args, kwargs, operands)
+    except Exception:  # the call itself raises it
+        return None
+    if not isinstance(out, Tensor) or tuple(out.shape) != tuple(min(n, 2) for n in shape):
+        return None
+    strides, step = [1] * len(shape), 1
+    for dim in reversed(order_in_memory(tuple(out.stride()))):
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return tuple(strides)
