@@ -1,6 +1,6 @@
 """`linearity.py` tells the truth: each function that it names is linear, in what it says, by torch alone.
 
-Samples are torch's own (its database of functions), and calls written here for what that lacks.
+Samples are those of torch's database of functions, and calls written here for what that lacks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from full import FULL
+from opinfo.sweep import ops
 from torch import Tensor
-from torch.testing._internal.common_methods_invocations import op_db
 
 from fspmd import P, VarianceError, device_get, device_put, make_mesh, pcast, psum, shard_map
 from fspmd.ops.linearity import ADDED, AVERAGES, BETWEEN, LINEAR, WHEN
@@ -88,7 +88,7 @@ CALLS: dict[str, list[Sample]] = {
 
 def _in_database() -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    for op in op_db:
+    for op in ops().values():
         if op.name.startswith(("masked.", "sparse.")):
             continue
         for name in (op.name, *(alias.name for alias in op.aliases)):
