@@ -198,50 +198,50 @@ current_graph_task: Any = torch._C._current_graph_task_id
 next_sequence: Any = torch._C._autograd._get_sequence_nr
 #: the innermost `saved_tensors_hooks`
 top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-#: leaves them; instead: `with saved_tensors_hooks(...):`
+#: leaves the top hooks; instead: `with saved_tensors_hooks(...):`
 pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
-#: enters them; instead: `with saved_tensors_hooks(...):`
+#: enters hooks; instead: `with saved_tensors_hooks(...):`
 push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 #: a public module, whose `_is_profiler_enabled` is true while a profiler runs
 profiler = torch.autograd.profiler
 #: a public module, whose `_current_level` is -1 while no forward derivative is taken
 forward_ad = torch.autograd.forward_ad
-#: a public class, whose `_apply_on_tensors` puts hooks of a module on the gradients of its arguments or results
+#: a public class; its `_apply_on_tensors` puts a module's hooks on the gradients of its arguments or results
 BackwardHook: Any = torch.utils.hooks.BackwardHook
-#: runs backward without the checks of `torch.autograd.grad`; takes a function to call at its end
+#: runs backward without the checks of `torch.autograd.grad`, and takes a function that it calls at its end
 execution_engine: Any = torch.autograd.Variable._execution_engine
 
 # Fake tensors
 
-#: the module of all that follows
+#: the module of the names below
 fake_tensor = torch._subclasses.fake_tensor
 #: a tensor of a device, without values
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
-#: the module whose functions lay out what kernels give; they ask its `device_hint` for the kind of device, and the meta
-#: device is taken for "cuda"
+#: the module of the functions that give the strides of kernels' results; its `device_hint` tells them the kind of
+#: device, and tells "cuda" for the meta device
 meta_functions: Any = torch._meta_registrations
-#: the mode that makes them
+#: the mode that makes fake tensors
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
-#: a value was asked for that nobody has
+#: the error when Python reads a value, which a fake tensor lacks
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
-#: a shape follows from values
+#: the error when a shape depends on values
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
-#: has a tensor warn when its pointer is asked for
+#: makes a tensor warn when its pointer is read
 warn_of_pointers: Any = torch._C._set_warn_deprecated_on_mutable_data_ptr
-#: has it raise
+#: makes a tensor raise when its pointer is read
 refuse_pointers: Any = torch._C._set_throw_on_mutable_data_ptr
 
 # Memory
 
-#: a tensor of a subclass, without memory
+#: makes a tensor of a subclass, without memory
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
-#: a tensor of a subclass, with the memory of another
+#: makes a tensor of a subclass, with the memory of another tensor
 make_subclass: Any = torch.Tensor._make_subclass
 #: whether two tensors have the same memory; instead: `untyped_storage()` of both
 is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
-#: the module of torch's C code, a function of which a recording replaces
+#: the module of torch's C code; a recording replaces one of its functions
 c_module = torch._C
-#: has two tensors trade places, views and all; instead: `torch.utils.swap_tensors`, which refuses where views are
+#: swaps two tensors and their views; instead: `torch.utils.swap_tensors`, which refuses tensors that have views
 swap_memory: Any = torch._C._swap_tensor_impl
 #: how many tensors have a storage
 storage_uses: Any = torch._C._storage_Use_Count
@@ -250,12 +250,12 @@ storage_uses: Any = torch._C._storage_Use_Count
 
 #: switches Dynamo for this thread; instead: `torch.compiler.set_stance`, for all threads
 eval_frame: Any = torch._C._dynamo.eval_frame
-#: tells whether tensors look as they did, in C
+#: tells in C whether tensors have the properties that they had before
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 # Trees
 
-#: torch's own trees, whose nodes optree is taught
+#: torch's own pytrees; their nodes are registered with optree
 torch_trees = torch.utils._pytree
 
 
@@ -265,21 +265,21 @@ def plain_apply(function: Any) -> Any:
 
 
 def constant_source(name: str) -> Any:
-    """Where a symbol of `ShapeEnv` comes from; instead: none."""
+    """The source of a symbol of `ShapeEnv`; instead: none."""
     from torch._dynamo.source import ConstantSource
 
     return ConstantSource(name)
 
 
 def strided_shard(dim: int, pieces: int) -> Any:
-    """DTensor's placement of a dim that is cut in another order than that of the mesh; instead: none."""
+    """DTensor's placement of a dim that is cut in another order than the order of the mesh; instead: none."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=pieces)
 
 
 def inductor() -> Any:
-    """The module of torch's compiler, whose `compile` takes an FX graph; instead: `torch.compile`."""
+    """The module of torch's compiler. Its `compile` takes an FX graph; instead: `torch.compile`."""
     import torch._inductor.exc
 
     return torch._inductor
@@ -291,6 +291,6 @@ def compiled_frames() -> int:
 
 
 def store_of_ranks(prefix: str) -> Any:
-    """What all ranks of torch.distributed share, under keys with a prefix; instead: none."""
+    """The key-value store that all ranks share, under keys with a prefix; instead: none."""
     c10d: Any = torch.distributed.distributed_c10d
     return c10d.PrefixStore(prefix, c10d._get_default_store())
