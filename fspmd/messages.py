@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fspmd.errors import FspmdError, join_failures
+from fspmd.errors import ArgumentError, FspmdError, join_failures
 from fspmd.foreign import foreign_name, loose_kind
 
 _SHOWN = 60  # characters of a value's own text, and keys of a dict
@@ -90,6 +90,12 @@ class Failure:
     text: str
     error: type[FspmdError]
     advice: str = ""
+
+
+def holds_all_ranks(label: str) -> Failure:
+    """Return the failure of a leaf that holds the blocks of all simulated ranks, where a global tensor belongs."""
+    text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
+    return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
 
 
 def refuse(header: str, failures: Sequence[Failure]) -> NoReturn:

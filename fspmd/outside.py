@@ -19,6 +19,11 @@ def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
     check_outside(what)
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
+    return usable_mesh(mesh, what)
+
+
+def usable_mesh(mesh: Mesh | None, what: str) -> Mesh:
+    """Return ``mesh``, or the mesh that is set. Raise `MeshError` without one, or where this process is no member."""
     mesh = mesh or current_mesh()
     if mesh is None:
         raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")

@@ -11,7 +11,7 @@ from torch import Tensor
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import misfit
-from fspmd.messages import Failure, described, quoted
+from fspmd.messages import Failure, described, holds_all_ranks, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.redistribute import cuts, moved, redistribute
@@ -38,8 +38,7 @@ def argument_failure(
             return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
     elif is_simulated(leaf):
         if not outer_axes:
-            text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
-            return Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor")
+            return holds_all_ranks(label)
     elif not is_plain(leaf):
         return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
     elif found := misfit(leaf):

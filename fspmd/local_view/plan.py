@@ -16,8 +16,9 @@ from fspmd.foreign import refuse_foreign
 from fspmd.local_view.closures import held_tensors
 from fspmd.local_view.entry import Entry, argument_failure, make_entry
 from fspmd.local_view.exit import Exits, make_exit, result_failure, static_failure
-from fspmd.meshes.mesh import Mesh, current_mesh
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
+from fspmd.outside import usable_mesh
 from fspmd.pairs import Call, call
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
@@ -154,20 +155,12 @@ def _name_of(f: Any) -> str:
 
 
 def _resolve_mesh(mesh: Mesh | None, outer: Body | None, name: str) -> Mesh:
-    mesh = mesh or (outer.mesh if outer is not None else current_mesh())
-    if mesh is None:
-        raise MeshError(f"{name} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
-    if outer is not None and not outer.mesh.contains(mesh):
+    if outer is not None and mesh is not None and not outer.mesh.contains(mesh):
         raise MeshError(
             f"{name} was given {mesh!r} inside a body on {outer.mesh!r}; a nested shard_map runs on the mesh of the "
             "enclosing body: leave out mesh="
         )
-    if mesh.coordinate() is None:
-        raise MeshError(
-            f"{name}: this process is not a member of {mesh!r}; call it on members only: "
-            "if mesh.coordinate() is not None: ..."
-        )
-    return mesh
+    return usable_mesh(mesh or (None if outer is None else outer.mesh), name)
 
 
 def _check_meshes(rows: list[tuple[Any, Any, str]], mesh: Mesh, name: str) -> None:

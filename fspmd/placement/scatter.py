@@ -15,7 +15,7 @@ from fspmd.errors import ArgumentError, SpecError, TreeError
 from fspmd.foreign import misfit
 from fspmd.inspection.watch import announce
 from fspmd.meshes.mesh import Mesh
-from fspmd.messages import Failure, described, refuse
+from fspmd.messages import Failure, described, holds_all_ranks, refuse
 from fspmd.placement.source_rank import Source
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, describe
@@ -97,8 +97,7 @@ def check_leaves(
         elif lacks_values(leaf, mesh):
             failures.append(Failure(f"{label} is on the meta device, which has no values", ArgumentError, PLANNED))
         elif is_simulated(leaf):
-            text = f"{label} holds the blocks of all simulated ranks: it is x.local of a Sharded, or comes from a body"
-            failures.append(Failure(text, ArgumentError, "pass the Sharded itself, or a global tensor"))
+            failures.append(holds_all_ranks(label))
         elif mesh is not None and (wrong := complain(partition, mesh, leaf.ndim)):
             failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
     if failures:
