@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim and clipping on `Sharded` parameters, beside the same steps on unsharded ones."""
+"""Optimizers, clipping and parametrizations on `Sharded` parameters, beside the same steps on unsharded ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from dispatch_cases import values
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 from fspmd import ArgumentError, P, Sharded, attach, device_get, device_put, make_mesh
@@ -208,3 +209,53 @@ def test_averaged_models(name: str, specs: dict[str, P]) -> None:
         update_bn(steps, average)
     torch.testing.assert_close(device_get(dict(found.state_dict())), dict(want.state_dict()))
     assert found.module[0].weight.spec is ours[0].weight.spec
+
+
+class _Exponential(nn.Module):
+    """Keeps the logarithm of a weight."""
+
+    def forward(self, x: Any) -> Any:
+        return x.exp()
+
+    def right_inverse(self, x: Any) -> Any:
+        return x.abs().log()
+
+
+PARAMETRIZED: dict[str, Any] = {
+    "an inverse": lambda net: parametrize.register_parametrization(net[0], "weight", _Exponential()),
+    "no inverse": lambda net: parametrize.register_parametrization(net[0], "bias", nn.Tanh()),
+    "a norm": lambda net: parametrizations.weight_norm(net[0]),
+}
+
+
+@pytest.mark.parametrize("specs", [NET, {**NET, "0.weight": P(None, ("y", "x")), "0.bias": P("x")}], ids=repr)
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_parametrizations(name: str, specs: dict[str, P]) -> None:
+    """Register, train, and remove: torch puts the values into the parameters with ``set_``."""
+    plain, ours = _net(), _net(specs)
+    x = torch.randn(7, 6, dtype=torch.float64)
+    for net in (plain, ours):
+        PARAMETRIZED[name](net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (net(x) ** 3).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(device_get(dict(ours.state_dict())), dict(plain.state_dict()))
+    for net in (plain, ours):
+        for key in list(net[0].parametrizations):
+            parametrize.remove_parametrizations(net[0], key)
+    torch.testing.assert_close(device_get(dict(ours.state_dict())), dict(plain.state_dict()))
+
+
+def test_set_takes_a_value_and_no_memory() -> None:
+    x, b = _leaves(SPECS[0])
+    with pytest.raises(ArgumentError, match="a leaf that requires grad; call it under"):
+        b.set_(b.detach())
+    with torch.no_grad():
+        for args in ((), (torch.zeros(4),), (b, 0, (4,))):
+            with pytest.raises(ArgumentError, match=r"set_\(\) needs the memory of .* with a Sharded y"):
+                b.set_(*args)
+        with pytest.raises(ArgumentError, match="got a Sharded of shape"):
+            b.set_(x)
+        assert b.set_(2 * b) is b

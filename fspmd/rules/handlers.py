@@ -20,7 +20,7 @@ from fspmd.rules.foreach import of_lists, unscale
 from fspmd.rules.like_functions import LIKES, Handler
 from fspmd.rules.reshaped import RESHAPED
 from fspmd.rules.value_checks import check_matrices
-from fspmd.sharded import upper
+from fspmd.sharded import is_sharded, upper
 from fspmd.torch_internals import DisableTorchFunction, VariableFunctions
 from fspmd.tracing import refuse_tracer
 
@@ -34,6 +34,16 @@ def _detached(x: Any) -> Any:
     """``x.detach_()``. The block also forgets its casts and its origin, which belong to the graph that it leaves."""
     x.of_local("detach_")
     forget_graph(x.local)
+    return x
+
+
+def _set(x: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """``x.set_(y)``, which moves y as ``x.data = y`` does. Other arguments name memory, which a rank has not."""
+    if not (is_sharded(x) and is_sharded(source)) or args or kwargs:
+        _refuse_memory("set_", x if is_sharded(x) else source)
+    if x.requires_grad and x.local.is_leaf and torch.is_grad_enabled():
+        raise ArgumentError(f"set_() got {x!r}, a leaf that requires grad; call it under torch.no_grad()")
+    x.data = source
     return x
 
 
@@ -57,6 +67,7 @@ HANDLERS: Final[dict[str, Handler]] = {
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
     "_linalg_check_errors": _check_errors,
     "detach_": _detached,
+    "set_": _set,
     "_has_compatible_shallow_copy_type": _takes_data,
 }
 #: functions of autograd; `upper` has their handlers, and is set after this module is imported
@@ -74,7 +85,7 @@ _OF_MEMORY: Final = {
     **dict.fromkeys(("data_ptr", "storage", "untyped_storage"), _SAVED),
     **dict.fromkeys(("storage_type", "is_set_to", "as_subclass", "__dlpack__", "__dlpack_device__"), _BLOCK),
     **dict.fromkeys(("share_memory_", "pin_memory", "record_stream", "apply_", "map_", "map2_"), _BLOCK),
-    **{"resize_": _NEW, "resize_as_": _NEW, "set_": "x = y, or x.copy_(y)"},
+    **{"resize_": _NEW, "resize_as_": _NEW, "set_": "x.set_(y), with a Sharded y, or x.copy_(y)"},
 }
 
 
@@ -90,9 +101,9 @@ def handler_of(func: Any) -> Handler | None:
     name = name_of(func)
     if name.startswith(("_foreach_", "_fused_")):
         return functools.partial(of_lists, func, name)
-    if name in _OF_MEMORY:
-        return functools.partial(_refuse_memory, name)
-    return HANDLERS.get(name)
+    if name in HANDLERS:
+        return HANDLERS[name]
+    return functools.partial(_refuse_memory, name) if name in _OF_MEMORY else None
 
 
 def _as_written(func: Any, *args: Any, **kwargs: Any) -> Any:
