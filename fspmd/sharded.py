@@ -23,7 +23,7 @@ from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
+from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor, owned
 
 
 class Sharded(Tensor):
@@ -345,7 +345,7 @@ class Sharded(Tensor):
             refuse_checkpoint(self.spec, place := place_of(self.spec))
             block = x.detach().requires_grad_(x.requires_grad)
             return _of_block, (block, self.spec, place, *lies(self)), _attributes(self) or None
-        blocks = [block.detach().clone() for block in blocks_of(x)]
+        blocks = [block.detach() for block in owned(x).shards]
         return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *lies(self)), _attributes(self) or None
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
