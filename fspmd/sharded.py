@@ -18,12 +18,13 @@ from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.pairs import apply, call
 from fspmd.pickled_blocks import Place, check_place, place_of, refuse_checkpoint
+from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
+from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor, owned
 
 
 class Sharded(Tensor):
@@ -215,7 +216,7 @@ class Sharded(Tensor):
     def grad(self) -> Sharded | None:
         """The gradient that `backward` left on the block: laid out as self, but unreduced where self is reduced.
 
-        It is the same object as long as the block has this gradient.
+        It is the same object as long as the block has this gradient. ``x.grad = y`` moves y to this layout.
         """
         gradient: Tensor | None = self.block.grad
         if gradient is None:
@@ -234,11 +235,14 @@ class Sharded(Tensor):
 
     @grad.setter
     def grad(self, value: Sharded | None) -> None:
-        if value is not None and (not is_sharded(value) or value.spec is not self.spec.dual):
+        spec = self.spec.dual
+        if value is not None and (not is_sharded(value) or _kind(value.spec) != _kind(spec)):
             raise ArgumentError(
-                f"x.grad = y got {described(value)} for the gradient of {self!r}; it takes None, or a Sharded that "
-                f"lies as {self.spec.dual!r}"
+                f"x.grad = y got {described(value)} for the gradient of {self!r}; it takes None, or a Sharded of the "
+                f"same shape and dtype on the same mesh, which moves to {spec.partition!r}"
             )
+        if value is not None:
+            value = _moved(value, spec)
         self.block.grad = None if value is None else value.local
         self.__dict__.pop(_GRAD, None)
         if value is not None and value.form is not self.form:
@@ -305,9 +309,9 @@ class Sharded(Tensor):
                 f"x.data = y got {described(value)} for {self!r}; it takes a Sharded on the same mesh, of the same "
                 "shape or the same spec: write into x, with torch.no_grad(): x.copy_(y), or reshard y first"
             )
-        if not lies_alike:  # the value moves, into memory of its own
-            new = call_torch(torch.empty_like, (self.detach(),), {"dtype": value.dtype})
-            value = alike(call_torch(Tensor.copy_, (new, value.detach())).block, value, new.spec)
+        if not lies_alike:
+            spec = TensorSpec(self.spec.mesh, self.spec.partition, self.spec.shape, value.dtype)
+            value = _moved(value.detach(), spec)
         if value.form is not self.form or not _same_memory(value.local, self.block):
             _take_memory(self, value)  # otherwise x.data -= y has already written into the memory of x
 
@@ -345,7 +349,7 @@ class Sharded(Tensor):
             refuse_checkpoint(self.spec, place := place_of(self.spec))
             block = x.detach().requires_grad_(x.requires_grad)
             return _of_block, (block, self.spec, place, *lies(self)), _attributes(self) or None
-        blocks = [block.detach().clone() for block in blocks_of(x)]
+        blocks = [block.detach() for block in owned(x).shards]
         return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *lies(self)), _attributes(self) or None
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -586,6 +590,14 @@ def _lies_of_gradient(x: Sharded) -> Laid:
         return UNKNOWN
     strides = lies(x).strides
     return Laid(strides if strides is None or is_dense(x.spec.shape, strides) else packed(x.spec.shape))
+
+
+def _kind(spec: TensorSpec) -> tuple[Any, ...]:
+    return spec.mesh, spec.shape, spec.dtype
+
+
+def _moved(x: Sharded, spec: TensorSpec) -> Sharded:
+    return x if x.spec is spec else alike(redistribute(x.local, x.spec, spec), x, spec)
 
 
 def _same_memory(x: Tensor, y: Tensor) -> bool:

@@ -395,20 +395,43 @@ def test_data_is_replaced() -> None:
             x.data = wrong
 
 
-@pytest.mark.parametrize("spec", [P(), P("x"), P(unreduced={"x"}), P(reduced={"x"})], ids=repr)
-def test_data_is_moved(spec: P) -> None:
+LIES = (P(), P("x"), P(unreduced={"x"}), P(reduced={"x"}))
+
+
+@pytest.mark.parametrize("target", LIES, ids=repr)
+@pytest.mark.parametrize("spec", LIES, ids=repr)
+def test_data_is_moved(spec: P, target: P) -> None:
     """It lies as it did, with the numbers, the dtype and the strides of other data; gradients follow as before."""
     whole = torch.arange(15.0, dtype=F64).view(5, 3)
     y = reshard(device_put(whole, P(), mesh=LINE), spec).t()
-    x = device_put(torch.zeros(3, 5), P("x"), mesh=LINE).requires_grad_()
-    x.data = y
-    assert (x.spec.partition, x.dtype, x.stride(), x.requires_grad) == (P("x", None), F64, (1, 3), True)
+    x = reshard(device_put(torch.zeros(3, 5), P(), mesh=LINE), target).detach().requires_grad_()
+    lay = x.spec.partition
+    x.data = y.clone()  # where nothing moves they share memory, as in torch
+    assert (x.spec.partition, x.dtype, x.stride(), x.requires_grad) == (lay, F64, (1, 3), True)
     (x**2).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(device_get(x.grad), 2 * whole.t())
     with torch.no_grad():
         x.mul_(2)
-    torch.testing.assert_close(device_get((x.detach(), y)), (2 * whole.t(), whole.t()))
+    torch.testing.assert_close(device_get(x.detach()), 2 * whole.t())
+
+
+@pytest.mark.parametrize("target", LIES, ids=repr)
+@pytest.mark.parametrize("spec", LIES, ids=repr)
+def test_a_gradient_is_moved(spec: P, target: P) -> None:
+    """It lies as backward would leave it, also after a conversion of the module."""
+    whole = torch.arange(15.0, dtype=F64).view(5, 3)
+    y = reshard(device_put(whole, P(), mesh=LINE), spec)
+    x = nn.Parameter(reshard(device_put(whole, P(), mesh=LINE), target).detach())
+    module = nn.ParameterList([x])
+    x.grad = y
+    for dtype in (F64, torch.float32):
+        assert module.to(dtype)[0] is x
+        assert x.grad.spec is x.spec.dual
+        torch.testing.assert_close(device_get((x.detach(), x.grad)), (whole.to(dtype), whole.to(dtype)))
+    for wrong in (y, y[:4].float(), whole.float()):
+        with pytest.raises(ArgumentError, match=r"^x.grad = y got .*; it takes None, or a Sharded of the same shape"):
+            x.grad = wrong
 
 
 def _linear(placed: bool) -> nn.Linear:

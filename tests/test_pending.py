@@ -176,6 +176,20 @@ def test_what_is_added_to_a_value_that_all_have_counts_once() -> None:
         torch.testing.assert_close(device_get(f(device_put(base, P(), mesh=LINE), y)), f(base, added), msg=name)
 
 
+@pytest.mark.parametrize("name", ["view_as", "reshape_as", "expand_as", "type_as"])
+def test_only_the_shape_and_dtype_of_another_value_count(name: str) -> None:
+    """torch finds the node of a leaf, for hooks on several gradients, by ``x.view_as(x)``."""
+    x = device_put(torch.ones(6, 8), P(unreduced={"x"}), mesh=LINE).requires_grad_()
+    for other in (x, device_put(torch.ones(6, 8), P("x"), mesh=LINE)):
+        with communication_log() as log:
+            assert getattr(x, name)(other).spec is x.spec
+        assert not log
+    found: list[Any] = []
+    torch.autograd.graph.register_multi_grad_hook((x,), found.extend)
+    (x * 2).sum().backward()
+    assert torch.equal(device_get(found[0]), torch.full((6, 8), 2.0))
+
+
 def test_places_that_are_pending_are_settled() -> None:
     plain, x = _terms(6, 8)
     terms = torch.tensor([[1, 0], [1, 2], [0, 1], [0, 0]])

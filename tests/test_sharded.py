@@ -102,6 +102,21 @@ def test_saved_and_loaded(x: Any) -> None:
     assert copied.seen[0] is copied
 
 
+def _saved(tree: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tree, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _saved])
+def test_copies_of_a_value_and_its_view_share_memory(x: Any, copied: Callable[[Any], Any]) -> None:
+    whole, view = copied([x, x.detach()])
+    whole.zero_()
+    assert torch.equal(device_get(view), torch.zeros(5, 3))
+    assert torch.equal(device_get(x), PLAIN)
+
+
 def test_a_copy_in_place_of_a_view_is_saved_and_copied() -> None:
     """Its copies are nobody's view."""
     copied = device_put(torch.zeros(4, 0, 3), P(None, "x"), mesh=LINE).flatten(0, 1)

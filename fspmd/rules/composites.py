@@ -483,5 +483,7 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     "linear_cross_entropy": _unchunked,
     "_grouped_mm": grouped_mm,
     "one_hot": _one_hot,
+    "view_as": lambda x, other: x.view(other.shape),
+    "reshape_as": lambda x, other: x.reshape(other.shape),
     **{f"{name}_": _method(f"{short}_") for name, short in _COMPARED.items()},
 }

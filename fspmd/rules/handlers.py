@@ -53,7 +53,7 @@ def _own_method(name: str) -> Handler:
 
 def _takes_data(x: Any, y: Any) -> bool:
     """Whether ``module._apply`` may write ``x.data = y``; otherwise it makes y a new parameter."""
-    return type(x) is type(y) and (x.spec.mesh, x.spec.partition) == (y.spec.mesh, y.spec.partition)
+    return type(x) is type(y) and (x.spec.mesh, x.shape, x.device) == (y.spec.mesh, y.shape, y.device)
 
 
 #: methods of `Sharded` itself

@@ -126,7 +126,7 @@ _GATHERED: Final = _names(
     "_ctc_loss nonzero_static hash_tensor linalg_lstsq linalg_tensorsolve "
     "linalg_tensorinv binomial _standard_gamma _sample_dirichlet"
 )
-_RESHAPES: Final = _names("reshape view _unsafe_view flatten ravel unflatten view_as reshape_as view_copy")
+_RESHAPES: Final = _names("reshape view _unsafe_view flatten ravel unflatten view_copy")
 _SCATTERS: Final = _names("scatter scatter_add scatter_reduce")
 _SLICE_WRITES: Final = _names("index_add index_copy index_reduce")
 #: functions along whole dims -> place, name and default of the argument that names them
@@ -418,7 +418,7 @@ _BAGS: Final[dict[Any, tuple[int, Callable[..., Any]]]] = {
     torch.embedding_bag: (5, sparse_torch_embedding_bag),
 }
 #: reshapes that may drop dims of size 1
-_DROPPING_ONES: Final = ("view", "reshape", "flatten", "ravel", "squeeze", "view_as", "reshape_as")
+_DROPPING_ONES: Final = ("view", "reshape", "flatten", "ravel", "squeeze")
 #: functions, or names, that have a composite for some arguments only
 _BY_ARGUMENT: Final = frozenset(
     (*_EMBEDDINGS, *_BAGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")

@@ -6,6 +6,7 @@ tensor subclass. A value that is equal on all ranks is a plain ``torch.Tensor`` 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
@@ -122,13 +123,14 @@ class LocalTensor(Tensor):
             raise ArgumentError(
                 "copy.deepcopy of a tensor computed by autograd is not possible; copy x.detach() instead"
             )
-        copy: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        shards = [copy.deepcopy(shard, memo) for shard in owned(self).shards]  # which a view may share
+        made: Any = LocalTensor(shards, self.frame, offset=self.storage_offset()).requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            copy._is_param = True
+            made._is_param = True
         if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)
-        memo[id(self)] = copy
-        return copy  # type: ignore[no-any-return]
+            made.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = made
+        return made  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise VarianceError("a LocalTensor holds simulated ranks and is not pickled; save device_get(x) instead")
@@ -191,6 +193,11 @@ def shards_of(x: Tensor, held: Frame) -> list[Tensor]:
 def blocks_of(x: Tensor) -> Sequence[Tensor]:
     """Returns the blocks of all simulated ranks, or the tensor itself."""
     return x.shards if type(x) is LocalTensor else [x]
+
+
+def owned(x: Any) -> LocalTensor:
+    """Returns a value, or a copy if its shards alias another value."""
+    return x.detach().clone() if x.borrowed else x  # type: ignore[no-any-return]
 
 
 def is_simulated(x: Any) -> bool:
