@@ -18,6 +18,7 @@ from fspmd.torch_internals import (
     TorchDispatchMode,
     clear_transforms,
     count_dispatch_modes,
+    disable_dispatch_modes,
     dispatch_mode_of,
     dispatch_mode_stack,
     jit_tracing,
@@ -215,13 +216,21 @@ def outside_transforms() -> Any:
     return clear_transforms()
 
 
+def outside_modes() -> Any:
+    """Return a context in which no dispatch mode sees calls."""
+    return disable_dispatch_modes() if count_dispatch_modes() else nullcontext()
+
+
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
-    """Keep the calls of a function out of records and transforms, because their results serve all later runs."""
+    """Keep the calls of a function out of records, transforms and dispatch modes: their results serve all later runs.
+
+    Such a mode is that of a selective checkpoint, for which a function makes the same calls whenever it runs.
+    """
 
     @functools.wraps(function)
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
         mode = recorder()
-        with outside_transforms(), nullcontext() if mode is None else mode.real():
+        with outside_transforms(), outside_modes() if mode is None else mode.real():
             return function(*args, **kwargs)
 
     return run

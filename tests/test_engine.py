@@ -8,8 +8,9 @@ import pytest
 import torch
 from dispatch_cases import values
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fspmd import ArgumentError, P, Sharded, device_get, device_put, jit, make_mesh
+from fspmd import ArgumentError, P, Sharded, device_get, device_put, jit, make_mesh, propagation_cache_clear
 
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
 SPECS = [P("x", "y"), P(("y", "x")), P(None, "x"), P(), P(reduced={"x"})]
@@ -162,6 +163,20 @@ def test_a_hook_after_accumulation_gets_the_leaf() -> None:
     _same(got[0].grad, device_get(weight))
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_a_selective_checkpoint_keeps_the_calls_of_the_function_alone(spec: P) -> None:
+    """Its mode sees no call that planning tries the first time: it repeats what it kept, in the order of the calls."""
+    plain, _, x, _ = _pair(spec)
+
+    def policy() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    propagation_cache_clear()
+    for leaf in (plain, x):
+        checkpoint(lambda y: (y.sin() @ y.T).exp().sum(), leaf, use_reentrant=False, context_fn=policy).backward()
+    _same(x.grad, plain.grad)
+
+
 def test_mistakes() -> None:
     x = device_put(torch.ones(4), P("x"), mesh=GRID)
     with pytest.raises(ArgumentError, match=r"register_hook of .*does not require grad"):
@@ -172,6 +187,10 @@ def test_mistakes() -> None:
         torch.autograd.backward([x])
     with pytest.raises(ArgumentError, match=r"torch.autograd.backward\(\) got 1 gradient for 2 outputs"):
         torch.autograd.backward([x, x], [x])
+    edge = torch.autograd.graph.get_gradient_edge(x)
+    for call in (lambda: torch.autograd.grad(edge, x, x.detach()), lambda: torch.autograd.grad(x.sum(), [edge])):
+        with pytest.raises(ArgumentError, match=r"torch.autograd got a GradientEdge .*: give it the value itself"):
+            call()
 
 
 @pytest.mark.parametrize("f", [lambda w: (w * w).sum(), jit(lambda w: (w * w).sum())])

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from fspmd.autodiff.cotangents import cotangent_of, scalar_of
 from fspmd.autodiff.leaves import local_of, show_leaf
@@ -85,7 +86,13 @@ def gradients(
 
 
 def _listed(given: Tensors) -> tuple[Any, ...]:
-    return (given,) if isinstance(given, Tensor) else tuple(given)
+    listed = (given,) if isinstance(given, (Tensor, GradientEdge)) else tuple(given)
+    if any(isinstance(x, GradientEdge) for x in listed):
+        raise ArgumentError(
+            "torch.autograd got a GradientEdge beside Sharded values; an edge does not know how a value lies: give it "
+            "the value itself"
+        )
+    return listed
 
 
 def _seeds(outs: Sequence[Any], gradients: Any, what: str) -> tuple[list[Tensor], list[Tensor | None]]:
