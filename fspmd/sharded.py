@@ -216,7 +216,8 @@ class Sharded(Tensor):
     def grad(self) -> Sharded | None:
         """The gradient that `backward` left on the block: laid out as self, but unreduced where self is reduced.
 
-        It is the same object as long as the block has this gradient. ``x.grad = y`` moves y to this layout.
+        It is the same object as long as the block has this gradient. ``x.grad = y`` takes y, or a copy of y that is
+        moved to this layout.
         """
         gradient: Tensor | None = self.block.grad
         if gradient is None:
@@ -297,7 +298,11 @@ class Sharded(Tensor):
 
     @property  # type: ignore[override]
     def data(self) -> Sharded:
-        """`detach`: the same memory, not followed by autograd. ``x.data = y`` moves y to the layout of x."""
+        """`detach`: the same memory, not followed by autograd.
+
+        ``x.data = y`` gives x the memory of y. Where y lies otherwise it moves to the layout of x; x is then a copy,
+        and neither sees later writes into the other.
+        """
         return self.detach()
 
     @data.setter
