@@ -390,8 +390,13 @@ class Sharded(Tensor):
 
     __array_priority__ = 1000  # as for a tensor: NumPy leaves ``number * x`` to Sharded
 
-    def __array__(self, *args: Any, **options: Any) -> Any:
-        return call_torch(Tensor.__array__, (self,))
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = _read_only(call_torch(Tensor.__array__, (self,)))
+        return array if dtype in (None, array.dtype) and not copy else array.astype(dtype or array.dtype)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the global tensor as a NumPy array that cannot be written into, as in JAX: other ranks have theirs."""
+        return _read_only(call_torch(Tensor.numpy, (self,), {"force": force}))
 
     def __array_wrap__(self, array: Any, *_: Any) -> Tensor:
         """Return the result of a NumPy function, such as ``np.add``, as a tensor, as torch does."""
@@ -587,6 +592,11 @@ def _marked(x: Sharded, like: Sharded) -> Sharded:
 def _attributes(x: Sharded) -> dict[str, Any]:
     """Return the attributes that users have set, and the mark by which ``torch.nn.Parameter`` knows its instances."""
     return {name: value for name, value in x.__dict__.items() if name != _GRAD}
+
+
+def _read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
 
 
 def _lies_of_gradient(x: Sharded) -> Laid:

@@ -213,6 +213,18 @@ def test_functions_of_numpy(x: Any) -> None:
     assert torch.equal(np.multiply(np.float32(2), x), PLAIN * 2)
 
 
+@pytest.mark.parametrize("spec", [P(), P("x")])
+def test_arrays_are_read_only_and_their_copies_are_not(spec: P) -> None:
+    """As in JAX: a write would be lost, or seen by one rank alone."""
+    x = device_put(PLAIN, spec, mesh=LINE)
+    for array in (x.numpy(), x.numpy(force=True), np.asarray(x)):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+    for array in (np.array(x), np.asarray(x, dtype=np.float64), np.asarray(x, copy=True)):
+        array[0] = 7
+    assert torch.equal(device_get(x), PLAIN)
+
+
 def test_no_other_tensor_takes_its_memory(x: Any) -> None:
     """There is none behind the shell: torch would read where nothing is."""
     plain = torch.zeros(5, 3, requires_grad=True)
