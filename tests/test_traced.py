@@ -58,7 +58,8 @@ TRACERS: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_no_graph_leaves_collectives_out(tracer: str) -> None:
     """Strict export has Dynamo's own words; a Sharded beside what has no values fails before it is moved."""
     for name, program in PROGRAMS.items():
-        others: Any = Exception if tracer == "strict" or name == "a Sharded beside" else RecordError
+        beside = name == "a Sharded beside" and tracer not in ("torch.jit.trace", "torch.onnx")
+        others: Any = Exception if tracer == "strict" or beside else RecordError
         with pytest.raises(others) as caught:
             TRACERS[tracer](program, torch.arange(4.0))
         if others is RecordError:
