@@ -72,6 +72,9 @@ class Variance:
         ]
         return Variance(*sets)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Variance, (self.varying, self.unreduced, self.reduced)
+
     def __repr__(self) -> str:
         named = (("V", self.varying), ("U", self.unreduced), ("R", self.reduced))
         return "{" + " ".join(f"{letter}:{','.join(sorted(axes))}" for letter, axes in named if axes) + "}"

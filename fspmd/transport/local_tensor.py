@@ -125,11 +125,10 @@ class LocalTensor(Tensor):
             )
         shards = [copy.deepcopy(shard, memo) for shard in owned(self).shards]  # which a view may share
         made: Any = LocalTensor(shards, self.frame, offset=self.storage_offset()).requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            made._is_param = True
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))  # as torch does: the type, and what users have set
         if self.grad is not None:
             made.grad = self.grad.__deepcopy__(memo)
-        memo[id(self)] = made
         return made  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
