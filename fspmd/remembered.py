@@ -55,6 +55,9 @@ class _Remembered(dict[Any, tuple[Any, Any, Any]]):
         return _Remembered()
 
 
+torch.serialization.add_safe_globals([_Remembered])  # blocks are saved with their memories, emptied
+
+
 class _HeldCasts(_Remembered):
     """The casts of a tensor that keeps them alive itself, until `let_go`."""
 

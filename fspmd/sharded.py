@@ -24,7 +24,7 @@ from fspmd.spec import SAVED, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor, owned
+from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
 
 
 class Sharded(Tensor):
@@ -244,9 +244,12 @@ class Sharded(Tensor):
             )
         if value is not None:
             value = _moved(value, spec)
-        self.block.grad = None if value is None else value.local
+        gradient = None if value is None else value.local
+        if gradient is not None and (held := held_frame(self.block)) is not None:
+            gradient = owned(expand(gradient, held))  # backward adds to one per rank
+        self.block.grad = gradient
         self.__dict__.pop(_GRAD, None)
-        if value is not None and value.form is not self.form:
+        if value is not None and gradient is value.local and value.form is not self.form:
             self.__dict__[_GRAD] = grad = alike(self.block.grad, value)
             remember_no_moves(grad.local)
 

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from fspmd.spec import P, describe
@@ -72,6 +73,9 @@ class Variance:
         ]
         return Variance(*sets)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Variance, tuple(map(sorted, (self.varying, self.unreduced, self.reduced)))
+
     def __repr__(self) -> str:
         named = (("V", self.varying), ("U", self.unreduced), ("R", self.reduced))
         return "{" + " ".join(f"{letter}:{','.join(sorted(axes))}" for letter, axes in named if axes) + "}"
@@ -79,6 +83,7 @@ class Variance:
 
 _INTERNED: Final[dict[Any, Variance]] = {}
 INVARIANT: Final = Variance()
+torch.serialization.add_safe_globals([Variance])  # blocks are saved with their types
 
 
 @functools.lru_cache(maxsize=4096)

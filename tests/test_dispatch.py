@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import operator
 import pickle
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, jit, make_mesh
+from fspmd.variance import Variance, get_variance, set_variance
 
 F64 = torch.float64
 LINE = make_mesh((4,), ("x",), transport="simulation")
@@ -193,7 +195,11 @@ def test_one_cast_serves_all_uses() -> None:
 def test_a_leaf_may_be_saved_and_copied_after_use() -> None:
     x = device_put(values(((4, 6),))[0], P(), mesh=GRID).requires_grad_()
     y = x * device_put(values(((4, 6),))[0], P("x"), mesh=GRID)
-    for copy_of in (copy.deepcopy(x.local), pickle.loads(pickle.dumps(x.local))):
+    torch.save(set_variance(x.local, Variance(reduced={"x"})), file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert get_variance(loaded) is get_variance(x.local)
+    for copy_of in (copy.deepcopy(x.local), pickle.loads(pickle.dumps(x.local)), loaded):
         assert torch.equal(copy_of, x.local)
     assert y.requires_grad
 

@@ -200,6 +200,17 @@ def test_what_cannot_be_simulated_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+def test_a_plain_tensor_takes_no_simulated_data_in_a_body(check_vma: bool) -> None:
+    """Its memory would be that of the wrapper, which has none."""
+
+    def body(x: Tensor) -> None:
+        torch.zeros(2).data = x
+
+    with pytest.raises(VarianceError, match=r"x\.data = y would write a value that varies over 'x' into f(32|64)\[2"):
+        run(body, torch.zeros(8), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: y[0].zero_(), lambda y: y.view(-1)[:1].fill_(3.0)])
 def test_writing_into_a_cast_or_a_view_of_it_is_refused(write: Callable[[Tensor], Any], check_vma: bool) -> None:
     """All ranks' copies are one tensor."""

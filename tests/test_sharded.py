@@ -137,6 +137,14 @@ def test_data_shares_memory(x: Any) -> None:
     assert (leaf * 2).grad_fn is not None
 
 
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(), P(reduced={"x"})], ids=repr)
+def test_backward_adds_to_a_gradient_that_was_set(x: Any, spec: P) -> None:
+    x.requires_grad_().grad = device_put(PLAIN, spec, mesh=LINE)
+    assert torch.equal(device_get(x.grad * 1), PLAIN)
+    (x * 2).sum().backward()
+    assert torch.equal(device_get(x.grad), PLAIN + 2)
+
+
 def test_a_sum_of_pending_sums_is_pending() -> None:
     x = device_put(PLAIN, P(unreduced={"x"}), mesh=LINE)
     with communication_log() as log:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch import Tensor, nn
 from torch_calls import CALLS, F64, operands
 
 import fspmd
-from fspmd import P, axis_index, make_mesh, pcast, psum, shard_map, typeof
+from fspmd import P, axis_index, device_get, make_mesh, pcast, psum, shard_map, typeof
 from fspmd.transport.simulation import SimulationTransport
+from fspmd.variance import INVARIANT, get_variance
 
 X = torch.linspace(-1, 1, 24, dtype=F64).view(8, 3)
 W = torch.tensor([0.3, -0.7, 1.1], dtype=F64)
@@ -143,6 +146,29 @@ def test_every_way_to_call_torch_is_seen(name: str) -> None:
 )
 def test_what_does_not_vary(f: Callable[[Tensor], Any]) -> None:
     assert typed(f, torch.arange(8.0), specs=P("x")) == {"{}"}
+
+
+def test_copies_of_values_keep_their_types() -> None:
+    """The type of a copy is the same object, and making it changes no other type."""
+
+    def body(x: Tensor) -> Tensor:
+        for value in (x, nn.Parameter(x), psum(x, "x"), pcast(psum(x, "x"), "x", to="reduced")):
+            assert repr(typeof(copy.deepcopy(value))) == repr(typeof(value))
+        for variance in (get_variance(x), INVARIANT):
+            assert copy.deepcopy(variance) is pickle.loads(pickle.dumps(variance)) is variance
+        assert repr(INVARIANT) == "{}"
+        p = nn.Parameter(x.clone())
+        p.sum().backward()
+        optimizer = torch.optim.Adam([p])
+        optimizer.step()
+        copied = copy.deepcopy(optimizer)
+        (q,) = copied.param_groups[0]["params"]
+        (q * axis_index("x")).sum().backward()
+        copied.step()
+        return q.grad
+
+    found = shard_map(body, mesh=make_mesh((4,), ("x",), transport="simulation"), in_specs=P("x"), out_specs=P("x"))(X)
+    assert torch.equal(device_get(found), 1 + torch.arange(4.0, dtype=F64).repeat_interleave(2)[:, None].expand(8, 3))
 
 
 def test_typeof_prints_dtype_shape_and_axes() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.errors import VarianceError
 from fspmd.local_view.modes import BodyMode
 from fspmd.local_view.uneven import (
     call_uneven,
@@ -22,8 +23,10 @@ from fspmd.local_view.uneven import (
     numbers_to_tensors,
     rank_number,
 )
+from fspmd.messages import written_in_place
 from fspmd.ops.traits import OPS, learn
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
+from fspmd.spec import describe
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import recorder
 from fspmd.transport.frame import UNEVEN
@@ -34,6 +37,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _SELECTS = frozenset((Tensor.select, torch.select))
 _START = 2  # of narrow, among its arguments
 _BY_NUMBER = frozenset((Tensor.narrow, torch.narrow, *_SELECTS))
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 INDEXING = frozenset((Tensor.__getitem__, Tensor.__setitem__, *_BY_NUMBER))
 
 
@@ -172,6 +176,9 @@ class IndexMode(BodyMode):
             args = tuple(_agreed(arg, op.shown) for arg in args)
         if op.in_copies:
             args, kwargs = hold_alike(args, kwargs)
+        if func == _SET_DATA and is_simulated(args[1]) and not is_simulated(args[0]):  # torch would read no memory
+            shown = describe(args[0].dtype, args[0].shape)
+            raise VarianceError(written_in_place(op.shown, shown, args[1].frame.axes, op.instead))
         if not UNEVEN or op.backward:
             return func(*args, **kwargs)
         held = numbers_frame((*args, *kwargs.values()))

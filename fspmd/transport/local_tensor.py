@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.forms import packed
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
 from fspmd.ops.schemas import FACTS, OpFacts, learn
@@ -125,11 +126,10 @@ class LocalTensor(Tensor):
             )
         shards = [copy.deepcopy(shard, memo) for shard in owned(self).shards]  # which a view may share
         made: Any = LocalTensor(shards, self.frame, offset=self.storage_offset()).requires_grad_(self.requires_grad)
-        if isinstance(self, torch.nn.Parameter):
-            made._is_param = True
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))  # as torch does: the type, and what users have set
         if self.grad is not None:
             made.grad = self.grad.__deepcopy__(memo)
-        memo[id(self)] = made
         return made  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -182,7 +182,8 @@ def _uneven(shards: list[Tensor], held: Frame) -> tuple[Any, Any]:
         )
     dims = range(first.ndim)
     size = tuple(local_int(held, [shard.shape[d] for shard in shards]) for d in dims)
-    return size, tuple(local_int(held, [shard.stride(d) for shard in shards]) for d in dims)
+    strides = [shard.stride() if shard.numel() else packed(shard.shape) for shard in shards]  # an empty one has any
+    return size, tuple(local_int(held, [step[d] for step in strides]) for d in dims)
 
 
 def shards_of(x: Tensor, held: Frame) -> list[Tensor]:
