@@ -49,8 +49,12 @@ def _no_storage() -> None:
 
 
 def _alive_copy(memory: torch.UntypedStorage) -> str | None:
-    """Return the name of a function that made a copy of a storage, if the copy is still in use."""
-    return next((getattr(copy, _COPY) for ref in getattr(memory, _COPIES, ()) if (copy := ref()) is not None), None)
+    """Return the name of the function that made the latest copy of a storage that is still in use.
+
+    An earlier copy may be in use on some ranks alone, where a block without elements keeps nothing.
+    """
+    copies = (ref() for ref in reversed(getattr(memory, _COPIES, ())))
+    return next((getattr(copy, _COPY) for copy in copies if copy is not None), None)
 
 
 def refuse_copy(block: Tensor, name: str) -> torch.UntypedStorage:

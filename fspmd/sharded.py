@@ -303,8 +303,8 @@ class Sharded(Tensor):
     def data(self) -> Sharded:
         """`detach`: the same memory, not followed by autograd.
 
-        ``x.data = y`` gives x the memory of y. Where y lies otherwise it moves to the layout of x; x is then a copy,
-        and neither sees later writes into the other.
+        ``x.data = y`` gives x the memory of y. Where y lies otherwise it moves to the layout of x. Where that sends or
+        cuts anything x is a copy, and neither sees later writes into the other.
         """
         return self.detach()
 
