@@ -13,6 +13,7 @@ import torch
 
 from fspmd.errors import RecordError
 from fspmd.torch_internals import (
+    FAKE_KEY,
     MODULES_THAT_TRACE,
     PROXY_KEY,
     TorchDispatchMode,
@@ -217,8 +218,10 @@ def outside_transforms() -> Any:
 
 
 def outside_modes() -> Any:
-    """Return a context in which no dispatch mode sees calls."""
-    return disable_dispatch_modes() if count_dispatch_modes() else nullcontext()
+    """Return a context in which no dispatch mode sees calls. A mode of fake tensors stays, since they need it."""
+    if not count_dispatch_modes() or dispatch_mode_of(FAKE_KEY) is not None:
+        return nullcontext()
+    return disable_dispatch_modes()
 
 
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
