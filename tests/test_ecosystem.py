@@ -11,6 +11,7 @@ import einops
 import optree
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torchmetrics
 from accelerate import Accelerator
 from ecosystem_programs import check_scaled, on_processes, refusals_of_wrappers
@@ -293,6 +294,24 @@ def test_safetensors_saves_no_block_for_a_tensor() -> None:
             with pytest.raises(ArgumentError, match=r"this rank has only a block; .* or device_get\(x\)"):
                 save_file({"x": device_put(WHOLE, spec, mesh=LINE)}, f"{folder}/x.safetensors")
         save_file(device_get({"x": device_put(WHOLE, P("x"), mesh=LINE)}), f"{folder}/x.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("spec", [P("x"), P()])
+def test_files_of_one_block_hold_the_whole_or_are_refused(spec: P) -> None:
+    """A simulation has several blocks in one process, and a file of safetensors one value of a name."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+        placed = {"x": device_put(WHOLE, spec, mesh=LINE)}
+        if spec == P():
+            dcp.save(placed, storage_writer=writer, no_dist=True)
+            dcp.load(read := {"x": torch.zeros_like(placed["x"])}, storage_reader=dcp.HuggingFaceStorageReader(folder))
+            assert torch.equal(device_get(read["x"]), WHOLE)
+        else:
+            with pytest.raises(
+                dcp.api.CheckpointException, match="has several blocks; its file keeps one; save device"
+            ):
+                dcp.save(placed, storage_writer=writer, no_dist=True)
 
 
 def test_leaves_for_everybody_else() -> None:

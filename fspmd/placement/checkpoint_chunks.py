@@ -5,7 +5,9 @@ A checkpoint has global tensors. Each rank writes its own blocks, and any mesh a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,11 +55,26 @@ def create_write_items(x: Sharded, name: str, _: Any) -> list[Any]:
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=x.dtype, requires_grad=x.requires_grad))
-    size, items = torch.Size(x.spec.shape), []
-    for chunk in create_chunk_list(x):
+    size, items, chunks = torch.Size(x.spec.shape), [], create_chunk_list(x)
+    if len(chunks) > 1:
+        _refuse_files_of_one_block(x)
+    for chunk in chunks:
         data = TensorWriteData(chunk, properties, size)
         items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
     return items
+
+
+def _refuse_files_of_one_block(x: Sharded) -> None:
+    """Raise `ArgumentError` if a writer for safetensors asks: its file has one block of each tensor."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # no argument tells the writer
+        writer = frame.f_locals.get("storage_writer")
+        if type(writer).__name__ == "HuggingFaceStorageWriter":
+            raise ArgumentError(
+                f"HuggingFaceStorageWriter got {x!r}, of which this process has several blocks; its file keeps one; "
+                "save device_get(tree), or write with torch.distributed.checkpoint.FileSystemWriter"
+            )
+        frame = frame.f_back
 
 
 def create_chunk_list(x: Sharded) -> list[Any]:
