@@ -20,7 +20,7 @@ from fspmd.pairs import apply, call
 from fspmd.pickled_blocks import Place, check_place, place_of, refuse_checkpoint
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
-from fspmd.spec import SAVED, TensorSpec
+from fspmd.spec import SAVED, P, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
@@ -242,14 +242,14 @@ class Sharded(Tensor):
                 f"x.grad = y got {described(value)} for the gradient of {self!r}; it takes None, or a Sharded of the "
                 f"same shape and dtype on the same mesh, which moves to {spec.partition!r}"
             )
-        if value is not None:
-            value = _moved(value, spec)
-        gradient = None if value is None else value.local
-        if gradient is not None and (held := held_frame(self.block)) is not None:
-            gradient = owned(expand(gradient, held))  # backward adds to one per rank
-        self.block.grad = gradient
         self.__dict__.pop(_GRAD, None)
-        if value is not None and gradient is value.local and value.form is not self.form:
+        if value is None:
+            self.block.grad = None
+            return
+        value, held = _moved(value, spec.partition), held_frame(self.block)
+        gradient = value.local if held is None else owned(expand(value.local, held))  # backward adds to one per rank
+        self.block.grad = gradient
+        if gradient is value.local and value.form is not self.form:
             self.__dict__[_GRAD] = grad = alike(self.block.grad, value)
             remember_no_moves(grad.local)
 
@@ -318,8 +318,7 @@ class Sharded(Tensor):
                 "shape or the same spec: write into x, with torch.no_grad(): x.copy_(y), or reshard y first"
             )
         if not lies_alike:
-            spec = TensorSpec(self.spec.mesh, self.spec.partition, self.spec.shape, value.dtype)
-            value = _moved(value.detach(), spec)
+            value = _moved(value.detach(), self.spec.partition)
         if value.form is not self.form or not _same_memory(value.local, self.block):
             _take_memory(self, value)  # otherwise x.data -= y has already written into the memory of x
 
@@ -614,7 +613,8 @@ def _kind(spec: TensorSpec) -> tuple[Any, ...]:
     return spec.mesh, spec.shape, spec.dtype
 
 
-def _moved(x: Sharded, spec: TensorSpec) -> Sharded:
+def _moved(x: Sharded, partition: P) -> Sharded:
+    spec = x.spec.with_partition(partition)
     return x if x.spec is spec else alike(redistribute(x.local, x.spec, spec), x, spec)
 
 
