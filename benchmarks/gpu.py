@@ -22,6 +22,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -34,6 +35,7 @@ TESTS: Final = {
     "simulated collectives": 60,
     "simulated model": 60,
     "simulated training": 60,
+    "simulated recurrent layers": 60,
     "simulated layouts": 60,
     "random numbers": 60,
     "replay": 60,
@@ -142,14 +144,15 @@ def table(head: tuple[str, ...], rows: list[list[str]]) -> Iterator[str]:
 
 
 def tested(runner: Runner, device: str) -> Iterator[str]:
-    """The section's part on tests."""
+    """The section's part on tests, which run side by side."""
     rows = []
-    for name, seconds in TESTS.items():
-        found = runner.run(seconds, "tests/device_programs.py", name, device)
-        rows.append([name, "right" if found.ok else f"fails: {told(found)}", f"{found.seconds:.0f} s"])
-        print(*rows[-1], sep=": ", flush=True)
-        if not found.ok:
-            print(found.output[-3000:], flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        every = pool.map(lambda name: runner.run(TESTS[name], "tests/device_programs.py", name, device), TESTS)
+        for name, found in zip(TESTS, every, strict=True):
+            rows.append([name, "right" if found.ok else f"fails: {told(found)}", f"{found.seconds:.0f} s"])
+            print(*rows[-1], sep=": ", flush=True)
+            if not found.ok:
+                print(found.output[-3000:], flush=True)
     yield from table(("test", "outcome", "took"), rows)
 
 

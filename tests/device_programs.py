@@ -166,6 +166,31 @@ def training(mesh: Mesh, device: str) -> None:
     assert abs(float(norm) - float(want)) < 1e-9
 
 
+def recurrent(mesh: Mesh, device: str) -> None:
+    """Layers whose weights torch would pack for cuDNN, called and attached; and a packed batch."""
+    lengths = torch.tensor([5, 3, 4, 1])
+    for layer in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN):
+        torch.manual_seed(0)
+        plain = layer(3, 6, 2, dtype=torch.float64)
+        x, names = _numbers(5, 4, 3), dict(plain.named_parameters())
+        module = layer(3, 6, 2, dtype=torch.float64, device=device)
+        mine = {name: device_put(p.detach().to(device), P(), mesh=mesh).requires_grad_() for name, p in names.items()}
+        batch = device_put(x.to(device), P(None, "x"), mesh=mesh)
+        packed = [torch.nn.utils.rnn.pack_padded_sequence(one, lengths, enforce_sorted=False) for one in (x, batch)]
+        for given, ours in ((x, batch), packed):
+            want, _ = plain(given)
+            found, _ = fspmd.functional_call(module, mine, ours)
+            with fspmd.attached(module, mine):
+                module(ours)
+            if isinstance(given, tuple):
+                want, found = want.data, found.data
+            _equal(found.detach(), want, device)
+            gradients = torch.autograd.grad(want.sin().sum(), list(names.values()))
+            every = torch.autograd.grad(found.sin().sum(), list(mine.values()))
+            for gradient, expected in zip(every, gradients, strict=True):
+                _equal(gradient, expected, device)
+
+
 def layouts(mesh: Mesh, device: str) -> None:
     """A value from layout to layout, uneven blocks too, and new values."""
     for shape in ((8, 12), (7, 5)):
@@ -276,6 +301,7 @@ PROGRAMS: Final[dict[str, Callable[[str], None]]] = {
     "simulated collectives": lambda device: collectives(_simulated(device), device),
     "simulated model": lambda device: model(_simulated(device), device),
     "simulated training": lambda device: training(_simulated(device), device),
+    "simulated recurrent layers": lambda device: recurrent(_simulated(device), device),
     "simulated layouts": lambda device: layouts(_simulated(device), device),
     "random numbers": lambda device: random(_simulated(device), device),
     "replay": lambda device: model(_simulated(device), device, backend="replay"),

@@ -125,10 +125,10 @@ def default_device_type() -> str:
         return torch.get_default_device().type
     if not initialised():
         return "cuda" if torch.cuda.is_available() else "cpu"
-    backends = _backends()
-    if backends.get("cuda") == "nccl" and torch.cuda.is_available():
+    found = backends()
+    if found.get("cuda") == "nccl" and torch.cuda.is_available():
         return "cuda"
-    return "cpu" if "cpu" in backends else next(iter(backends))
+    return "cpu" if "cpu" in found else next(iter(found))
 
 
 #: devices of which a process has one; made once, since each new value asks for its device
@@ -168,10 +168,10 @@ def ensure_initialised(device: str | None = None) -> None:
     if device_type != "cpu" and not available(device_type):
         raise MeshError(f'this process sees no device of type {device_type!r}: pass device="cpu"')
     if initialised():
-        if device_type not in _backends():
+        if device_type not in backends():
             raise MeshError(
-                f"torch.distributed is initialised with backends for {sorted(_backends())}, none of them for a mesh on "
-                f"{device_type!r}: pass device={min(_backends())!r}, or initialise with a backend for both, such as "
+                f"torch.distributed is initialised with backends for {sorted(backends())}, none of them for a mesh on "
+                f"{device_type!r}: pass device={min(backends())!r}, or initialise with a backend for both, such as "
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
         return
@@ -214,9 +214,9 @@ def available(device_type: str) -> bool:
         return False
 
 
-def _backends() -> dict[str, str]:
-    """Return the backend of the default group for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
-    config = dist.distributed_c10d.get_backend_config()
+def backends(group: ProcessGroup | None = None) -> dict[str, str]:
+    """Return a group's backend for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    config = dist.distributed_c10d.get_backend_config(group)
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
 

@@ -221,8 +221,9 @@ class Attachment:
             self.slots[name].put(value)
         for reference in self.recurrent:
             if (owner := reference()) is not None:
-                stack.callback(_set_flat_weights, reference, owner._flat_weights)
+                stack.callback(_put_back_weights, reference, {n: x for n, x in vars(owner).items() if n in _WEIGHTS})
                 owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
+                owner.flatten_parameters = _left_apart  # type: ignore[method-assign]
         if self.plan is not None and not self.hooked:
             self.hooked = True
             stack.callback(setattr, self, "hooked", False)
@@ -258,6 +259,16 @@ def _put_back(replaced: list[tuple[Slot, Any, Any]]) -> None:
             slot.tensors.update((key, value) for key, x in slot.tensors.items() if x is leaf)
 
 
-def _set_flat_weights(owner: ref[nn.RNNBase], weights: list[Any]) -> None:
+#: what a recurrent layer keeps beside its parameters: their list, and here the method that packs them on a GPU
+_WEIGHTS: Final = frozenset({"_flat_weights", "flatten_parameters"})
+
+
+def _left_apart() -> None:
+    """Pack no weights into one piece of memory, as cuDNN likes them: of a `Sharded` there are only blocks."""
+
+
+def _put_back_weights(owner: ref[nn.RNNBase], kept: dict[str, Any]) -> None:
     if (module := owner()) is not None:
-        module._flat_weights = weights
+        for name in _WEIGHTS:
+            vars(module).pop(name, None)
+        vars(module).update(kept)

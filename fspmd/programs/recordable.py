@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from traceback import clear_frames
 from typing import Any, Final
 
 import torch
@@ -79,7 +80,8 @@ class Recordable:
         given = self.donated(args, kwargs)
         try:
             captured = capture_fake(self.plain, *without_values(args, kwargs))
-        except _NEEDS_VALUES:
+        except _NEEDS_VALUES as error:
+            clear_frames(error.__traceback__)  # torch before 2.13 leaves the hooks of a checkpoint there
             captured = capture(self.plain, args, kwargs)
         transform(captured.program, self.passes)
         return record_of(captured, facts, given, self.make)

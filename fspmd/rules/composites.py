@@ -320,7 +320,10 @@ def renormed_embedding(
 
 
 def embedding(places: Any, table: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
-    """``F.embedding`` as an index of the table. torch's own has no second derivatives on ranks without indices."""
+    """``F.embedding`` as an index of the table, where some block is empty.
+
+    torch's own has no second derivatives without indices, and on a GPU its gradient writes past a table of no columns.
+    """
     ints, rows = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (places, table))
     F.embedding(ints, rows, padding_idx)  # raises what torch does
     size = table.shape[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import optree
 import torch
 
 from fspmd.rules.bodies import Bodied, Site
@@ -33,7 +34,8 @@ def sequences(whole: Whole) -> Factors:
 
 def _layer(name: str) -> Bodied:
     def body(site: Site, *args: Any) -> Any:
-        return getattr(torch, name)(*args)
+        states = optree.tree_map(torch.Tensor.contiguous, args[1])  # cuDNN takes no parts of a batch, which are views
+        return getattr(torch, name)(args[0], states, *args[2:])
 
     return still(body)
 

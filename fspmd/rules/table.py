@@ -373,11 +373,11 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     if func is F.embedding and argument(args, kwargs, 3, "max_norm", None) is not None:
         return renormed_embedding
     if func in _EMBEDDINGS:
-        place, name, indexed, scaled, flags = _EMBEDDINGS[func]
+        indexed, scaled, flags = _EMBEDDINGS[func]
         if any(args[flags:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
             return scaled
-        places = argument(args, kwargs, place, name, None)
-        return indexed if isinstance(places, Sharded) and places.spec.thinnest == 0 else None
+        operands = (*args[:2], *kwargs.values())
+        return indexed if any(isinstance(x, Sharded) and x.spec.thinnest == 0 for x in operands) else None
     if func in _BAGS:
         place, sparse = _BAGS[func]
         return sparse if argument(args, kwargs, place, "sparse", False) else None
@@ -406,11 +406,11 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     return COMPOSITES.get(func) or COMPOSITES.get(name)
 
 
-#: embedding -> place and name of its indices, the composite if some rank has no indices, the composite with options of
-#: the gradient, and the place where these options begin
-_EMBEDDINGS: Final[dict[Any, tuple[int, str, Callable[..., Any], Callable[..., Any], int]]] = {
-    F.embedding: (0, "input", embedding, scaled_embedding, 5),
-    torch.embedding: (1, "indices", torch_embedding, scaled_torch_embedding, 3),
+#: embedding -> the composite if some rank has no indices, or nothing of the table; the composite with options of the
+#: gradient, and the place where these options begin
+_EMBEDDINGS: Final[dict[Any, tuple[Callable[..., Any], Callable[..., Any], int]]] = {
+    F.embedding: (embedding, scaled_embedding, 5),
+    torch.embedding: (torch_embedding, scaled_torch_embedding, 3),
 }
 #: embedding bag -> the place of ``sparse``, and the composite if that is True
 _BAGS: Final[dict[Any, tuple[int, Callable[..., Any]]]] = {

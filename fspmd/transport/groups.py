@@ -24,7 +24,7 @@ _met: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose ranks have met
 class Group:
     """A process group in the order of a mesh."""
 
-    __slots__ = ("back", "index", "order", "pg", "size")
+    __slots__ = ("back", "hosted", "index", "order", "pg", "size")
 
     def __init__(self, mesh: Mesh, ranks: tuple[int, ...]) -> None:
         ordered = sorted(ranks)
@@ -33,6 +33,8 @@ class Group:
         self.index = ranks.index(world.rank())  # our position in the mesh's order
         self.order: list[int] | None = None  # mesh position -> c10d rank; None where they agree
         self.back: list[int] | None = None  # c10d rank -> mesh position
+        #: types of devices whose values pass through the host's memory where ranks send to each other
+        self.hosted = {kind for kind, backend in world.backends(self.pg).items() if backend == "gloo"} - {"cpu"}
         if ordered != list(ranks):
             self.order = [ordered.index(rank) for rank in ranks]
             self.back = [ranks.index(rank) for rank in ordered]

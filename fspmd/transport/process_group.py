@@ -215,19 +215,18 @@ class ProcessGroupTransport(Transport):
     @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
-        group.meet(x.device)
         send, restore = _movable(x.contiguous())
         out = torch.zeros_like(send)
-        transfers = []
+        sends, receives = [], []
         for source, destination in o.perm:
             if source == destination == group.index:
                 out.copy_(send)
             elif source == group.index:
-                transfers.append(dist.P2POp(dist.isend, send, group=group.pg, group_peer=group.peer(destination)))
+                sends.append((destination, send))
             elif destination == group.index:
-                transfers.append(dist.P2POp(dist.irecv, out, group=group.pg, group_peer=group.peer(source)))
-        works = tuple(dist.batch_isend_irecv(transfers)) if transfers and x.numel() else ()
-        return Pending(out, works, None if restore is None else lambda flat: restore(flat).view(x.shape))
+                receives.append((source, out))
+        moved = _moved(group, x.device, sends, receives)
+        return Pending(out, (moved,), None if restore is None else lambda flat: restore(flat).view(x.shape))
 
     @moves_bits
     def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -315,14 +314,8 @@ class ProcessGroupTransport(Transport):
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], mesh: Mesh
     ) -> Pending:
         group = group_of(mesh, mesh.axis_names, Options())
-        group.meet(mesh.device)
-        operations = [
-            dist.P2POp(operation, _movable(x)[0], group=group.pg, group_peer=group.peer(position))
-            for operation, peers in ((dist.isend, sends), (dist.irecv, receives))
-            for position, x in peers
-            if x.numel()
-        ]
-        return Pending(None, tuple(dist.batch_isend_irecv(operations)) if operations else ())
+        flat = [[(position, _movable(x)[0]) for position, x in peers] for peers in (sends, receives)]
+        return Pending(None, (_moved(group, mesh.device, *flat),))
 
     def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x.view_as(x))
@@ -346,6 +339,31 @@ def _settled(x: Tensor) -> Tensor:
     if x._is_zerotensor():
         return x.clone()
     return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
+
+
+def _moved(
+    group: Group, device: torch.device, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+) -> Pending:
+    """Send tensors to mesh positions, and receive others from there, as they come.
+
+    Gloo sends the memory of the host alone, and a GPU's address ends the process, so such tensors pass through it.
+    """
+    group.meet(device)
+    hosted = device.type in group.hosted
+    kept, operations = [], []
+    for operation, peers in ((dist.isend, sends), (dist.irecv, receives)):
+        for position, x in peers:
+            if x.numel():
+                there = x.cpu() if hosted else x
+                kept.append((operation, x, there))
+                operations.append(dist.P2POp(operation, there, group=group.pg, group_peer=group.peer(position)))
+
+    def land(_: None) -> None:
+        for operation, x, there in kept:
+            if operation is dist.irecv:
+                x.copy_(there)
+
+    return Pending(None, tuple(dist.batch_isend_irecv(operations)) if operations else (), land if hosted else None)
 
 
 def _exchange_evenly(x: Tensor, group: Group, o: Options) -> Pending:

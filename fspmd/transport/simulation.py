@@ -19,8 +19,17 @@ from fspmd.transport.pending import Pending
 from fspmd.transport.windows import coordinates, parts
 
 Table = tuple[tuple[int, ...], ...]
+
+
+def _sum(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``x + y``. Torch's sum of complex numbers makes nan of infinity, and on a GPU loses the signs of zeros."""
+    if not x.is_complex():
+        return x + y
+    return torch.view_as_complex(torch.view_as_real(x.resolve_conj()) + torch.view_as_real(y.resolve_conj()))
+
+
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
+    "sum": _sum,
     "max": torch.maximum,
     "min": torch.minimum,
     "product": torch.mul,
@@ -72,7 +81,7 @@ class SimulationTransport(Transport):
             for group in table:
                 total = shards[group[0]]
                 for i in group[1:]:
-                    total = total + shards[i]
+                    total = _sum(total, shards[i])
                 for i, piece in zip(group, _split(total, o.dim, o.sizes, len(group)), strict=True):
                     pieces[i] = piece.clone() if len(group) == 1 else piece
         except NotImplementedError:

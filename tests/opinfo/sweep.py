@@ -73,8 +73,8 @@ def ops() -> dict[str, Any]:
     return {name_of(op): op for op in common.op_db}
 
 
-def dtype_of(op: Any) -> torch.dtype | None:
-    dtypes = op.supported_dtypes("cpu")
+def dtype_of(op: Any, device: str = "cpu") -> torch.dtype | None:
+    dtypes = op.supported_dtypes(device)
     return next((dtype for dtype in _DTYPES if dtype in dtypes), None)
 
 
@@ -93,14 +93,14 @@ common_utils.set_rng_seed = _seed  # which runs before each sample
 core.extract_test_fn = common_utils.extract_test_fn = lambda: None  # it looks through every module for each sample
 
 
-def samples(op: Any, dtype: torch.dtype, sizes: str, most: int) -> Iterator[Any]:
+def samples(op: Any, dtype: torch.dtype, sizes: str, most: int, device: str = "cpu") -> Iterator[Any]:
     sizes = "uneven" if name_of(op) in _OF_OWN_SIZES else sizes
     before = {name: getattr(common, name) for name in SIZES[sizes]}
     try:
         for name, size in SIZES[sizes].items():
             setattr(common, name, size)
         _seed(0)
-        every = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point))
+        every = list(op.sample_inputs(device, dtype, requires_grad=op.supports_autograd and dtype.is_floating_point))
     finally:
         for name, size in before.items():
             setattr(common, name, size)
@@ -156,15 +156,16 @@ def run_op(
     most_placements: int,
     transport: str = "simulation",
     written: str = "plain",
+    device: str = "cpu",
 ) -> Report:
     """Every sample under every choice of layouts, up to the given numbers."""
     report = Report(name_of(op))
     start = time.perf_counter()
-    dtype = dtype_of(op)
+    dtype = dtype_of(op, device)
     shape, names = MESHES[mesh]
-    on = make_mesh(shape, names, transport=transport, device="cpu")
+    on = make_mesh(shape, names, transport=transport, device=device)
     try:
-        given = list(samples(op, dtype, sizes, most_samples)) if dtype is not None else []
+        given = list(samples(op, dtype, sizes, most_samples, device)) if dtype is not None else []
     except Exception as error:
         report.status, given = "no samples", []
         report.notes.append(f"{error!r}"[:300])
@@ -285,7 +286,8 @@ def in_steps(x: Any) -> Any:
 def terms_of(x: Tensor, count: int) -> Tensor:
     """So many terms, which add up to it."""
     shape = count, *x.shape
-    terms = torch.randint(-3, 4, shape) if x.dtype is torch.int64 else in_steps(torch.randn(shape, dtype=x.dtype))
+    on: Any = {"device": x.device, "dtype": x.dtype}
+    terms = torch.randint(-3, 4, shape, **on) if x.dtype is torch.int64 else in_steps(torch.randn(shape, **on))
     terms[-1] = x - terms[:-1].sum(0)
     return terms
 
@@ -316,7 +318,7 @@ UNDEFINED = names("empty_like new_empty new_empty_strided")
 def on_one_rank(
     call: Callable[[Sequence[Any]], tuple[list[Any], Any]], tensors: Sequence[Tensor], like: Sequence[Any]
 ) -> tuple[list[Any], list[Tensor | None]]:
-    alone = make_mesh((1,), ("x",), transport="simulation")
+    alone = make_mesh((1,), ("x",), transport="simulation", device=tensors[0].device.type)
     given = [device_put(x.detach().clone(), P(), mesh=alone).requires_grad_(x.requires_grad) for x in tensors]
     found, _ = call([x * 1 if x.requires_grad else x for x in given])
     wholes = [device_get(x) for x in found]
@@ -352,7 +354,7 @@ def _of_leaves(leaves: Sequence[Any]) -> list[Any]:
 
 def weight_of(x: Tensor) -> Tensor:
     found = torch.arange(1.0, x.numel() + 1, dtype=torch.float64).mul(0.7).cos().add(0.1).reshape(x.shape)
-    return found.to(x.dtype)
+    return found.to(x.device, x.dtype)
 
 
 def gradients(outs: Sequence[Any], leaves: Sequence[Any]) -> list[Tensor | None]:
@@ -473,6 +475,7 @@ def main() -> None:
     parser.add_argument("--sizes", choices=SIZES, default="uneven")
     parser.add_argument("--mesh", choices=MESHES, default="line")
     parser.add_argument("--written", choices=WRITTEN, default="plain", help="how calls are written")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda")
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--placements", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -490,6 +493,7 @@ def main() -> None:
         "sizes": options.sizes,
         "mesh": options.mesh,
         "written": options.written,
+        "device": options.device,
         "most_samples": options.samples,
         "most_placements": options.placements,
         "bodies_free": options.bodies,
