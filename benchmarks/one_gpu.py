@@ -139,26 +139,32 @@ def step(size: str, device: str, seconds: float) -> None:
                 x.sub_(found[name], alpha=1e-4)
         return value
 
-    candidates: dict[str, Callable[[], object]] = {
+    eager = {
         "torch": torchs(loss),
         "fspmd": lambda: updated(ours, mine),
         "fspmd, replay": functools.partial(jit(updated), ours, mine),
     }
-    if device != "cpu":
-        candidates["torch.compile"] = torchs(torch.compile(loss))
-        candidates["fspmd, inductor"] = functools.partial(jit(updated, backend="inductor"), ours, mine)
-        candidates["fspmd, CUDA graphs"] = functools.partial(jit(updated, backend="cudagraphs"), ours, mine)
+    if device == "cpu":
+        return beside("torch", eager, device, seconds)
+    graphs = functools.partial(jit(updated, backend="cudagraphs"), ours, mine)
+    inductor = functools.partial(jit(updated, backend="inductor"), ours, mine)
+    beside("torch", eager | {"fspmd, CUDA graphs": graphs}, device, seconds / 2)
+    compiled = {"torch.compile": torchs(torch.compile(loss)), "fspmd, inductor": inductor}
+    return beside("torch.compile", compiled, device, seconds / 2)
+
+
+def beside(peer: str, candidates: dict[str, Callable[[], object]], device: str, seconds: float) -> None:
+    """Rows of the times, and of their ratios to that of a peer. One that fails hides no other."""
     kept = {}
     for name, run in candidates.items():
         try:
             run()
             kept[name] = run
-        except Exception as error:  # one that fails hides no other
+        except Exception as error:
             row(name, "fails", f"{type(error).__name__}: {str(error).splitlines()[0][:150]}")
     times = side_by_side(kept, device, seconds)
     for name, taken in times.items():
-        beside = "torch.compile" if name == "fspmd, inductor" else "torch"
-        ratio = f"{taken / times[beside]:.3f} of {beside}" if beside in times else ""
+        ratio = f"{taken / times[peer]:.3f} of {peer}" if peer in times else ""
         row(name, f"{taken * 1e3:.3f} ms", ratio)
 
 

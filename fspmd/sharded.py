@@ -146,7 +146,10 @@ class Sharded(Tensor):
         try:
             return self.spec.shape[dim]
         except IndexError:
-            raise ShapeError(f"size({dim}) of {self!r}, whose dims are {-self.ndim} to {self.ndim - 1}") from None
+            raise self._no_dim("size", dim) from None
+
+    def _no_dim(self, name: str, dim: int) -> ShapeError:
+        return ShapeError(f"{name}({dim}) of {self!r}, whose dims are {-self.ndim} to {self.ndim - 1}")
 
     def dim(self) -> int:
         """Return the number of dims."""
@@ -166,12 +169,16 @@ class Sharded(Tensor):
 
         Raises:
             ArgumentError: The strides are unknown.
-            IndexError: There is no such dim.
+            ShapeError: There is no such dim.
         """
         refuse_tracer(self)
         _check_known(self, "strides", "stride()")
         with DisableTorchFunction():
-            return _STRIDE(self) if dim is None else _STRIDE(self, dim)
+            strides = _STRIDE(self)
+        try:
+            return strides if dim is None else strides[dim]
+        except IndexError:
+            raise self._no_dim("stride", dim) from None  # type: ignore[arg-type]
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         """Return whether torch would keep the global tensor contiguous after the same calls, as for `stride`."""

@@ -23,6 +23,7 @@ from fspmd.autodiff.leaves import (
 )
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import described
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.trees import leaf_paths, tree_text
 
 
@@ -63,7 +64,8 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
         )
     labels = leaf_paths(primals, "primals", none_is_leaf=False)
     check_leaves(leaves, lambda: list(zip(leaves, labels, strict=True)), "jvp")
-    locals_ = tangents_of(given, leaves, labels, "jvp")
+    blocks = list(map(local_of, leaves))
+    locals_ = list(map(_laid_as, tangents_of(given, leaves, labels, "jvp"), blocks))
     outs: list[Any] = []
     out_tree: Any = None
 
@@ -76,6 +78,14 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
         return tuple(map(local_of, outs))
 
     with DIFFERENTIATING:
-        outputs: Any = torch.func.jvp(flat, tuple(map(local_of, leaves)), tuple(locals_))
+        outputs: Any = torch.func.jvp(flat, tuple(blocks), tuple(locals_))
     value, tangent = (out_tree.unflatten(rewrapped(outs, values)) for values in outputs)
     return value, tangent
+
+
+def _laid_as(tangent: Tensor, primal: Tensor) -> Tensor:
+    """The tangent with the strides of the primal, where these differ from rank to rank. Otherwise torch sees to it."""
+    if all(type(step) is int for step in primal.stride()):
+        return tangent
+    with DisableTorchFunction():  # the type is that of the primal, once both are one value
+        return torch.empty_like(primal).copy_(tangent)
