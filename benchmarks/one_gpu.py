@@ -135,8 +135,7 @@ def step(size: str, device: str, seconds: float) -> None:
     def updated(weights: Weights, batch: Any) -> Any:
         value, found = gradient(weights, batch)
         with torch.no_grad():
-            for name, x in weights.items():
-                x.sub_(found[name], alpha=1e-4)
+            torch._foreach_sub_(list(weights.values()), list(found.values()), alpha=1e-4)
         return value
 
     eager = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from fspmd.fake_mode import FakeMode, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, packed
 from fspmd.global_view.kernels import ones_of, run_on, strides_of_kernel
+from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
 from fspmd.rules import Factors, Rule, Whole, row_of
@@ -149,6 +150,10 @@ def on_meta(
     return outcome._replace(memory=None if as_new else [ResultMemory(Laid(strides))])
 
 
+#: functions that choose a kernel by the device, whose strides are not those of the meta device
+_BY_DEVICE: Final = frozenset({"scaled_dot_product_attention"})
+
+
 def _without_data(
     func: Any,
     args: tuple[Any, ...],
@@ -160,7 +165,8 @@ def _without_data(
         func = _norm_without_data
     try:
         try:
-            if not is_any_autocast_enabled():  # the meta device ignores autocast
+            by_device = name_of(func) in _BY_DEVICE and world.available(mesh.device_type)
+            if not by_device and not is_any_autocast_enabled():  # the meta device ignores autocast
                 with meta_tensors_as_on(mesh.device_type):
                     return _outcome("meta", func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know

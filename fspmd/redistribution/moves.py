@@ -115,9 +115,11 @@ def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple
 
 def casts(need: TensorSpec, axes: tuple[str, ...], gathered: frozenset[str] = frozenset()) -> tuple[Call, ...]:
     """Return the casts to varying over ``axes``, of which some were just ``gathered`` to reduced."""
+    mesh = need.mesh
     reduced = tuple(axis for axis in axes if axis in need.partition.reduced | gathered)
     others = tuple(axis for axis in axes if axis not in reduced)
-    rows = [("invariant_to_varying", others)]
-    if need.mesh.transport == "simulation":  # elsewhere each rank has its own block, and this cast does nothing
-        rows.insert(0, ("reduced_to_varying", reduced))
-    return tuple(call(name, need.mesh, over) for name, over in rows if over)
+    if mesh.transport == "simulation":
+        rows = [("reduced_to_varying", reduced), ("invariant_to_varying", others)]
+    else:  # each rank has its own block: the first cast does nothing, nor does the other where one rank has all
+        rows = [("invariant_to_varying", tuple(axis for axis in others if mesh.shape[axis] > 1))]
+    return tuple(call(name, mesh, over) for name, over in rows if over)
