@@ -185,7 +185,7 @@ def test_tensors_closed_over_are_read_where_they_lie(device: str) -> None:
                 torch.testing.assert_close(one, other)
         assert device != "cpu" or Remembered.captured == captures
 
-    check(2)
+    check(4)  # two graphs, again once x has moved
     w.mul_(2)
     check(0)
     w.data = torch.full((3,), 3.0)  # elsewhere; what is captured later may have its memory where the first graph works
@@ -205,7 +205,33 @@ def test_what_goes_from_graph_to_graph_is_not_copied(device: str, monkeypatch: p
     recorded = graphed(f)
     for x in (torch.ones(2, 3), torch.zeros(2, 3), torch.ones(2, 3)):
         torch.testing.assert_close(recorded(x), f(x))
-    assert copied == [1, 1] * 3  # x; what was drawn
+    assert copied == [1] + [1, 1] * 2  # x, once it has moved; what was drawn
+
+
+def test_parameters_are_read_where_they_lie(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also such as the function updates: its steps are one graph, and the update."""
+    copied: list[int] = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(cuda_graphs, "foreach_copy_", lambda to, of: copied.append(len(of)) or copy(to, of))
+
+    def step(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+        y = (x @ w + b).sin()
+        slope = y.cos()
+        torch._foreach_sub_([w, b], [x.T @ slope, slope.sum(0)], alpha=0.1)
+        return y.sum()
+
+    recorded, Remembered.captured = graphed(step), 0
+    ours, plain = ([torch.ones(3, 2), torch.zeros(2)] for _ in range(2))
+    kept = [torch.full((4, 3), float(i)) for i in range(6)]  # each elsewhere
+    for x in kept:
+        torch.testing.assert_close((recorded(*ours, x), ours), (step(*plain, x), plain))
+    assert copied == [1] * 5  # x, once it has moved
+    assert device != "cpu" or Remembered.captured == 2
+    for i in range(2):  # what else has moved is copied, too
+        ours = [x.clone() for x in ours]
+        torch.testing.assert_close((recorded(*ours, kept[i]), ours), (step(*plain, kept[i]), plain))
+    assert copied == [1] * 5 + [3] * 2
+    assert device != "cpu" or Remembered.captured == 3
 
 
 def test_what_steps_between_hand_on_is_kept(device: str) -> None:

@@ -1,9 +1,10 @@
 """The CUDA graph backend: the steps between collectives are launched as one graph.
 
-A graph reads and writes the memory that its steps had when it was captured. So arguments are copied into buffers of
-the graph, and results that a caller may keep are copied out. A value that passes from one graph to another stays in
-place. A graph reads tensors closed over in place, and is captured again when they have moved. Draws of random numbers
-and collectives are no part of a graph.
+A graph reads and writes the memory that its steps had when it was captured. So the results of other steps are copied
+into buffers of the graph, and results that a caller may keep are copied out. A value that passes from one graph to
+another stays in place. A graph reads arguments and tensors closed over in place, such as parameters. When these have
+moved it is captured again, and arguments that have are copied from then on. Draws of random numbers and collectives
+are no part of a graph.
 """
 
 from __future__ import annotations
@@ -98,13 +99,14 @@ def by_graphs(captures_of: Callable[[], Captures], part: ProgramPart) -> Callabl
         )
     leaving = _leaving(part, fit)
     lasting = set(part.constants)  # memory that stays in place, unless the user moves it
+    given = set(part.inputs)
     graphs: list[CapturedGraph] = []
 
     def make(segment: ProgramPart) -> CapturedGraph:
-        stays = [owner(node) in lasting for node in segment.inputs]
+        places = [FIXED if owner(x) in lasting else GIVEN if owner(x) in given else MADE for x in segment.inputs]
         leaves = [node in leaving for node in segment.outputs]
         lasting.update(node for node in segment.outputs if node not in leaving)
-        graphs.append(CapturedGraph(captures, compiled(segment), stays, leaves, graphs, len(graphs)))
+        graphs.append(CapturedGraph(captures, compiled(segment), places, leaves, graphs, len(graphs)))
         return graphs[-1]
 
     run = segmented(part, fit, make)
@@ -120,13 +122,17 @@ def by_graphs(captures_of: Callable[[], Captures], part: ProgramPart) -> Callabl
 by_cuda_graphs: Final = partial(by_graphs, CudaGraphs)
 
 
+#: where an input of a graph lies: where it did; where the caller has it; anywhere
+FIXED, GIVEN, MADE = "fixed", "given", "made"
+
+
 class CapturedGraph:
     """A segment as a graph that is captured when it first runs.
 
     Args:
         captures: captures the graph.
         function: the segment.
-        stays: for each input, whether its memory stays in place.
+        kinds: for each input, where it lies.
         leaves: for each output, whether a caller may keep it.
         graphs: the graphs of the program, in the order in which they run.
         place: the place of this graph among ``graphs``.
@@ -136,18 +142,21 @@ class CapturedGraph:
         self,
         captures: Captures,
         function: Callable[..., Any],
-        stays: Sequence[bool],
+        kinds: Sequence[str],
         leaves: Sequence[bool],
         graphs: Sequence[CapturedGraph],
         place: int,
     ) -> None:
         self.__name__ = "graph"
         self.captures, self.function = captures, function
-        self.stays = [i for i, in_place in enumerate(stays) if in_place]
-        self.moves = [i for i, in_place in enumerate(stays) if not in_place]
+        self.kinds = list(kinds)
         self.leaves = leaves
         self.graphs, self.place = graphs, place
+        self.stays: list[int] = []  # inputs that are read in place
+        self.moves: list[int] = []  # inputs that are copied
         self.read: list[int] | None = None  # addresses of the inputs in place; None before the capture
+        self.where: dict[int, list[int]] = {}  # the same by input
+        self.moved = False  # whether an argument has
         self.buffers: list[Tensor] = []
         self.replay: Callable[[], None]
         self.results: Sequence[Tensor]
@@ -155,16 +164,27 @@ class CapturedGraph:
     def __call__(self, *values: Tensor) -> list[Tensor]:
         read = [block.data_ptr() for i in self.stays for block in blocks_of(values[i])]
         if read != self.read:
+            self._place(values)
             self._capture(values)
-            self.read = read
         if self.moves:
             foreach_copy_(self.buffers, [block for i in self.moves for block in blocks_of(values[i])])
         self.replay()
         return [x.clone() if leaves else x for x, leaves in zip(self.results, self.leaves, strict=True)]
 
+    def _place(self, values: Sequence[Tensor]) -> None:
+        """Read in place what has not moved. An argument that has is copied from now on; at the second time, all are."""
+        given = [i for i, kind in enumerate(self.kinds) if kind is GIVEN]
+        if moved := [i for i in given if _addresses(values[i]) != self.where.get(i, _addresses(values[i]))]:
+            for i in given if self.moved else moved:
+                self.kinds[i] = MADE
+            self.moved = True
+        self.stays = [i for i, kind in enumerate(self.kinds) if kind is not MADE]
+        self.moves = [i for i, kind in enumerate(self.kinds) if kind is MADE]
+
     def _capture(self, values: Sequence[Tensor]) -> None:
         for later in self.graphs[self.place :]:  # they may write into memory that this graph now uses
             later.read = None
+        self.where = {i: _addresses(values[i]) for i in self.stays}
         inputs = list(values)
         with torch.inference_mode(False), torch.no_grad():
             for i in self.moves:
@@ -179,6 +199,11 @@ class CapturedGraph:
                     "jit(backend='cudagraphs') got a step that CUDA cannot capture (see the error above); write "
                     "backend='replay', or run this part outside of the jitted function"
                 ) from error
+        self.read = [address for addresses in self.where.values() for address in addresses]
+
+
+def _addresses(x: Tensor) -> list[int]:
+    return [block.data_ptr() for block in blocks_of(x)]
 
 
 def _is_on(node: fx.Node, device: str) -> bool:

@@ -1,7 +1,7 @@
 """Segments: local steps in a row, of which a backend makes one function.
 
-A local step is a function of torch that neither writes nor draws, on tensors that no step writes into. Collectives and
-steps with effects separate segments.
+A local step is a function of torch that neither writes nor draws, on tensors that no step makes and a later one writes
+into. Collectives and steps with effects, such as writes into arguments, separate segments.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def _is_view(node: fx.Node) -> bool:
 
 def local_steps(steps: Sequence[fx.Node], suits: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
     """The steps that may be part of a segment: local steps for which ``suits`` is true."""
-    written = {owner(x) for node in steps for x in written_by(node)}
+    live, local = set(steps), set[fx.Node]()
+    written = live & {owner(x) for node in steps for x in written_by(node)}
     written |= {owner(x) for node in steps if node.target in OF_RANKS for x in node.all_input_nodes}
 
     def is_unwritten(x: fx.Node) -> bool:
         return "value" in x.meta and owner(x) not in written
 
-    live, local = set(steps), set[fx.Node]()
     for node in steps:
         parts = results_of(node, live)
         if node.target is operator.getitem:
