@@ -156,7 +156,14 @@ def test_chains_of_calls(seed: int) -> None:
         compared += 1
         assert _lies(found) == _lies(expected)
         if isinstance(found, Tensor) and found.dtype is torch.float32:
-            pool.append((expected, found))
+            pool.append((_as_new(expected), found))
+
+
+def _as_new(x: Tensor) -> Tensor:
+    """With the strides of a new tensor, if only those of dims of one element are others, which nobody follows."""
+    new = torch.empty(x.shape, device="meta").stride()
+    alike = all(n == 1 or step == other for n, step, other in zip(x.shape, x.stride(), new, strict=True))
+    return x.as_strided(x.shape, new) if alike else x
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)

@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from math import prod
+from operator import mul
 from typing import Any, Final
 
 import torch
@@ -131,27 +132,29 @@ def strides_of_kernel(
 ) -> Strides | None:
     """Return the strides that an elementwise kernel gives its result, or None. Meta kernels may give others.
 
-    ``before`` has the memory of the operands. The kernel runs on at most two elements along each dim, which lie in the
-    order of the operands' strides.
+    ``before`` has the memory of the operands. The kernel runs on few elements. Their strides and sizes have the order of
+    the operands' own, by which torch lays results out: sizes decide where strides are equal.
     """
     if not _has_kernels(operands) or not any(before) or not all(laid is None or laid.strides for laid in before):
         return None
     count = itertools.count()
+    sizes = sorted({n for _, spec in operands for n in spec.shape if n > 1})
+    few = {n: i for i, n in enumerate(sizes, 2)} | {0: 0, 1: 1}
 
     def make(spec: TensorSpec) -> Tensor:
         laid = before[next(count)]
         strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
         ranks = {step: 1 << i for i, step in enumerate(sorted({*strides} - {0}))} | {0: 0}
-        small = [min(n, 2) for n in spec.shape]
-        memory = torch.ones(1 << len(ranks), dtype=spec.dtype, device="cpu")
-        return memory.as_strided(small, [ranks[step] for step in strides])
+        small, steps = [few[n] for n in spec.shape], [ranks[step] for step in strides]
+        memory = torch.ones(1 + sum(map(mul, small, steps)), dtype=spec.dtype, device="cpu")
+        return memory.as_strided(small, steps)
 
     try:
         with kept():
             out = run_on(make, func, args, kwargs, operands)
     except Exception:  # the call itself raises it
         return None
-    if not isinstance(out, Tensor) or tuple(out.shape) != tuple(min(n, 2) for n in shape):
+    if not isinstance(out, Tensor) or tuple(out.shape) != tuple(few.get(n) for n in shape):
         return None
     strides, step = [1] * len(shape), 1
     for dim in reversed(order_in_memory(tuple(out.stride()))):
