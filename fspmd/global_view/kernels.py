@@ -132,8 +132,8 @@ def strides_of_kernel(
 ) -> Strides | None:
     """Return the strides that an elementwise kernel gives its result, or None. Meta kernels may give others.
 
-    ``before`` has the memory of the operands. The kernel runs on few elements. Their strides and sizes have the order of
-    the operands' own, by which torch lays results out: sizes decide where strides are equal.
+    ``before`` has the memory of the operands. The kernel runs on few elements. Their strides and sizes have the order
+    of the operands' own, by which torch lays results out: by sizes where strides are equal.
     """
     if not _has_kernels(operands) or not any(before) or not all(laid is None or laid.strides for laid in before):
         return None
