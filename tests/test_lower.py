@@ -413,6 +413,17 @@ def test_nothing_runs_on_a_mesh_without_ranks() -> None:
         device_get(x)
 
 
+def test_gradients_are_not_copied_where_one_rank_has_all() -> None:
+    """Their sum over an axis of size one would be a copy."""
+
+    def steps(n: int) -> int:
+        mesh = make_mesh((n,), ("x",), transport="abstract")
+        w, x = (TensorSpec(mesh, spec, shape, torch.float32) for spec, shape in ((P(), (3, 2)), (P("x"), (4, 3))))
+        return len(jit(fspmd.grad(lambda w, x: (x @ w).sin().sum())).lower(w, x).program.steps)
+
+    assert steps(1) == steps(2) - 1
+
+
 def test_lowering_leaves_generators_alone() -> None:
     x = device_put(torch.ones(8, 4), P("x"), mesh=MESH)
     before = torch.get_rng_state()

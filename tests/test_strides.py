@@ -166,6 +166,22 @@ def _as_new(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, new) if alike else x
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_attention_lies_as_the_kernel_of_the_device_lays_it(heads_first: bool, dtype: torch.dtype) -> None:
+    """The meta device has another kernel. A reshape of heads that torch views is a view, and copies nothing."""
+    whole = torch.randn((2, 4, 3, 8) if heads_first else (2, 3, 4, 8)).to(dtype)
+    mask = torch.ones(3, 3, dtype=torch.bool).tril()
+    for given, follows in itertools.product(({}, {"is_causal": True}, {"attn_mask": mask}), (False, True)):
+        outs = []
+        for x in (whole.clone(), device_put(whole, P("x"), mesh=MESH)):
+            leaf = x.requires_grad_(follows)
+            heads = leaf if heads_first else leaf.transpose(1, 2)
+            out = F.scaled_dot_product_attention(heads, heads, heads, **given)
+            outs.append((_lies(out), _lies(out.transpose(1, 2).flatten(2))))
+        assert outs[0] == outs[1], (given, follows)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_calls_that_depend_on_the_device(order: tuple[int, ...]) -> None:
     whole = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))

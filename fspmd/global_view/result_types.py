@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -163,10 +164,12 @@ def _without_data(
     mesh = operands[0][1].mesh
     if name_of(func) in ("vector_norm", "linalg_vector_norm") and _keeps_dims_of_one():
         func = _norm_without_data
+    if name_of(func) in _BY_DEVICE and world.available(mesh.device_type):
+        with suppress(Exception), FakeMode():  # the meta device will raise with a better message
+            return _outcome(mesh.device_type, func, args, kwargs, operands)
     try:
         try:
-            by_device = name_of(func) in _BY_DEVICE and world.available(mesh.device_type)
-            if not by_device and not is_any_autocast_enabled():  # the meta device ignores autocast
+            if not is_any_autocast_enabled():  # the meta device ignores autocast
                 with meta_tensors_as_on(mesh.device_type):
                     return _outcome("meta", func, args, kwargs, operands)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
