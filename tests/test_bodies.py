@@ -171,6 +171,14 @@ _WITH_OPTIONS: list[Callable[[Any, Any, str], Any]] = [
 ]
 
 
+def test_embeddings_by_name_where_some_rank_has_no_rows() -> None:
+    whole, places = torch.randn(3, 2), torch.tensor([0, 1, 2, 0])
+    for spec in (P("x"), P(None, "x")):
+        named = {"weight": device_put(whole, spec, mesh=LINE), "indices": device_put(places, P("x"), mesh=LINE)}
+        assert torch.equal(device_get(torch.embedding(**named)), whole[places])
+        assert torch.equal(device_get(torch.embedding(**named, scale_grad_by_freq=True)), whole[places])
+
+
 @pytest.mark.parametrize("f", _WITH_OPTIONS)
 def test_options_of_embeddings_are_not_lost_where_some_rank_has_no_places(f: Any) -> None:
     places, plain = torch.tensor([1, 1]), torch.ones(5, 3, dtype=torch.float64).requires_grad_()

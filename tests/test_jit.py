@@ -308,6 +308,22 @@ def test_functions_that_need_values_write_and_draw_once() -> None:
     torch.testing.assert_close(found[:2], found[2:])
 
 
+def test_arguments_that_shared_a_storage_when_they_were_recorded() -> None:
+    """Later ones lie apart and have other strides, so they are copied, and what is written is copied back."""
+
+    def f(w: Tensor, x: Tensor) -> None:
+        x.sub_((w * 2).cos())
+
+    recorded, base = jit(f), torch.rand(20, dtype=F64)
+    apart = [torch.rand(3, 3, dtype=F64).t() for _ in range(2)]
+    for given in ([base[1:10].view(3, 3), base[11:20].view(3, 3)], apart):
+        want = [x.clone() for x in given]
+        f(*want)
+        recorded(*given)
+        torch.testing.assert_close(list(given), want)
+    assert recorded.cache_info()[:2] == (1, 1)
+
+
 def test_gradients_of_gradients_of_python_of_ranks() -> None:
     """Each depends on the arguments, too, and not on gradients alone; with a checkpoint, and of parameters."""
 

@@ -96,6 +96,17 @@ def test_packed_sequences(spec: P, layer: Any) -> None:
             torch.testing.assert_close(device_get(leaves[0][name].grad), p.grad)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_is_after_a_call_what_it_was(layer: Any) -> None:
+    mesh, module = make_mesh((4,), ("x",), transport="simulation"), layer(3, 6)
+    module(torch.ones(5, 4, 3))
+    before = dict(vars(module))
+    params = device_put({name: p.detach() for name, p in module.named_parameters()}, P(), mesh=mesh)
+    functional_call(module, params, device_put(torch.ones(5, 4, 3), P(None, "x"), mesh=mesh))
+    assert vars(module).keys() == before.keys()
+    assert all(vars(module)[name] is x for name, x in before.items())
+
+
 def test_dropout_between_layers_has_a_way_too() -> None:
     mesh = make_mesh((4,), ("x",), transport="simulation")
     module = nn.GRU(3, 6, 2, dropout=0.5, batch_first=True)

@@ -21,10 +21,12 @@ from fspmd.autodiff.leaves import (
     rewrapped,
     typed,
 )
+from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import described
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import leaf_paths, tree_text
+from fspmd.variance import unwrapped
 
 
 def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -84,8 +86,8 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
 
 
 def _laid_as(tangent: Tensor, primal: Tensor) -> Tensor:
-    """The tangent with the strides of the primal, where these differ from rank to rank. Otherwise torch sees to it."""
-    if all(type(step) is int for step in primal.stride()):
+    """The tangent of uneven blocks of the global view, with the strides of each block. Otherwise torch sees to them."""
+    block = unwrapped(primal)
+    if type(block) is not LocalTensor or not block.uneven or state.body is not None:
         return tangent
-    with DisableTorchFunction():  # the type is that of the primal, once both are one value
-        return torch.empty_like(primal).copy_(tangent)
+    return torch.empty_like(primal).copy_(tangent)

@@ -260,7 +260,7 @@ def _put_back(replaced: list[tuple[Slot, Any, Any]]) -> None:
 
 
 #: what a recurrent layer keeps beside its parameters: their list, and here the method that packs them on a GPU
-_WEIGHTS: Final = frozenset({"_flat_weights", "flatten_parameters"})
+_WEIGHTS: Final = frozenset({"_flat_weights", "_flat_weight_refs", "flatten_parameters"})
 
 
 def _left_apart() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fspmd.errors import RecordError
 from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
 from fspmd.programs.fake_tensors import like, without_gaps
-from fspmd.programs.program import Program
+from fspmd.programs.program import Program, memory_of
 from fspmd.programs.reachable import reachable_from
 from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.refusals import constant_of, not_compiled
@@ -88,7 +88,9 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
         program.uneven, program.unlike, program.places = recorder.uneven, recorder.unlike, recorder.places
     places = {id(x): i for i, x in enumerate(tensors)}
-    written = tuple(i for i, node in enumerate(inputs) if node in recorder.written)
+    # a write is known by its memory, in which other arguments may lie, here and not in later calls
+    memory = {memory_of(x) for x, node in zip(tensors, inputs, strict=True) if node in recorder.written}
+    written = tuple(i for i, x in enumerate(tensors) if memory and memory_of(x) in memory)
     return Capture(
         program,
         facts,

@@ -332,9 +332,9 @@ def embedding(places: Any, table: Any, padding_idx: Any = None, *_: Any, **__: A
     return out if padding is None else torch.where(padding[..., None], out.detach(), out)
 
 
-def torch_embedding(table: Any, places: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
+def torch_embedding(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
     """``torch.embedding`` for `embedding`."""
-    return embedding(places, table, padding_idx if padding_idx >= 0 else None)
+    return embedding(indices, weight, padding_idx if padding_idx >= 0 else None)
 
 
 def scaled_embedding(
@@ -384,9 +384,9 @@ def sparse_torch_embedding_bag(table: Any, places: Any, *args: Any, sparse: bool
     return torch.embedding_bag(table, places, *args[:3], *(False for _ in args[3:4]), *args[4:], **kwargs)
 
 
-def scaled_torch_embedding(table: Any, places: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:
+def scaled_torch_embedding(weight: Any, indices: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:
     """``torch.embedding`` for `scaled_embedding`."""
-    return scaled_embedding(places, table, padding_idx if padding_idx >= 0 else None, None, 2.0, *options, **named)
+    return scaled_embedding(indices, weight, padding_idx if padding_idx >= 0 else None, None, 2.0, *options, **named)
 
 
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
