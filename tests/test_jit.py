@@ -316,11 +316,11 @@ def test_arguments_that_shared_a_storage_when_they_were_recorded() -> None:
 
     recorded, base = jit(f), torch.rand(20, dtype=F64)
     apart = [torch.rand(3, 3, dtype=F64).t() for _ in range(2)]
-    for given in ([base[1:10].view(3, 3), base[11:20].view(3, 3)], apart):
-        want = [x.clone() for x in given]
+    for arguments in ([base[1:10].view(3, 3), base[11:20].view(3, 3)], apart):
+        want = [x.clone() for x in arguments]
         f(*want)
-        recorded(*given)
-        torch.testing.assert_close(list(given), want)
+        recorded(*arguments)
+        torch.testing.assert_close(arguments, want)
     assert recorded.cache_info()[:2] == (1, 1)
 
 
