@@ -243,11 +243,11 @@ def draws(size: str, device: str, seconds: float) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[str, str, float], None], str]] = {
+    "host": (host, ""),
+    "draws": (draws, ""),
+    "memory": (memory, "1B"),
     "layer": (step, "layer"),
     "1B": (step, "1B"),
-    "host": (host, ""),
-    "memory": (memory, "1B"),
-    "draws": (draws, ""),
 }
 
 if __name__ == "__main__":
