@@ -138,22 +138,23 @@ def step(size: str, device: str, seconds: float) -> None:
             torch._foreach_sub_(list(weights.values()), list(found.values()), alpha=1e-4)
         return value
 
-    eager = {
-        "torch": torchs(loss),
-        "fspmd": lambda: updated(ours, mine),
-        "fspmd, replay": functools.partial(jit(updated), ours, mine),
+    beside: dict[str, dict[str, Callable[[], object]]] = {
+        "torch": {
+            "torch": torchs(loss),
+            "fspmd": lambda: updated(ours, mine),
+            "fspmd, replay": functools.partial(jit(updated), ours, mine),
+        }
     }
-    if device == "cpu":
-        return beside("torch", eager, device, seconds)
-    graphs = functools.partial(jit(updated, backend="cudagraphs"), ours, mine)
-    inductor = functools.partial(jit(updated, backend="inductor"), ours, mine)
-    beside("torch", eager | {"fspmd, CUDA graphs": graphs}, device, seconds / 2)
-    compiled = {"torch.compile": torchs(torch.compile(loss)), "fspmd, inductor": inductor}
-    return beside("torch.compile", compiled, device, seconds / 2)
+    if device != "cpu":
+        beside["torch"]["fspmd, CUDA graphs"] = functools.partial(jit(updated, backend="cudagraphs"), ours, mine)
+        inductor = functools.partial(jit(updated, backend="inductor"), ours, mine)
+        beside["torch.compile"] = {"torch.compile": torchs(torch.compile(loss)), "fspmd, inductor": inductor}
+    for peer, candidates in beside.items():
+        compare(peer, candidates, device, seconds / len(beside))
 
 
-def beside(peer: str, candidates: dict[str, Callable[[], object]], device: str, seconds: float) -> None:
-    """Rows of the times, and of their ratios to that of a peer. One that fails hides no other."""
+def compare(peer: str, candidates: dict[str, Callable[[], object]], device: str, seconds: float) -> None:
+    """Print rows of the times, and of their ratios to that of a peer. One that fails hides no other."""
     kept = {}
     for name, run in candidates.items():
         try:

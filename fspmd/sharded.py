@@ -146,10 +146,7 @@ class Sharded(Tensor):
         try:
             return self.spec.shape[dim]
         except IndexError:
-            raise self._no_dim("size", dim) from None
-
-    def _no_dim(self, name: str, dim: int) -> ShapeError:
-        return ShapeError(f"{name}({dim}) of {self!r}, whose dims are {-self.ndim} to {self.ndim - 1}")
+            raise _no_dim(self, "size", dim) from None
 
     def dim(self) -> int:
         """Return the number of dims."""
@@ -175,10 +172,12 @@ class Sharded(Tensor):
         _check_known(self, "strides", "stride()")
         with DisableTorchFunction():
             strides = _STRIDE(self)
+        if dim is None:
+            return strides
         try:
-            return strides if dim is None else strides[dim]
+            return strides[dim]
         except IndexError:
-            raise self._no_dim("stride", dim) from None  # type: ignore[arg-type]
+            raise _no_dim(self, "stride", dim) from None
 
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         """Return whether torch would keep the global tensor contiguous after the same calls, as for `stride`."""
@@ -618,6 +617,10 @@ def _lies_of_gradient(x: Sharded) -> Laid:
 
 def _kind(spec: TensorSpec) -> tuple[Any, ...]:
     return spec.mesh, spec.shape, spec.dtype
+
+
+def _no_dim(x: Sharded, name: str, dim: int) -> ShapeError:
+    return ShapeError(f"{name}({dim}) of {x!r}, whose dims are {-x.ndim} to {x.ndim - 1}")
 
 
 def _moved(x: Sharded, partition: P) -> Sharded:

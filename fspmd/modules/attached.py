@@ -222,8 +222,8 @@ class Attachment:
         for reference in self.recurrent:
             if (owner := reference()) is not None:
                 stack.callback(_put_back_weights, reference, {n: x for n, x in vars(owner).items() if n in _WEIGHTS})
-                owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
-                owner.flatten_parameters = _left_apart  # type: ignore[method-assign]
+                weights = [getattr(owner, name) for name in owner._flat_weights_names]
+                vars(owner).update(_flat_weights=weights, flatten_parameters=_left_apart)
         if self.plan is not None and not self.hooked:
             self.hooked = True
             stack.callback(setattr, self, "hooked", False)

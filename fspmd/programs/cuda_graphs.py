@@ -103,10 +103,10 @@ def by_graphs(captures_of: Callable[[], Captures], part: ProgramPart) -> Callabl
     graphs: list[CapturedGraph] = []
 
     def make(segment: ProgramPart) -> CapturedGraph:
-        places = [FIXED if owner(x) in lasting else GIVEN if owner(x) in given else MADE for x in segment.inputs]
+        kinds = [_FIXED if owner(x) in lasting else _GIVEN if owner(x) in given else _MADE for x in segment.inputs]
         leaves = [node in leaving for node in segment.outputs]
         lasting.update(node for node in segment.outputs if node not in leaving)
-        graphs.append(CapturedGraph(captures, compiled(segment), places, leaves, graphs, len(graphs)))
+        graphs.append(CapturedGraph(captures, compiled(segment), kinds, leaves, graphs, len(graphs)))
         return graphs[-1]
 
     run = segmented(part, fit, make)
@@ -120,10 +120,10 @@ def by_graphs(captures_of: Callable[[], Captures], part: ProgramPart) -> Callabl
 
 
 by_cuda_graphs: Final = partial(by_graphs, CudaGraphs)
-
-
-#: where an input of a graph lies: where it did; where the caller has it; anywhere
-FIXED, GIVEN, MADE = "fixed", "given", "made"
+#: where an input of a graph lies: where it did; where the caller has it; anywhere, so it is copied
+_FIXED: Final = "fixed"
+_GIVEN: Final = "given"
+_MADE: Final = "made"
 
 
 class CapturedGraph:
@@ -156,7 +156,7 @@ class CapturedGraph:
         self.moves: list[int] = []  # inputs that are copied
         self.read: list[int] | None = None  # addresses of the inputs in place; None before the capture
         self.where: dict[int, list[int]] = {}  # the same by input
-        self.moved = False  # whether an argument has
+        self.moved = False  # whether an argument has moved
         self.buffers: list[Tensor] = []
         self.replay: Callable[[], None]
         self.results: Sequence[Tensor]
@@ -173,13 +173,13 @@ class CapturedGraph:
 
     def _place(self, values: Sequence[Tensor]) -> None:
         """Read in place what has not moved. An argument that has is copied from now on; at the second time, all are."""
-        given = [i for i, kind in enumerate(self.kinds) if kind is GIVEN]
+        given = [i for i, kind in enumerate(self.kinds) if kind == _GIVEN]
         if moved := [i for i in given if _addresses(values[i]) != self.where.get(i, _addresses(values[i]))]:
             for i in given if self.moved else moved:
-                self.kinds[i] = MADE
+                self.kinds[i] = _MADE
             self.moved = True
-        self.stays = [i for i, kind in enumerate(self.kinds) if kind is not MADE]
-        self.moves = [i for i, kind in enumerate(self.kinds) if kind is MADE]
+        self.stays = [i for i, kind in enumerate(self.kinds) if kind != _MADE]
+        self.moves = [i for i, kind in enumerate(self.kinds) if kind == _MADE]
 
     def _capture(self, values: Sequence[Tensor]) -> None:
         for later in self.graphs[self.place :]:  # they may write into memory that this graph now uses
