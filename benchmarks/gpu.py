@@ -60,8 +60,8 @@ TIMES: Final = (
     Times("host", 60, "What the host takes per call", ("call", "plain", "fspmd", "DTensor")),
     Times("draws", 45, "A million random numbers", ("", "torch", "fspmd", "ratio")),
     Times("memory", 90, "The peak of a step of the 1B model", ("", "predicted", "measured", "ratio")),
-    Times("layer", 120, "A transformer layer, 2048 wide: loss, gradients, update", ("", "a step", "ratio")),
-    Times("1B", 200, "A model of 1B parameters: loss, gradients, update", ("", "a step", "ratio")),
+    Times("layer", 120, "A transformer layer, 2048 wide: loss, gradients, update", ("", "a step", "ratio", "host")),
+    Times("1B", 200, "A model of 1B parameters: loss, gradients, update", ("", "a step", "ratio", "host")),
 )
 _ASK: Final = """
 import torch, optree

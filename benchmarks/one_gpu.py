@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ Weights = dict[str, Any]
 #: width, layers, heads, vocabulary, batch, sequence
 SIZES = {
     "layer": (2048, 1, 16, 0, 8, 1024),
-    "1B": (2048, 18, 16, 32000, 2, 1024),
+    "1B": (2048, 18, 16, 32000, 8, 1024),
     "small": (32, 2, 2, 64, 2, 8),
 }
 
@@ -81,9 +81,18 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def side_by_side(candidates: dict[str, Callable[[], object]], device: str, seconds: float) -> dict[str, float]:
-    """Median seconds of each, in turns."""
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
+class Taken(NamedTuple):
+    """Seconds of a call: on average of calls in a row, and until a call returns, on an idle device."""
+
+    call: float
+    host: float
+
+
+def side_by_side(
+    candidates: dict[str, Callable[[], object]], device: str, seconds: float, in_a_row: int = 1
+) -> dict[str, Taken]:
+    """The medians of each, in turns. The device is waited for after ``in_a_row`` calls, as a training loop does."""
+    samples: dict[str, list[Taken]] = {name: [] for name in candidates}
     for run in candidates.values():
         for _ in range(3):
             run()
@@ -93,9 +102,12 @@ def side_by_side(candidates: dict[str, Callable[[], object]], device: str, secon
             synchronise(device)
             start = time.perf_counter()
             run()
+            host = time.perf_counter() - start
+            for _ in range(in_a_row - 1):
+                run()
             synchronise(device)
-            samples[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in samples.items()}
+            samples[name].append(Taken((time.perf_counter() - start) / in_a_row, host))
+    return {name: Taken(*map(statistics.median, zip(*found, strict=True))) for name, found in samples.items()}
 
 
 def row(*cells: object) -> None:
@@ -113,18 +125,24 @@ def _world(device: str) -> fspmd.Mesh:
 
 
 def step(size: str, device: str, seconds: float) -> None:
-    """A training step: loss, gradients, update, beside the same of plain torch."""
+    """A training step: loss, gradients, update, beside the same of plain torch and of DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     mesh, loss = _world(device), loss_of(size)
     plain, batch = weights_of(size, device, dtype), batch_of(size, device, dtype)
     ours = {name: fspmd.from_local(x.clone(), P(), mesh=mesh) for name, x in plain.items()}
     mine = fspmd.from_local(batch, P("x"), mesh=mesh)
 
-    def torchs(loss: Any) -> Callable[[], None]:
-        leaves = [x.requires_grad_() for x in plain.values()]
+    theirs = init_device_mesh(device, (1,), mesh_dim_names=("x",))
+    distributed = {name: distribute_tensor(x.clone(), theirs, [Replicate()]) for name, x in plain.items()}
+
+    def torchs(loss: Any, weights: Weights = plain, batch: Tensor = batch) -> Callable[[], None]:
+        leaves = [x.requires_grad_() for x in weights.values()]
 
         def run() -> None:
-            found = torch.autograd.grad(loss(plain, batch), leaves)
+            found = torch.autograd.grad(loss(weights, batch), leaves)
             with torch.no_grad():
                 torch._foreach_sub_(leaves, found, alpha=1e-4)
 
@@ -142,6 +160,7 @@ def step(size: str, device: str, seconds: float) -> None:
         "torch": {
             "torch": torchs(loss),
             "fspmd": lambda: updated(ours, mine),
+            "DTensor": torchs(loss, distributed, distribute_tensor(batch, theirs, [Shard(0)])),
             "fspmd, replay": functools.partial(jit(updated), ours, mine),
         }
     }
@@ -162,10 +181,10 @@ def compare(peer: str, candidates: dict[str, Callable[[], object]], device: str,
             kept[name] = run
         except Exception as error:
             row(name, "fails", f"{type(error).__name__}: {str(error).splitlines()[0][:150]}")
-    times = side_by_side(kept, device, seconds)
+    times = side_by_side(kept, device, seconds, in_a_row=5)
     for name, taken in times.items():
-        ratio = f"{taken / times[peer]:.3f} of {peer}" if peer in times else ""
-        row(name, f"{taken * 1e3:.3f} ms", ratio)
+        ratio = f"{taken.call / times[peer].call:.3f} of {peer}" if peer in times else ""
+        row(name, f"{taken.call * 1e3:.3f} ms", ratio, f"{taken.host * 1e3:.3f} ms")
 
 
 def host(size: str, device: str, seconds: float) -> None:
@@ -240,7 +259,8 @@ def draws(size: str, device: str, seconds: float) -> None:
     }
     for name, (plain, ours) in pairs.items():
         times = side_by_side({"torch": plain, "fspmd": ours}, device, seconds / len(pairs))
-        row(name, *(f"{t * 1e3:.3f} ms" for t in times.values()), f"{times['fspmd'] / times['torch']:.2f}")
+        torchs, mine = times["torch"].call, times["fspmd"].call
+        row(name, f"{torchs * 1e3:.3f} ms", f"{mine * 1e3:.3f} ms", f"{mine / torchs:.2f}")
 
 
 PARTS: dict[str, tuple[Callable[[str, str, float], None], str]] = {

@@ -46,11 +46,12 @@ class Laid(NamedTuple):
 UNKNOWN: Final = Laid(None, None)
 
 
-def form_of(spec: TensorSpec, strides: Strides | None, later: bool | None) -> Form:
-    """Return the form of a value with these strides."""
-    if later is False and strides == packed(spec.shape):
+def form_of(spec: TensorSpec, laid: Laid) -> Form:
+    """Return the form of a value that lies so in memory."""
+    strides, start = laid
+    if start == 0 and strides == packed(spec.shape):
         return spec
-    key = spec, strides, later
+    key = spec, strides, None if start is None else start > 0
     form = _FORMS.get(key)
     if form is None:
         form = Strided()

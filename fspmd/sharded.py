@@ -523,7 +523,11 @@ def pair(local: Any, spec: TensorSpec) -> Sharded:
 
 def laid(local: Any, spec: TensorSpec, lies: Laid) -> Sharded:
     """Return a Sharded whose global tensor torch would keep as ``lies`` says."""
-    form = form_of(spec, lies.strides, None if lies.start is None else lies.start > 0)
+    return formed(local, spec, form_of(spec, lies), lies)
+
+
+def formed(local: Any, spec: TensorSpec, form: Form, lies: Laid) -> Sharded:
+    """Return a Sharded of a known form, which is that of ``lies``."""
     if form is spec:
         return pair(local, spec)
     x = shell(

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 import fspmd
 from fspmd import ArgumentError, P, device_put, jit
+from fspmd.ops.schemas import facts_of
 from fspmd.programs.passes.table import PASSES
 
 
@@ -146,6 +147,34 @@ def test_what_is_written_into_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -
     assert [one.tolist() for one in replayed(f, x, backend="inductor")] == [[1, 4, 6], [3, 6, 9]]
     (module,) = seen
     assert [node.name for node in module.graph.nodes if node.op == "call_function"][-1].startswith("mul")
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+def test_attention_without_dropout_is_in_segments(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch tags attention as random. Without dropout it draws nothing: equal calls are one."""
+    seen = _interpreted(monkeypatch)
+    torch.manual_seed(0)
+    plain = torch.randn(rows, 2, 3, 4)
+    x = device_put(plain, P("x"), mesh=MESH)
+    step = fspmd.value_and_grad(lambda x: (F.scaled_dot_product_attention(x, x + 1, x, is_causal=True) * 2).sum())
+    _agree(replayed(step, x, backend="inductor"), step(x))
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert op in [node.target for module in seen for node in module.graph.nodes]
+    twice = jit(lambda x: sum(F.scaled_dot_product_attention(x, x, x) for _ in range(2)))
+    assert [node.target for node in twice.lower(plain).program.steps].count(op) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [("_scaled_dot_product_flash_attention", ()), ("_scaled_dot_product_cudnn_attention", (None, True))],
+)
+def test_attention_draws_with_dropout(name: str, before: tuple[Any, ...]) -> None:
+    facts, operands = facts_of(getattr(torch.ops.aten, name).default), (torch.ones(1),) * 3
+    assert facts.random
+    assert facts.draws((*operands, *before, 0.5), {})
+    assert not facts.is_pure(operands, {"dropout_p": 0.5})
+    assert facts.is_pure(operands, {})
+    assert facts.is_pure((*operands, *before, 0.0), {})
 
 
 def test_donated_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

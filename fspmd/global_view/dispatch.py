@@ -17,7 +17,7 @@ from torch import Tensor
 from fspmd.body import RUNNING, state
 from fspmd.copies import as_copies, refuse_copy
 from fspmd.errors import ArgumentError
-from fspmd.forms import Strided
+from fspmd.forms import Laid, Strided, packed
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
 from fspmd.global_view.operands import cast_operands, move_operands, sharded_values
@@ -34,7 +34,7 @@ from fspmd.redistribution.cost import replan_with
 from fspmd.redistribution.shared_moves import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
-from fspmd.sharded import META, STRIDED, Sharded, held_as, is_sharded, laid, pair, shell
+from fspmd.sharded import META, STRIDED, Sharded, formed, held_as, is_sharded, laid, pair, shell
 from fspmd.spec import TensorSpec, is_float
 from fspmd.tracing import hidden
 
@@ -242,13 +242,16 @@ def _wrapped(out: Any, plan: OpPlan, given: tuple[Any, ...]) -> Any:
     if isinstance(results, TensorSpec):
         spec = _of_dtype(results, out.dtype)
         return pair(out, spec) if plan.memory is None else laid(out, spec, memory_of(plan.memory[0], out.dtype, given))
-    specs = [_of_dtype(spec, block.dtype) for block, spec in zip(out, results, strict=True)]
-    # one result may be equal on ranks whose other results differ: `info` of a factorisation with cut columns
-    blocks = [x if type(x) is Tensor else held_as(x, spec) for x, spec in zip(out, specs, strict=True)]
-    if plan.memory is None:
-        return type(out)(list(map(pair, blocks, specs)))
-    memory = [memory_of(lies, block.dtype, given) for lies, block in zip(plan.memory, blocks, strict=True)]
-    return type(out)(list(map(laid, blocks, specs, memory)))
+    values = []
+    for i, (x, spec) in enumerate(zip(out, results, strict=True)):
+        # one result may be equal on ranks whose other results differ: `info` of a factorisation with cut columns
+        block = x if type(x) is Tensor else held_as(x, spec)
+        if plan.parts is not None and x.dtype is spec.dtype:
+            values.append(formed(block, spec, *plan.parts[i]))
+        else:
+            lies = Laid(packed(spec.shape)) if plan.memory is None else memory_of(plan.memory[i], x.dtype, given)
+            values.append(laid(block, _of_dtype(spec, x.dtype), lies))
+    return type(out)(values)
 
 
 def _of_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:

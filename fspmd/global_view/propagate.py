@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.forms import Strided, Strides, form_of, packed
+from fspmd.forms import Form, Laid, Strided, Strides, form_of, packed
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, viewed_call
 from fspmd.global_view.kernels import dtype_complaint, kernel_complaint
@@ -86,17 +86,23 @@ class OpPlan:
     form: Any = field(init=False)  # of a single result
     strides: Strides | None = field(init=False)
     start: int | None = field(init=False)
+    parts: tuple[tuple[Form, Laid], ...] | None = field(init=False)  # of several results, if the plan knows them
 
     def __post_init__(self) -> None:
         self.at_once = not (self.needs_redistribute or self.casts or self.writes or self.copies is not None)
         self.single = type(self.results) is not tuple
         self.form, self.strides, self.start = self.results, None, None
         if self.memory is not None and isinstance(self.results, TensorSpec):
-            (strides, start), base = self.memory[0]
+            laid, base = self.memory[0]
             self.single = base is None
-            self.form = form_of(self.results, strides, None if start is None else start > 0)
-            self.strides = strides or packed(self.results.shape)
-            self.start = start or None  # None is quicker for torch than 0
+            self.form = form_of(self.results, laid)
+            self.strides = laid.strides or packed(self.results.shape)
+            self.start = laid.start or None  # None is quicker for torch than 0
+        self.parts = None
+        if isinstance(self.results, tuple) and all(base is None for _, base in self.memory or ()):
+            memory = self.memory or [ResultMemory(Laid(packed(spec.shape))) for spec in self.results]
+            pairs = zip(self.results, memory, strict=True)
+            self.parts = tuple((form_of(spec, laid), laid) for spec, (laid, _) in pairs)
 
 
 class Question(NamedTuple):

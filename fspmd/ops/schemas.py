@@ -20,11 +20,12 @@ class OpFacts:
 
     Attributes:
         asks: ``"value"`` or ``"sizes"``: the op gives Python such numbers of a tensor. Otherwise ``""``.
+        dropout: The place of ``dropout_p`` among the arguments, or None; `draws` answers for one call.
         dynamic_shape: The shape of the result may depend on values; `shape_of_values` answers for one call.
         elementwise: It takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
         gives_values: It gives Python values of a tensor.
-        pure: Equal operands give equal results, and there are no other effects.
-        random: It draws random numbers.
+        pure: Equal operands give equal results, and there are no other effects; `is_pure` answers for one call.
+        random: It may draw random numbers.
         resizes: It may change the size of an operand.
         view: Its result aliases its first argument.
         writes: The arguments that it writes into, by position and name.
@@ -32,6 +33,7 @@ class OpFacts:
 
     __slots__ = (
         "asks",
+        "dropout",
         "dynamic_shape",
         "elementwise",
         "gives_values",
@@ -60,12 +62,24 @@ class OpFacts:
         written = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
         self.writes: list[tuple[int, str]] = [(i, arg.name) for i, arg in written]
         self.resizes: bool = name in _RESIZES or any(arg.kwarg_only for _, arg in written)
+        names = [arg.name for arg in schema.arguments]
+        self.dropout: int | None = names.index("dropout_p") if "dropout_p" in names else None
         self.view: bool = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Return the arguments of a call that the op writes into."""
         positional = [args[i] for i, _ in self.writes if i < len(args)]
         return positional + [kwargs[name] for _, name in self.writes if name in kwargs]
+
+    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call draws random numbers. Attention without dropout draws none."""
+        if not self.random or self.dropout is None:
+            return self.random
+        return bool(args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0))
+
+    def is_pure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call only computes results from its operands."""
+        return self.pure or not (self.writes or self.draws(args, kwargs))
 
     def shape_of_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the shape of the result of a call depends on values of its operands."""

@@ -91,7 +91,7 @@ def has_randomness(node: fx.Node) -> bool:
     """Whether a step draws from a generator."""
     target: Any = node.target
     if isinstance(target, OpOverload):
-        return facts_of(target).random
+        return facts_of(target).draws(node.args, node.kwargs)
     return getattr(target, "__wrapped__", target) is draw_seed.__wrapped__  # type: ignore[attr-defined]
 
 

@@ -109,7 +109,7 @@ def local_steps(steps: Sequence[fx.Node], suits: Callable[[fx.Node], bool] = lam
             fits = (
                 isinstance(node.target, OpOverload)
                 and node.target is not torch.ops.aten.as_strided.default  # it reads all of a storage
-                and facts_of(node.target).pure
+                and facts_of(node.target).is_pure(node.args, node.kwargs)
                 and bool(parts)  # else it returns no tensor
                 and all(map(is_unwritten, (*parts, *node.all_input_nodes)))
                 and all(map(is_plain, (*node.args, *node.kwargs.values())))

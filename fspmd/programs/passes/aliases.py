@@ -183,6 +183,6 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return bool(node.meta.get("effect"))
-    schema = target._schema
+    schema, facts = target._schema, facts_of(target)
     checks = not schema.returns and not schema.is_mutable
-    return checks or facts_of(target).random or (target.namespace != "aten" and not facts_of(target).pure)
+    return checks or facts.draws(node.args, node.kwargs) or (target.namespace != "aten" and not facts.pure)

@@ -73,7 +73,7 @@ def _may_be_shared(node: fx.Node) -> bool:
         return False
     if is_collective(node):
         return bool(node.meta["waits"])
-    return node.target in PARTS or (is_aten(node) and facts_of(node.target).pure)
+    return node.target in PARTS or (is_aten(node) and facts_of(node.target).is_pure(node.args, node.kwargs))
 
 
 def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
