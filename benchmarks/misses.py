@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fspmd
 from fspmd import P, entries, pairs, spec
-from fspmd.redistribution import bounds, edges, moves, routes, steps, straight
+from fspmd.redistribution import bounds, edges, moves, routes, straight
 from fspmd.transport import windows
 
 N = 64  # each dim of a global tensor
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[tuple[str, ...]], tuple[P, 
 #: caches of what depends on layouts or shapes
 KNOWN: list[Any] = [
     cache
-    for module in (entries, spec, pairs, bounds, edges, moves, routes, steps, straight, windows)
+    for module in (entries, spec, pairs, bounds, edges, moves, routes, straight, windows)
     for cache in vars(module).values()
     if hasattr(cache, "cache_clear") and cache.__module__ == module.__name__
 ]

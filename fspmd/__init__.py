@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 from fspmd import random
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
-from fspmd.autodiff.module_hooks import install as _install_module_hooks
+from fspmd.autodiff.engine import install as _install_module_hooks
 from fspmd.autodiff.transforms import install as _install_transforms
 from fspmd.collectives import (
     Handle,
@@ -59,10 +59,10 @@ from fspmd.local_view.hooks import install as _install_hooks
 from fspmd.local_view.rank_map import rank_map
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh, set_mesh
-from fspmd.modules.clipping import clip_by_global_norm, global_norm
 from fspmd.modules.data_parallel import install as _install_wrappers
 from fspmd.modules.functional_call import Attached, attach, attached, functional_call
 from fspmd.modules.init_sharded import init_sharded
+from fspmd.modules.optim import clip_by_global_norm, global_norm
 from fspmd.modules.optim import install as _install_optim
 from fspmd.modules.parallel import parallelize
 from fspmd.modules.plans import ParallelPlan

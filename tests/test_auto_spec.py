@@ -44,16 +44,15 @@ from fspmd import (
     with_spec,
 )
 from fspmd.layout_search import elimination
-from fspmd.layout_search.alike_axes import alike, renamed
 from fspmd.layout_search.apply import _moved
 from fspmd.layout_search.call_layouts import call_choices, layouts
 from fspmd.layout_search.cost_model import CostModel
 from fspmd.layout_search.memory_limit import peak_of
 from fspmd.layout_search.op_graph import record
-from fspmd.layout_search.repeated_layers import ties
 from fspmd.layout_search.search import Search
+from fspmd.layout_search.symmetries import alike, renamed, ties
+from fspmd.redistribution.edges import back
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.steps import back
 from fspmd.sharded import is_sharded
 
 LINE = make_mesh((4,), ("x",))

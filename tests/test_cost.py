@@ -19,9 +19,8 @@ from fspmd.global_view.propagate import ask
 from fspmd.global_view.strategies import strategies
 from fspmd.redistribution.bounds import bound, least_times
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
-from fspmd.redistribution.edges import edges, reblock
+from fspmd.redistribution.edges import edges, priced, reblock
 from fspmd.redistribution.routes import Route, route
-from fspmd.redistribution.steps import priced
 from fspmd.transport.windows import Reblock, Traffic, Window, coordinates, is_idle, traffic, window
 
 WHOLE = 1 << 30

@@ -16,9 +16,9 @@ from fspmd.global_view.propagate import ask
 from fspmd.messages import micros
 from fspmd.redistribution import straight
 from fspmd.redistribution.cost import topology
+from fspmd.redistribution.edges import priced
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
-from fspmd.redistribution.steps import priced
 
 FIVE = (2, 2, 2, 2, 2)
 

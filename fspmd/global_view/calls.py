@@ -17,8 +17,7 @@ from fspmd.global_view.unruled import gathered
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
-from fspmd.rules.draws import DRAWS
-from fspmd.rules.dropouts import DROPOUTS
+from fspmd.rules.draws import DRAWS, DROPOUTS
 from fspmd.rules.like_functions import LIKES
 from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P

@@ -24,8 +24,8 @@ from fspmd.global_view.operands import cast_operands, move_operands, sharded_val
 from fspmd.global_view.planning import plan_call, tell_call
 from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
-from fspmd.global_view.result_strides import with_strides
 from fspmd.global_view.result_types import memory_of
+from fspmd.global_view.results_of_parts import with_strides
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.ops.signatures import at

@@ -20,6 +20,7 @@ from fspmd.global_view.kernels import dtype_complaint, kernel_complaint
 from fspmd.global_view.local_calls import (
     as_block,
     as_even_block,
+    as_local_call,
     in_own_memory,
     of_first,
     packed_if_need_be,
@@ -42,7 +43,6 @@ from fspmd.global_view.result_types import (
     strides_known,
     views_any,
 )
-from fspmd.global_view.sharded_bodies import as_local_call
 from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
 from fspmd.local_view.empty_blocks import call_with_empty_blocks
 from fspmd.local_view.hooks import completing

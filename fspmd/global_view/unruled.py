@@ -17,7 +17,7 @@ from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, deco
 from fspmd.global_view.kernels import dtype_complaint
 from fspmd.global_view.operands import places_of, sharded_values
 from fspmd.global_view.refusals import PASSING, NoRuleError, refuse_global, refuse_rule, shown
-from fspmd.global_view.result_gradients import Followed
+from fspmd.global_view.results_of_parts import Followed
 from fspmd.ops.traits import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes

@@ -1,21 +1,145 @@
-"""The cause of a communication. It is read off the stack, so that it costs nothing while nobody watches."""
+"""The cause of a communication: the user's line, its expression, and the path of the module that runs.
+
+All is read off the stack, so that it costs nothing while nobody watches.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
+import itertools
 import linecache
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import optree
 import torch
+from torch import nn
 
 from fspmd.global_view.refusals import shown
-from fspmd.inspection.module_paths import path_of
-from fspmd.torch_internals import current_autograd_node
+from fspmd.torch_internals import current_autograd_node, module_call
+
+
+def expression_at(frame: FrameType) -> str:
+    """The source of the expression that a frame evaluates, on one line; "" where the source is unknown.
+
+    >>> import sys
+    >>> def f(x):
+    ...     return expression_at(sys._getframe(1))
+    >>> 1 + f([2,
+    ...        3]).upper().count("F")
+    2
+    """
+    position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    line, last, start, end = position
+    if line is None or last is None or start is None or end is None:
+        return ""
+    lines = [text.encode() for text in linecache.getlines(frame.f_code.co_filename)[line - 1 : last]]
+    if len(lines) != last - line + 1:
+        return ""
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][start:]
+    return " ".join(text.decode().strip() for text in lines)
+
+
+def operands_of(expression: str, what: str, count: int) -> list[str]:
+    """The sources of the ``count`` positional arguments of the function ``what``.
+
+    [] where the expression is not a call of ``what`` with as many arguments.
+
+    >>> operands_of("x @ f(w)", "@", 2), operands_of("relu(h[0])", "relu()", 1), operands_of("a.sum(0)", "sum()", 2)
+    (['x', 'f(w)'], ['h[0]'], ['a', '0'])
+    >>> operands_of("model(x)", "relu()", 1)
+    []
+    """
+    try:
+        tree = ast.parse(expression, mode="eval").body
+    except SyntaxError:
+        return []
+    operands: list[ast.expr] = []
+    if isinstance(tree, ast.Call):
+        name = tree.func.attr if isinstance(tree.func, ast.Attribute) else getattr(tree.func, "id", "")
+        operands = list(tree.args) if name and what.removesuffix("()").endswith(name) else []
+        if isinstance(tree.func, ast.Attribute) and what.endswith(f"{name}()") and len(operands) == count - 1:
+            operands.insert(0, tree.func.value)
+    elif what.endswith("()"):
+        return []
+    elif isinstance(tree, ast.BinOp):
+        operands = [tree.left, tree.right]
+    elif isinstance(tree, ast.Compare):
+        operands = [tree.left, *tree.comparators]
+    elif isinstance(tree, ast.UnaryOp):
+        operands = [tree.operand]
+    elif isinstance(tree, ast.Subscript):
+        operands = [tree.value, tree.slice]
+    if len(operands) != count or any(isinstance(operand, ast.Starred) for operand in operands):
+        return []
+    return [ast.unparse(operand) for operand in operands]
+
+
+_CALL: Final = module_call.__code__
+#: model -> module -> its path in the model; None for a module of another model
+_paths: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str | None]]] = WeakKeyDictionary()
+
+
+def name_modules_of(model: nn.Module) -> None:
+    """Make the modules of a model known to `path_of`, from now on."""
+    if model not in _paths:
+        _paths[model] = WeakKeyDictionary()
+
+
+def path_of(frame: FrameType | None) -> str:
+    """The path of the innermost module that runs at a frame, such as ``layers.0.mlp.up``.
+
+    It is empty for a model itself, and where no module runs. The path of a module of no known model begins at the
+    outermost module that runs.
+    """
+    running = []
+    for module in _running(frame):
+        running.append(module)
+        if (path := _known(module)) is not None:
+            return path
+    if not running:
+        return ""
+    name_modules_of(running[-1])
+    return next((path for module in running if (path := _known(module)) is not None), "")
+
+
+def _running(frame: FrameType | None) -> Iterator[nn.Module]:
+    """The modules whose calls are on the stack, innermost first."""
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def _known(module: nn.Module) -> str | None:
+    """The longest path of a module in any known model. A part of a model may have been called as a model, too."""
+    models = [model for ref in _paths.keyrefs() if (model := ref()) is not None]
+    return max((path for model in models if (path := _path(model, module)) is not None), key=len, default=None)
+
+
+def _path(model: nn.Module, module: nn.Module) -> str | None:
+    """The path of a module in a model, which may have got other modules since the last call."""
+    paths = _paths[model]
+    if module not in paths or ((path := paths[module]) is not None and not _is_path_of(model, path, module)):
+        paths.update({part: path for path, part in model.named_modules()})
+        if module not in paths or not _is_path_of(model, paths[module] or "", module):
+            paths[module] = None
+    return paths[module]
+
+
+def _is_path_of(model: nn.Module, path: str, module: nn.Module) -> bool:
+    try:
+        return model.get_submodule(path) is module
+    except AttributeError:
+        return False
+
 
 _HERE: Final = str(Path(__file__).parents[1])
 _RECORDERS: Final = f"{_HERE}/programs/"  # runs functions of the user

@@ -18,8 +18,7 @@ from fspmd.global_view.propagate import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import differentiated
 from fspmd.global_view.strategies import Strategy, strategies
-from fspmd.inspection.causes import Cause, Trace
-from fspmd.inspection.expressions import expression_at, operands_of
+from fspmd.inspection.causes import Cause, Trace, expression_at, operands_of
 from fspmd.inspection.watch import communicates, price_of
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import micros
@@ -28,9 +27,9 @@ from fspmd.ops.signatures import Place
 from fspmd.ops.traits import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
+from fspmd.redistribution.edges import Step
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import Route
-from fspmd.redistribution.steps import Step
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, is_float

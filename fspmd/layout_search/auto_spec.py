@@ -17,8 +17,8 @@ from fspmd.layout_search.elimination import TooWide
 from fspmd.layout_search.found_layouts import Layouts
 from fspmd.layout_search.memory_limit import fitting, peak_of
 from fspmd.layout_search.op_graph import Op, OpGraph, is_value, record
-from fspmd.layout_search.repeated_layers import Ties, ties
 from fspmd.layout_search.search import DoesNotFit, LayeredSearch, LayoutPlan
+from fspmd.layout_search.symmetries import Ties, ties
 from fspmd.meshes.mesh import Mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.modules.paths import matches, near

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from fspmd.layout_search.alike_axes import alike, renamed
 from fspmd.layout_search.call_layouts import CallChoice, call_choices, layouts
 from fspmd.layout_search.move_prices import ChoiceCost, Prices, ValueLayout, least_prices, making, size
 from fspmd.layout_search.op_graph import Op, OpGraph
-from fspmd.layout_search.repeated_layers import Ties
+from fspmd.layout_search.symmetries import Ties, alike, renamed
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route

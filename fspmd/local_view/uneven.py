@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ShapeError, VarianceError
-from fspmd.local_view.saved_results import Way, way_of, without_hooks
 from fspmd.local_view.unbind import bind, unbind
-from fspmd.local_view.uneven_parts import PARTS, parted
+from fspmd.local_view.uneven_results import PARTS, Way, parted, way_of, without_hooks
 from fspmd.ops.traits import tensors_in
 from fspmd.pairs import Call, apply, call, is_transformed
 from fspmd.torch_internals import (

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError, TreeError
-from fspmd.inspection.module_paths import name_modules_of
+from fspmd.inspection.causes import name_modules_of
 from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.modules.paths import leaves_by_name, near
 from fspmd.modules.plans import ParallelPlan

@@ -1,4 +1,4 @@
-"""Uniform, normal and other numbers from words of 64 random bits. Most take half a word each.
+"""Uniform, normal, integer and Poisson numbers from words of 64 random bits. Most take half a word each.
 
 A half is a signed int32, which needs no mask. Operations write into the result. On a CPU the time depends on the number
 of passes over memory, and for few numbers on the number of calls.
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.random.counter import Distribution, Words, number
+from fspmd.random.counter import Block, Distribution, Words, draw, number
+from fspmd.torch_internals import FakeTensor
+from fspmd.tracing import step
 
 _MASK: Final = 0xFFFFFFFF
 #: dtype -> the bits of a uniform number on [0, 1) that it represents
 _BITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-_FEW: Final = (
-    1 << 20
-)  # up to so many integers, 32 bits draw one; their probabilities differ by at most 2⁻¹², relatively
+#: up to so many integers, 32 bits draw one; their probabilities differ by at most 2⁻¹², relatively
+_FEW: Final = 1 << 20
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
@@ -154,3 +155,52 @@ def integers(low: int, high: int, dtype: torch.dtype) -> Distribution:
         out.copy_(n.add_(first))
 
     return Distribution(dtype, 2, few) if count <= _FEW else Distribution(dtype, 1, many)
+
+
+_SMALL_RATE: Final = 10.0  # below this rate a count is found by adding up probabilities, from it on by rejection
+
+
+def poisson(block: Block, rates: Tensor, seed: int) -> Tensor:
+    """One Poisson count per rate, by the random numbers of its own element. Rates and counts are float64."""
+    uniforms = draw(block, uniform(torch.float64), seed, rates.device)
+    few, many = rates.clamp(max=_SMALL_RATE), rates.clamp(min=_SMALL_RATE)
+    return torch.where(rates < _SMALL_RATE, _by_sums(few, uniforms), _by_rejection(block, many, seed))
+
+
+def _by_sums(rates: Tensor, uniforms: Tensor) -> Tensor:
+    """The first count for which the probabilities up to it sum to more than the uniform number."""
+    probability = torch.exp(-rates)
+    total, result = probability.clone(), torch.zeros_like(rates)
+    for k in range(1, 64):  # at a rate of 10 the probability of a count of 64 or more is below 2⁻⁵³
+        result += uniforms >= total
+        probability *= rates / k
+        total += probability
+    return result
+
+
+@step
+def _by_rejection(block: Block, rates: Tensor, seed: int) -> Tensor:
+    """Transformed rejection with squeeze: W. Hörmann, Insurance: Mathematics and Economics 12 (1993), PTRS.
+
+    It draws until all counts are accepted. It is therefore one step of a record, which has the shape alone.
+    """
+    if isinstance(rates, FakeTensor):
+        return torch.empty_like(rates)
+    law = uniform(torch.float64)
+    b = 0.931 + 2.53 * rates.sqrt()
+    a = -0.059 + 0.02483 * b
+    inverse = 1.1239 + 1.1328 / (b - 3.4)
+    result, rejected, attempt = rates, rates.isfinite(), 1
+    while rejected.any():
+        u = draw(block, law, seed, rates.device, 2 * attempt) - 0.5
+        v = draw(block, law, seed, rates.device, 2 * attempt + 1)
+        side = 0.5 - u.abs()
+        k = ((2 * a / side + b) * u + rates + 0.43).floor()
+        squeezed = (side >= 0.07) & (v <= 0.9277 - 3.6224 / (b - 2))
+        possible = (k >= 0) & ((side >= 0.013) | (v <= side))
+        left = (v * inverse / (a / side**2 + b)).log()
+        accepted = rejected & (squeezed | (possible & (left <= k * rates.log() - rates - torch.lgamma(k + 1))))
+        result = torch.where(accepted, k, result)
+        rejected = rejected & ~accepted
+        attempt += 1
+    return result

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Topology, price
 from fspmd.redistribution.cost import moves as is_moving
+from fspmd.redistribution.edges import Step, back
 from fspmd.redistribution.routes import Route, route
-from fspmd.redistribution.steps import Step, back
 from fspmd.redistribution.straight import are_many
 from fspmd.spec import P, TensorSpec
 

@@ -21,8 +21,7 @@ from fspmd.messages import micros
 from fspmd.pairs import Call, call
 from fspmd.redistribution.bounds import bound, closely
 from fspmd.redistribution.cost import FREE, Price, Topology, links_differ
-from fspmd.redistribution.edges import edges, reblock
-from fspmd.redistribution.steps import Step, held, priced, short
+from fspmd.redistribution.edges import Step, edges, held, priced, reblock, short
 from fspmd.redistribution.straight import are_many, leaving, straight
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options

@@ -20,8 +20,19 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, call
 from fspmd.redistribution.bounds import bound
 from fspmd.redistribution.cost import Topology
-from fspmd.redistribution.edges import can_part, exchanges, free_axes, gathers, lengths, moved, reblocks, scatter, sums
-from fspmd.redistribution.steps import Step, priced
+from fspmd.redistribution.edges import (
+    Step,
+    can_part,
+    exchanges,
+    free_axes,
+    gathers,
+    lengths,
+    moved,
+    priced,
+    reblocks,
+    scatter,
+    sums,
+)
 from fspmd.spec import TensorSpec
 from fspmd.transport import Options
 

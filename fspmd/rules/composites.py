@@ -16,8 +16,8 @@ from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError
 from fspmd.redistribution.redistribute import to_blocks
 from fspmd.rules.grouped import grouped_mm
+from fspmd.rules.layers import multi_head_attention
 from fspmd.rules.losses import LOSSES
-from fspmd.rules.multihead import multi_head_attention
 from fspmd.rules.spectra import TRANSFORMS
 from fspmd.rules.value_checks import check_values
 from fspmd.rules.views import vanishing

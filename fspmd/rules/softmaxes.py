@@ -1,4 +1,9 @@
-"""Softmax and related functions along sharded dims, by the maximum and the sum over all blocks."""
+"""Softmax, log-softmax and cross entropy along sharded dims, by the maximum and the sum over all blocks.
+
+In cross entropy of labels only a few numbers per row move forward, and nothing moves backward. For logits ``x[c]`` and
+a label ``t`` it is ``log(sum_c exp(x[c] - m)) - (x[t] - m)``, where ``m`` is the maximum of the row, treated as a
+constant. The gradient is ``softmax(x) - one_hot(t)``; each rank computes it for its own classes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fspmd.collectives import pmax, psum
-from fspmd.rules.bodies import Dim, Site, dims_of, padded, reducing, widened
+from fspmd.rules.bodies import Bodied, BodyLayout, Dim, Site, dims_of, padded, reducing, widened
+from fspmd.rules.factors import Factors
+from fspmd.rules.gather_scatter import filled, in_block, own
+from fspmd.rules.global_call import Whole
+from fspmd.sharded import call_torch
 
 
 def peak(site: Site, x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -78,3 +88,98 @@ def logsumexp(site: Site, x: Tensor, dim: Dim, keepdim: bool = False) -> Tensor:
     top = peak(site, x, dims)
     total = psum((x - top).exp().sum(dims, keepdim=True), site.over(dims)).log() + top
     return (total if keepdim else total.squeeze(dims)).to(dtype)
+
+
+def of_labels(x: Any, target: Any, ignore_index: int) -> Any:
+    """The loss of each row: ``[n, c, ...]``, ``[n, ...]`` -> ``[n, ...]``, or ``[c]``, ``[]`` -> ``[]``.
+
+    It is 0 where a label is ignored.
+    """
+    return F.cross_entropy(x, target, ignore_index=ignore_index, reduction="none")
+
+
+def labelled(whole: Whole) -> Factors:
+    """The rule of `of_labels`."""
+    d = class_dim(whole.ndim)
+    rows = tuple(dim for dim in range(whole.ndim) if dim != d)
+    return Factors((tuple(range(whole.ndim)), rows), (rows,), whole=frozenset({d}))
+
+
+def class_dim(ndim: int) -> int:
+    """Return the dim of the classes, of logits with so many dims."""
+    return min(1, ndim - 1)
+
+
+def _sharded_loss(site: Site, x: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The body of `of_labels`: an all-reduce of each row's maximum, and one of its sum and its label's logit.
+
+    Backward does not communicate.
+    """
+    d = class_dim(x.dim())
+    x = widened(x)
+    x = x - peak(site, x, (d,))
+    ignored = target == ignore_index
+    places, mine = in_block(site, target.masked_fill(ignored, 0).unsqueeze(d), d, site.operands[0].shape[d])
+    chosen = own(filled(site, x, d, d).gather(d, places), mine)
+    total, chosen = psum(torch.cat([x.exp().sum(d, keepdim=True), chosen], d), site.over((d,))).split(1, d)
+    loss: Tensor = (total.log() - chosen).squeeze(d).masked_fill(ignored, 0)
+    return loss.to(site.results[0].dtype)
+
+
+def _time(layout: BodyLayout) -> float:
+    size = int(layout.row_bytes())
+    return layout.price("reduce", size, size) + layout.price("reduce", 2 * size, 2 * size)
+
+
+labelled_on_blocks = Bodied(_sharded_loss, _time, 0.0)
+
+
+def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> bool:
+    """Whether the targets are one label per row."""
+    if not isinstance(input, Tensor) or not isinstance(target, Tensor) or not input.ndim:
+        return False
+    rows = [size for dim, size in enumerate(input.shape) if dim != class_dim(input.ndim)]
+    return target.dtype is torch.int64 and input.dtype.is_floating_point and [*target.shape] == rows
+
+
+def reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
+    """Return the name of a reduction. The deprecated options ``size_average`` and ``reduce`` override it."""
+    if size_average is None and reduce is None:
+        return reduction
+    if reduce is not None and not reduce:
+        return "none"
+    return "mean" if size_average is None or size_average else "sum"
+
+
+def cross_entropy(
+    x: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``F.cross_entropy`` of labels. For a sharded batch one all-reduce adds up the loss and its weight."""
+    reduction = reduction_of(size_average, reduce, reduction)
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    losses = call_torch(of_labels, (x, target, ignore_index))
+    ignored = target == ignore_index
+    counted = ~ignored
+    if weight is not None:
+        counted = weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+        losses = losses * counted
+    if reduction == "none":
+        return losses
+    wide = torch.promote_types(losses.dtype, torch.float32)
+    total = losses.sum(dtype=wide)
+    if reduction == "mean":
+        total = call_torch(ratio, (torch.stack([total, counted.sum(dtype=wide)]),))
+    return total.to(losses.dtype)
+
+
+def ratio(pair: Any) -> Any:
+    """Return the quotient of the two elements of ``pair``, whose pending sums are settled in one all-reduce."""
+    return pair[0] / pair[1]

@@ -22,11 +22,10 @@ from fspmd.rules import (
     gather_scatter,
     halos,
     joins,
+    layers,
     lookups,
     norms,
     pools,
-    range_writes,
-    recurrent,
     reductions,
     regroups,
     softmaxes,
@@ -58,7 +57,6 @@ from fspmd.rules.contractions import (
     matmul,
     with_added,
 )
-from fspmd.rules.cross_entropy import cross_entropy, has_labels
 from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.global_call import Rule, notation
@@ -67,6 +65,7 @@ from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
 from fspmd.rules.resizes import RESIZES
 from fspmd.rules.scans import SCANS
+from fspmd.rules.softmaxes import cross_entropy, has_labels
 from fspmd.rules.spectra import SPECTRA
 from fspmd.rules.views import joined, parts, permuted
 from fspmd.sharded import Sharded
@@ -241,8 +240,8 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(diagonals.diagonal, body=diagonals.take) for name in _names("diagonal diagonal_copy")},
     "diag_embed": Row(diagonals.embedded, body=diagonals.embed),
     "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
-    "slice_scatter": Row(range_writes.slice_scattered, body=range_writes.set_slice),
-    "select_scatter": Row(range_writes.select_scattered, body=range_writes.set_row),
+    "slice_scatter": Row(gather_scatter.slice_scattered, body=gather_scatter.set_slice),
+    "select_scatter": Row(gather_scatter.select_scattered, body=gather_scatter.set_row),
     "renorm": Row(reductions.all_but(2, "dim")),
     "select": Row(parts(1, "dim", gone=True), body=joins.select),
     **{name: Row(parts(1, "dim", gone=True)) for name in _names("unbind unbind_copy")},
@@ -273,7 +272,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(pools.pooled(n), free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
     "col2im": Row(halos.folded, empty=False, body=halos.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
-    **{name: Row(recurrent.sequences, free=NONE, empty=False, body=body) for name, body in recurrent.LAYERS.items()},
+    **{name: Row(layers.sequences, free=NONE, empty=False, body=body) for name, body in layers.LAYERS.items()},
     "gather": Row(lookups.gather, body=gather_scatter.gather, weighs=True),
     **{
         name: Row(lookups.scatter, body=gather_scatter.setting(getattr(torch, name)), sets=name != "scatter_reduce")
@@ -422,7 +421,7 @@ _DROPPING_ONES: Final = ("view", "reshape", "flatten", "ravel", "squeeze")
 #: functions, or names, that have a composite for some arguments only
 _BY_ARGUMENT: Final = frozenset(
     (*_EMBEDDINGS, *_BAGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")
-    + (*_DROPPING_ONES, *recurrent.LAYERS)
+    + (*_DROPPING_ONES, *layers.LAYERS)
 )
 
 
@@ -445,8 +444,8 @@ def has_composite(func: Any) -> bool:
 def is_ragged(func: Any, tensors: int, args: tuple[Any, ...] = ()) -> bool:
     """Whether a call gives a Python value, or its shape depends on values; ``tensors`` is the number of its tensors."""
     name = name_of(func)
-    if name in recurrent.LAYERS:
-        return recurrent.is_packed(args)
+    if name in layers.LAYERS:
+        return layers.is_packed(args)
     return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1)
 
 

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from fspmd.ops.traits import name_of
 from fspmd.rules.composites import sums_of_groups
-from fspmd.rules.cross_entropy import labelled, labelled_on_blocks, of_labels, ratio
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.global_call import notation
 from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
@@ -17,6 +16,7 @@ from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, free
 from fspmd.rules.reductions import over
+from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
 from fspmd.rules.spectra import gathered_along
 from fspmd.rules.table import Row, has_composite
 from fspmd.rules.table import row_of as row_of_torch

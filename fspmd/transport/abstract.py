@@ -13,7 +13,7 @@ from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant
 from fspmd.transport.call import Layout, Options, Transport
-from fspmd.transport.neutral import neutral_like
+from fspmd.transport.carriers import neutral_like
 from fspmd.transport.pending import Pending
 
 Axes = tuple[str, ...]

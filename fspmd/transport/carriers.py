@@ -120,3 +120,13 @@ def moves_bits(kernel: Callable[..., Pending]) -> Callable[..., Pending]:
         return Pending(kernel(self, x.view(bits), mesh, axes, o), (), lambda moved: moved.wait().view(dtype))
 
     return wrapped
+
+
+def nothing(x: Tensor) -> complex:
+    """Return the negative zero of the dtype of ``x``."""
+    return complex(-0.0, -0.0) if x.is_complex() else -0.0
+
+
+def neutral_like(x: Tensor) -> Tensor:
+    """Return a tensor of negative zeros like ``x``."""
+    return torch.full_like(x, nothing(x))

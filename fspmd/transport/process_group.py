@@ -16,9 +16,8 @@ from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
-from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits
+from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits, neutral_like, nothing
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
-from fspmd.transport.neutral import neutral_like, nothing
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import flow, is_idle
 

@@ -11,10 +11,9 @@ from torch import Tensor
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, outside_transforms
 from fspmd.transport.call import Layout, Options, Transport
-from fspmd.transport.carriers import Reshape, carried, moves_bits
+from fspmd.transport.carriers import Reshape, carried, moves_bits, neutral_like
 from fspmd.transport.frame import Frame, frame, groups, spread, union
 from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
-from fspmd.transport.neutral import neutral_like
 from fspmd.transport.pending import Pending
 from fspmd.transport.windows import coordinates, parts
 

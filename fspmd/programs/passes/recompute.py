@@ -170,9 +170,7 @@ class _Recomputation:
             call = node.meta["call"]
             is_pure = bool(node.meta["waits"]) and (not moves(call.pair.kernel) or self.collectives)
         else:
-            is_pure = node.target in PARTS or (
-                is_aten(node) and facts_of(node.target).is_pure(node.args, node.kwargs)
-            )
+            is_pure = node.target in PARTS or (is_aten(node) and facts_of(node.target).is_pure(node.args, node.kwargs))
         return (
             is_pure
             and not self.memory.is_written(node, node)
