@@ -188,7 +188,7 @@ def main() -> None:
         runner = Runner(unpacked(options.wheels, Path(packages)))
         asked = runner.run(120, "-c", _ASK)
         if not asked.ok:
-            sys.exit(f"{told(asked)}\nput the wheel of what is missing into {options.wheels}, as README.md says")
+            sys.exit(f"{told(asked)}\nput the wheel of what is missing into {options.wheels}, as docs/gpu.md says")
         versions = asked.output.strip().splitlines()[-1]
         if options.device == "cuda" and versions.endswith("no GPU"):
             sys.exit(
