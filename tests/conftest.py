@@ -1,8 +1,12 @@
 """What holds for all tests."""
 
 import gc
+from collections import defaultdict
+from zlib import crc32
 
+import pytest
 import torch
+from full import FULL
 
 # each worker has a core: two threads that wait for each other make a call on a few elements cost milliseconds
 torch.set_num_threads(1)
@@ -12,3 +16,18 @@ def pytest_collection_finish() -> None:
     """No collection walks again what was imported: hundreds of thousands of objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked ``one_of(n)`` one case in n runs, and at least one. The names of the cases choose."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not FULL and item.get_closest_marker("one_of"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left: set[pytest.Item] = set()
+    for those in cases.values():
+        (n,) = those[0].get_closest_marker("one_of").args  # type: ignore[union-attr]
+        those.sort(key=lambda item: crc32(item.name.encode()))
+        left.update(those[-(-len(those) // n) :])
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]

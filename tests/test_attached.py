@@ -195,6 +195,7 @@ WAYS: dict[str, Callable[[nn.Module, Any, Any], Any]] = {
 CASES = [(kind, way) for kind in CHECKPOINTS for way in WAYS if "jit" not in way or "reentrant" in kind]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_checkpoints_within_forward(kind: str, way: str) -> None:
     value, gradients = EXPECTED.setdefault(kind, expected_of(kind))
@@ -345,6 +346,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("name", CONVERSIONS)
 def test_an_attached_module_is_converted(name: str, shape: tuple[int, ...]) -> None:

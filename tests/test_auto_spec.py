@@ -147,6 +147,7 @@ PROGRAMS: list[tuple[Any, tuple[Any, ...]]] = [
 ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("f", "args"), PROGRAMS)
 @pytest.mark.usefixtures("slow", "counted")
 def test_no_combination_of_ways_is_cheaper(f: Any, args: tuple[Any, ...]) -> None:
@@ -176,6 +177,7 @@ def test_both_solvers_find_a_plan_of_the_same_time() -> None:
     assert found[1].time == pytest.approx(found[0].time, rel=1e-6)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize(("f", "args"), PROGRAMS)
 def test_what_is_left_out_on_the_way_is_no_better(f: Any, args: tuple[Any, ...]) -> None:
@@ -321,6 +323,7 @@ def _filled(x: torch.Tensor) -> torch.Tensor:
     return torch.randint(0, 48, x.shape) if x.dtype == torch.long else torch.randn(x.shape, dtype=torch.float64)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize(("f", "args"), WHOLE)
@@ -445,6 +448,7 @@ def test_runners_up_under_a_limit(f: Any, args: tuple[Any, ...], sizes: tuple[in
         assert max(one.peak or 0 for one in every) <= limit
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("sizes", [(4,), (2, 3)] if FULL else [(2, 3)])
 @pytest.mark.parametrize(
@@ -722,6 +726,7 @@ NESTED: list[Any] = [
 ]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("mesh", [LINE, GRID, make_mesh((3, 2), ("x", "y"))])
 @pytest.mark.parametrize("nested", range(len(NESTED)))
@@ -874,7 +879,7 @@ def test_runners_up_of_layers_that_repeat_take_what_is_predicted() -> None:
 @pytest.mark.parametrize("mesh", [LINE, GRID] if FULL else [LINE])
 def test_some_layers_are_sharded_where_not_all_need_to_be(mesh: Mesh) -> None:
     """Beside the free plan for the first layers and that of the least memory for the others."""
-    leaves, treedef = optree.tree_flatten(([_weights(32) for _ in range(8)], meta(4, 8, 32)))
+    leaves, treedef = optree.tree_flatten(([_weights(32) for _ in range(8 if FULL else 4)], meta(4, 8, 32)))
     program = record(value_and_grad(_layers), mesh, leaves, treedef)
 
     def best(limit: float | None, fixed: dict[int, P]) -> tuple[Any, dict[int, P]]:

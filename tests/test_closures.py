@@ -103,6 +103,7 @@ def _sharded(program: Any, mesh: Mesh, spec: P, names: set[str] | None, checked:
     return out
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(("mesh", "spec", "names"), LAYOUTS)

@@ -91,6 +91,7 @@ EVERY = list(itertools.product(TOPOLOGIES, [(4,), (2, 2), (2, 3), (4, 2)], [(12,
 SOME = EVERY if FULL else EVERY[::5]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("figures", "sizes", "shape"), SOME)
 def test_no_detour_is_cheaper(figures: str, sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """Of all layouts a, b, c of a matrix: going from a to c costs at most what going by way of b does."""

@@ -104,6 +104,7 @@ def _run(f: Function, made: Function, lay: Function) -> tuple[Any, int]:
         return f(*args), seen.bytes - before
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", STEPS)
 def test_peak(name: str) -> None:
     """A replay needs no more memory than the function itself, and less with donated arguments."""

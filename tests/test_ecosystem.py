@@ -65,6 +65,7 @@ EINOPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", EINOPS)
 def test_einops_on_global_tensors(name: str) -> None:
     """Values and gradients, on uneven blocks too, eager and recorded."""

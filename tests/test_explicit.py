@@ -300,6 +300,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_raises_just_where_something_is_communicated(name: str, mesh: Any) -> None:

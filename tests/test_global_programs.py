@@ -87,9 +87,9 @@ def check_seeds(seeds: Iterable[int], ranks: int | None = None, through: Callabl
                 raise
 
 
-@pytest.mark.parametrize("seed", range(0, 2000 if FULL else 60, 20))
+@pytest.mark.parametrize("seed", range(0, 2000 if FULL else 30, 10))
 def test_a_chain_of_calls_means_what_it_means_on_whole_tensors(seed: int) -> None:
-    check_seeds(range(seed, seed + 20))
+    check_seeds(range(seed, seed + 10))
 
 
 def check_blocks_without_rows_computed_again() -> None:
@@ -152,7 +152,7 @@ def test_and_on_processes(ranks: int) -> None:
     is empty on some ranks, and no longer in use on any.
     """
     with Processes(ranks) as pool:
-        for seed in range(0, 2000, 40) if FULL else [0, 630]:
+        for seed in range(0, 2000, 40) if FULL else [630]:
             pool.run(check_seeds, range(seed, seed + 40), ranks, seconds=120)
         pool.run(check_seeds, [70187, 70710], ranks, seconds=60)
         if ranks == 4:

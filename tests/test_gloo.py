@@ -294,7 +294,7 @@ def test_leaves_of_a_tree_are_global(four: Processes) -> None:
 
 
 def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:
-    cases = some_placements(2000 if FULL else 200)
+    cases = some_placements(2000 if FULL else 60)
     failures = []
     for start in range(0, len(cases), _CHUNK):
         part = cases[start : start + _CHUNK]

@@ -64,6 +64,7 @@ def check(
         torch.testing.assert_close(device_get(one), second, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_values_and_gradients_twice(sizes: tuple[int, ...], form: str) -> None:

@@ -125,6 +125,7 @@ def last(name: str, shape: tuple[int, ...]) -> P:
 SPECS: dict[str, Any] = {"whole": P(), "rows": P("x"), "columns": last}
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("make", [Known, Written])
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])

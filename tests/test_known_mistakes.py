@@ -36,6 +36,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("name", LOSSES)
@@ -76,6 +77,7 @@ def _classes(rows: int, classes: int) -> Tensor:
     return found
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -93,6 +95,7 @@ def test_cross_entropy(mesh: fspmd.Mesh, shape: tuple[int, int], reduction: str,
 LABELS = torch.tensor([[0, 2, -1], [1, -1, 0], [-1, 0, 0], [2, 1, 0], [0, -1, 1]])
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("rows", [5, 1, None])
 def test_multilabel_margin_loss(reduction: str, rows: int | None) -> None:
@@ -190,6 +193,7 @@ SPACES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("name", SPACES)
 def test_spaces(name: str, mesh: fspmd.Mesh) -> None:

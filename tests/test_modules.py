@@ -352,6 +352,7 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_modules_of_torch(mesh: str, name: str) -> None:

@@ -106,12 +106,14 @@ def check_layouts(f: Callable[[Any], Any], mesh: Mesh, specs: list[P]) -> None:
             torch.testing.assert_close(device_get(out), want, rtol=1e-12, atol=1e-12, msg=lambda m, s=spec: f"{s}: {m}")
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_do_not_depend_on_the_layout(name: str, mesh: Mesh) -> None:
     check_layouts(CASES[name], mesh, layouts(mesh, 2)[:: 7 if mesh is CUBE else 1])
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place(name: str, mesh: Mesh) -> None:
@@ -121,6 +123,7 @@ def test_in_place(name: str, mesh: Mesh) -> None:
     assert IN_PLACE[name](x) is x
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", [name for name in CASES if "dropout" in name or "rrelu" in name or "gumbel" in name])
 def test_gradients(name: str) -> None:
     """Beside a function of plain tensors that draws the same numbers: what one rank does."""

@@ -60,6 +60,7 @@ def check(layer: Any, mesh: Any, batch: int, first: bool, spec: P, weights: P, a
         torch.testing.assert_close(device_get(leaf.grad), grad)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("sizes", [(3,), (2, 2)], ids=str)
 def test_layers(sizes: tuple[int, ...], layer: Any) -> None:

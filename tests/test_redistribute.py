@@ -70,7 +70,7 @@ def check_blocks(found: Sharded, x: Tensor) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_any_layout_to_any_other(mesh: Mesh, shape: tuple[int, ...]) -> None:
     x, weight = value(shape), value(shape) + 2
-    for source, target in pairs(mesh, shape, 1 if FULL else (1, 3, 3, 211)[MESHES.index(mesh)]):
+    for source, target in pairs(mesh, shape, 1 if FULL else (3, 7, 7, 499)[MESHES.index(mesh)]):
         leaf = x.clone().requires_grad_()
         found = moved(leaf, source, target, mesh)
         check_blocks(found, x)

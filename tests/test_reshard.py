@@ -71,6 +71,7 @@ def ways(before: Mesh, after: Mesh, ndim: int, every: int, first: int = 0) -> li
     return list(itertools.product(layouts(before, ndim), layouts(after, ndim)))[first::every]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("shape", [(12, 12), (5, 7), (1, 4), (0, 6)])
 @pytest.mark.parametrize("name", MESHES)
 def test_from_mesh_to_mesh(name: str, shape: tuple[int, ...]) -> None:

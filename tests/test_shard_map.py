@@ -193,6 +193,7 @@ def settings(check_vma: bool) -> list[tuple[str, tuple[int, int, int], str]]:
     return list(itertools.product(names, SIZES, GIVEN))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_values_and_gradients_are_those_of_torch(mesh: str, check_vma: bool) -> None:

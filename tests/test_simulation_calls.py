@@ -156,6 +156,7 @@ def agree_where_derived(run: Callable[..., Any], blocks: Any) -> None:
     agree(in_body(run, blocks), expected)
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", twice(SMOOTH))
 def test_gradients_twice(name: str) -> None:
     f, kinds = CALLS[name]
@@ -164,6 +165,7 @@ def test_gradients_twice(name: str) -> None:
     agree_where_derived(run, blocks)
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_gradients_by_transform(name: str) -> None:
     f, kinds = CALLS[name]
@@ -172,6 +174,7 @@ def test_gradients_by_transform(name: str) -> None:
     agree_where_derived(run, blocks)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", twice(SMOOTH_UNEVEN))
 def test_gradients_of_uneven_blocks(name: str) -> None:
     f, kinds = UNEVEN_CALLS[name]
@@ -180,6 +183,7 @@ def test_gradients_of_uneven_blocks(name: str) -> None:
     agree_where_derived(run, blocks)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", SMOOTH_UNEVEN)
 def test_gradients_of_uneven_blocks_by_transform(name: str) -> None:
     f, kinds = UNEVEN_CALLS[name]

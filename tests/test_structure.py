@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from graphlib import TopologicalSorter
 from itertools import pairwise
@@ -12,10 +13,15 @@ PACKAGE = Path(__file__).parents[1] / "fspmd"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def _imports(path: Path, modules: set[str]) -> set[str]:
     """The modules of the package a file names in imports, those inside functions too."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -24,6 +30,7 @@ def _imports(path: Path, modules: set[str]) -> set[str]:
     return names & modules
 
 
+@functools.cache
 def _graph() -> dict[str, set[str]]:
     """The modules of the package, each with those it imports."""
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -94,7 +101,7 @@ def _torch_names(path: Path) -> set[str]:
     """The dotted names of a file that begin with torch, and those it imports from torch."""
     found: set[str] = set()
     heads: dict[str, str] = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             heads |= {alias.asname: alias.name for alias in node.names if alias.asname}
             found |= {alias.name for alias in node.names}
@@ -127,7 +134,7 @@ def test_private_names_of_torch_are_told_what_they_give() -> None:
 def test_no_two_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name.strip("_"), []).append(str(path.relative_to(PACKAGE)))
     assert len(homes) > 200

@@ -104,6 +104,7 @@ def _check(name: str, found: list[Tensor]) -> None:
     torch.testing.assert_close(found, [x.detach() for x in tree_leaves(CALLS[name](X, W))], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_values_given_and_closed_over(name: str) -> None:
     for specs in SPECS:

@@ -67,6 +67,7 @@ def check(name: str, case: Case) -> None:
     close(found(at, mesh_of(at.mesh), case), judge, (name, case))
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("step", ["", *STEPS])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_transform_wherever_it_may_run(name: str, step: str) -> None:
@@ -74,6 +75,7 @@ def test_each_transform_wherever_it_may_run(name: str, step: str) -> None:
         check(name, (where, (step,) if step else (), kind, checked))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_transforms_of_transforms(name: str) -> None:
     """All pairs and a sample of threes, each somewhere."""

@@ -116,6 +116,7 @@ WAYS: dict[str, Callable[[Any, Any], tuple[Callable[..., Any], Any]]] = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("in_dims", "out_dims"), DIMS)
 def test_vmap_is_a_loop(in_dims: Any, out_dims: Any, way: str) -> None:
