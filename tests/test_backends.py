@@ -177,6 +177,21 @@ def test_attention_draws_with_dropout(name: str, before: tuple[Any, ...]) -> Non
     assert facts.is_pure((*operands, *before, 0.0), {})
 
 
+def test_a_function_of_another_library_may_always_draw() -> None:
+    """Torch leaves out arguments that equal their default, and the default of theirs need not be 0."""
+    with torch.library._scoped_library("drawing", "DEF") as library:
+        tags = (torch.Tag.nondeterministic_seeded,)
+        library.define("noisy(Tensor x, float dropout_p=0.5) -> Tensor", tags=tags)
+        library.impl("noisy", lambda x, dropout_p=0.5: x * (torch.rand(x.shape) > dropout_p), "CPU")
+        library.impl("noisy", lambda x, dropout_p=0.5: torch.empty_like(x), "Meta")
+        x = torch.ones(64, requires_grad=True)
+        recorded = jit(lambda x: (torch.ops.drawing.noisy(torch.ones_like(x), 0.5) * x**3).sum())
+        first = torch.autograd.grad(recorded(x), x, create_graph=True)[0]
+        second = torch.autograd.grad(first.sum(), x)[0]
+        assert torch.equal(first / 3, second / 6)
+        assert 0 < first.count_nonzero() < 64
+
+
 def test_donated_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     _interpreted(monkeypatch)
     for backend in ("inductor", _interpreting):

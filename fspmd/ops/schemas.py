@@ -20,7 +20,7 @@ class OpFacts:
 
     Attributes:
         asks: ``"value"`` or ``"sizes"``: the op gives Python such numbers of a tensor. Otherwise ``""``.
-        dropout: The place of ``dropout_p`` among the arguments, or None; `draws` answers for one call.
+        dropout: The place of ``dropout_p`` among the arguments, or None. Only aten ops promise to draw nothing without.
         dynamic_shape: The shape of the result may depend on values; `shape_of_values` answers for one call.
         elementwise: It takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
         gives_values: It gives Python values of a tensor.
@@ -62,7 +62,7 @@ class OpFacts:
         written = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
         self.writes: list[tuple[int, str]] = [(i, arg.name) for i, arg in written]
         self.resizes: bool = name in _RESIZES or any(arg.kwarg_only for _, arg in written)
-        names = [arg.name for arg in schema.arguments]
+        names = [arg.name for arg in schema.arguments] if func.namespace == "aten" else []
         self.dropout: int | None = names.index("dropout_p") if "dropout_p" in names else None
         self.view: bool = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
