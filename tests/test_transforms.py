@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -85,6 +86,31 @@ def test_transforms_of_transforms(name: str) -> None:
     for i, chain in enumerate([*pairs, *threes]):
         where, kind, checked = PLACES[i // len(STEPS) ** 2] if FULL and i < len(pairs) else rng.choice(PLACES)
         check(name, (where, chain, kind, checked))
+
+
+def _derived(api: Any, chain: tuple[str, ...], dim: int, x: Any) -> Any:
+    """A derivative of a function of matrices, with one `vmap` over a dim of ``x`` somewhere in the chain."""
+
+    def f(v: Any) -> Any:
+        return v.sin() * (v.t() if v.dim() == 2 else v)
+
+    for step in chain:
+        if step == "jvp":
+            f = functools.partial(lambda f, v: api.jvp(f, (v,), (v.cos(),))[1], f)
+        else:
+            f = api.vmap(f, in_dims=dim) if step == "vmap" else api.grad(functools.partial(lambda f, v: f(v).sum(), f))
+    return f(x)
+
+
+MAPPED = [chain for chain in itertools.product(("jvp", "vmap", "grad"), repeat=3) if chain.count("vmap") == 1]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("chain", MAPPED, ids="-".join)
+def test_derivatives_of_mapped_derivatives_on_uneven_blocks(chain: tuple[str, ...], dim: int) -> None:
+    x = torch.linspace(-1, 2, 5 * 5 * 5, dtype=F64).view(5, 5, 5)
+    given = device_put(x, P(*("x" if d == (dim + 1) % 3 else None for d in range(3))), mesh=MESH)
+    torch.testing.assert_close(device_get(_derived(fspmd, chain, dim, given)), _derived(func, chain, dim, x))
 
 
 def _on_processes(cases: list[tuple[str, Case]]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from fspmd.autodiff.leaves import (
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import described
+from fspmd.torch_internals import is_batched, is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import LocalTensor
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import unwrapped
@@ -67,7 +68,7 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
     labels = leaf_paths(primals, "primals", none_is_leaf=False)
     check_leaves(leaves, lambda: list(zip(leaves, labels, strict=True)), "jvp")
     blocks = list(map(local_of, leaves))
-    locals_ = list(map(_laid_as, tangents_of(given, leaves, labels, "jvp"), blocks))
+    duals = list(map(_laid_alike, blocks, tangents_of(given, leaves, labels, "jvp")))
     outs: list[Any] = []
     out_tree: Any = None
 
@@ -80,14 +81,28 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
         return tuple(map(local_of, outs))
 
     with DIFFERENTIATING:
-        outputs: Any = torch.func.jvp(flat, tuple(blocks), tuple(locals_))
+        outputs: Any = torch.func.jvp(flat, tuple(x for x, _ in duals), tuple(t for _, t in duals))
     value, tangent = (out_tree.unflatten(rewrapped(outs, values)) for values in outputs)
     return value, tangent
 
 
-def _laid_as(tangent: Tensor, primal: Tensor) -> Tensor:
-    """The tangent of uneven blocks of the global view, with the strides of each block. Otherwise torch sees to them."""
+def _laid_alike(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    """The blocks of a primal and of its tangent with equal strides. Torch sees to them unless blocks are uneven."""
     block = unwrapped(primal)
     if type(block) is not LocalTensor or not block.uneven or state.body is not None:
-        return tangent
-    return torch.empty_like(primal).copy_(tangent)
+        return primal, tangent
+    if _is_mapped(primal):  # the copy below would write into a view, which an outer jvp cannot follow
+        return primal.clone(memory_format=_PACKED), tangent.clone(memory_format=_PACKED)
+    return primal, torch.empty_like(primal).copy_(tangent)
+
+
+_PACKED: Final = torch.contiguous_format
+
+
+def _is_mapped(x: Tensor) -> bool:
+    """Whether `vmap` maps a value at some level."""
+    while is_wrapped(x):
+        if is_batched(x):
+            return True
+        x = wrapped_by(x)
+    return False
