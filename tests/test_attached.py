@@ -477,6 +477,7 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_attached_parameters_are_parameters(name: str) -> None:
     """Torch's own tools exchange and tie them; a checkpoint computes again with what is there then."""

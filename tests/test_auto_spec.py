@@ -424,6 +424,7 @@ def _rounds(w: Any, x: Any) -> Any:
     return x.sum()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("sizes", [(4,), (2, 3)] if FULL else [(2, 3)])
 @pytest.mark.parametrize(
     ("f", "args"),
@@ -787,6 +788,7 @@ def test_a_program_without_tensors_has_one_plan(solver: str) -> None:
     assert (found.time, found.memory, found.alternatives) == (0.0, 0, ())
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "f",
     [
@@ -950,6 +952,7 @@ BESIDE_PLAIN: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", BESIDE_PLAIN)
 def test_tensors_that_are_no_arguments_stand_beside_values_without_data(name: str) -> None:
     def loss(x: Any) -> Any:
@@ -976,6 +979,7 @@ WRITES: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("fixed", [P(), P("x"), P(None, "x")])
 def test_what_is_written_is_read_where_it_was_written(name: str, fixed: P) -> None:

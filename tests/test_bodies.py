@@ -246,6 +246,7 @@ def _on_processes(sizes: tuple[int, ...]) -> None:
         check_case(name, case, mesh, 2)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_on_processes(sizes: tuple[int, ...]) -> None:
     with Processes(4) as pool:

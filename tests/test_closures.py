@@ -198,6 +198,7 @@ def _on_processes(checked: bool) -> list[Any]:
     return found
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("checked", [True, False])
 def test_on_processes(checked: bool) -> None:
     expected = []

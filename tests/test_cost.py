@@ -129,6 +129,7 @@ CUBES = [
 TRIED = CUBES if FULL else [*CUBES[3::12], CUBES[23]]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("figures", "sizes", "shape"), TRIED)
 def test_routes_on_three_axes_are_the_quickest_of_all(
     figures: str, sizes: tuple[int, ...], shape: tuple[int, ...]
@@ -161,6 +162,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("sizes", [(4,), (2, 3), (1, 3)])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_strategy_that_is_taken_is_the_first_of_the_cheapest(name: str, sizes: tuple[int, ...]) -> None:

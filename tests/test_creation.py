@@ -56,6 +56,7 @@ def check_blocks(made: Sharded, whole: Tensor) -> None:
         assert block.untyped_storage().nbytes() == block.numel() * block.element_size()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_values_are_those_of_torch(name: str, mesh: fspmd.Mesh) -> None:
@@ -65,6 +66,7 @@ def test_values_are_those_of_torch(name: str, mesh: fspmd.Mesh) -> None:
             check_blocks(getattr(fspmd, name)(*SAME[name], spec=spec, mesh=mesh, dtype=dtype), whole)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("bounds", COUNTED, ids=str)
 def test_arange(bounds: tuple[Any, ...]) -> None:
     for mesh in MESHES:

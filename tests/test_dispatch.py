@@ -156,6 +156,7 @@ def _on_processes(sizes: tuple[int, ...]) -> None:
         check_case(name, case, mesh, 2)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_on_processes(sizes: tuple[int, ...]) -> None:
     with Processes(4) as pool:
@@ -322,6 +323,7 @@ def test_an_augmented_assignment_writes_into_what_other_names_hold(mesh: Mesh, s
 ACTIVATIONS = "relu elu leaky_relu selu celu hardtanh relu6 silu mish hardswish hardsigmoid threshold"
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", ACTIVATIONS.split())
 def test_an_activation_in_place(name: str) -> None:
     given = {"threshold": (0.1, 2.0)}.get(name, ())
@@ -619,6 +621,7 @@ def test_views_of_bits_and_rows_made_short(spec: P) -> None:
 PLACES = [torch.tensor([[1, 2, 2], [0, 4, 2], [0, 0, 1]]), torch.tensor(3), torch.zeros(0, dtype=torch.int64)]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("padding", [None, 2, -5])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("y", "x"), P(reduced={"x"}), P()], ids=repr)
 def test_gradients_of_rows_by_how_often_they_are_looked_up(spec: P, padding: int | None) -> None:
@@ -772,6 +775,7 @@ FOLLOWED: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mesh", [LINE, WIDE], ids=str)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_results_are_followed_where_those_of_torch_are(name: str, mesh: Mesh) -> None:

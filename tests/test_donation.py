@@ -127,6 +127,7 @@ def test_peak(name: str) -> None:
         assert donated <= whole < plain / 4
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("lay", [lambda x: x, _sharded], ids=["plain", "sharded"])
 def test_peak_of_gradients_that_are_asked_for_outside(lay: Function) -> None:
     """What backward needs is let go of after its last use there, unless the graph is retained."""
@@ -323,6 +324,7 @@ def check_on_processes(mesh: fspmd.Mesh) -> None:
             device_get(given)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("seed", range(400 if FULL else 10))
 def test_chains_of_torch_calls_on_donated_values(seed: int) -> None:
     written = program(seed)

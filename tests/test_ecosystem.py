@@ -84,6 +84,7 @@ def test_einops_on_global_tensors(name: str) -> None:
             torch.testing.assert_close(device_get(gradient), expected)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", EINOPS)
 def test_einops_in_bodies(name: str) -> None:
     """Of each rank's blocks, joined along the first dim of what it gives."""

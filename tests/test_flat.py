@@ -78,6 +78,7 @@ def products(mesh: Mesh) -> list[tuple[tuple[int, Any], ...]]:
     return found
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=repr)
 def test_a_block_is_that_of_all_factors_flattened(mesh: Mesh) -> None:
     known: dict[Any, TensorSpec] = {}
@@ -120,6 +121,7 @@ def test_what_is_no_layout() -> None:
         x.spec.offset((0,))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=repr)
 def test_to_any_layout_and_back(mesh: Mesh) -> None:
     """Values, and gradients, which come back in the layout of the leaf."""
@@ -268,6 +270,7 @@ def test_a_mean_loss_only_waits_for_its_sum() -> None:
     assert (loss.spec.partition, x.grad.spec) == (P(unreduced={"x"}), x.spec)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=repr)
 def test_random_numbers_are_those_of_any_layout(mesh: Mesh) -> None:
     for factors in products(mesh)[::3]:

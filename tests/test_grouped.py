@@ -73,6 +73,7 @@ def test_values_and_gradients_twice(sizes: tuple[int, ...], form: str) -> None:
         check(form, mesh, OFFSETS[n % len(OFFSETS)], specs, P("x") if n % 2 else P())
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("ends", OFFSETS, ids=str)
 def test_rows_and_groups_cut_move_nothing(ends: list[int]) -> None:
     mesh = make_mesh((2, 3), ("x", "y"), transport="simulation")

@@ -93,6 +93,7 @@ def begin_late(name: str, check_vma: bool) -> list[str]:
     return events
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", STARTED)
 def test_nothing_waits_before_wait_forward_or_backward(pool: Processes, name: str, check_vma: bool) -> None:

@@ -128,6 +128,7 @@ ONES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", ONES)
 def test_viewing_away_a_cut_dim_of_one_moves_nothing(name: str) -> None:
     plain = torch.randn(4, 1, 6, dtype=F64)

@@ -219,6 +219,7 @@ def test_random_values_have_the_constructor_s_distribution() -> None:
     torch.testing.assert_close(x["orthogonal"].T @ x["orthogonal"], torch.eye(6), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
 def test_random_values_do_not_depend_on_the_layout(mesh: Mesh) -> None:
     first = drawn(LINE, P())

@@ -45,6 +45,7 @@ def test_mean_losses(name: str, mesh: fspmd.Mesh, shape: tuple[int, int]) -> Non
     check_case(name, (lambda x, y: loss(x, y) + 0 * y.sum(), (shape, shape)), mesh, 12)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("loss", [F.l1_loss, F.mse_loss, F.huber_loss], ids=lambda f: f.__name__)
 def test_weighted_losses(loss: Callable[..., Any], reduction: str) -> None:
@@ -108,6 +109,7 @@ def test_multilabel_margin_loss(reduction: str, rows: int | None) -> None:
     check_case("multilabel", (loss, (tuple(target.shape),)), GRID, 12)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("order", [0.5, 1, 2, 3, math.inf])

@@ -512,6 +512,7 @@ def test_chains_compiled_ahead(seed: int) -> None:
     chains.check_seeds(range(seed, seed + 5), None, compiled)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("seed", [51, 128, 263, 416])  # a leaf that is settled for one function and used by another
 def test_a_function_that_runs_again_for_gradients_of_gradients_gives_results_as_recorded(seed: int) -> None:
     chains.check_seeds([seed], None, compiled)

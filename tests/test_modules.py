@@ -114,6 +114,7 @@ LAYOUTS: dict[str, Callable[[Tensor], P]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", MESHES)

@@ -368,6 +368,7 @@ def _homes(size: int) -> torch.Tensor:
     return torch.arange(size) // max(1, -(-size // 4))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moves(name: str) -> None:
     """No rank sends, or receives, more than so many elements, in any of the collectives of the forward pass."""
@@ -442,6 +443,7 @@ def _on_processes(sizes: tuple[int, ...]) -> None:
         check_case(name, case, mesh, 1)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_on_processes(sizes: tuple[int, ...]) -> None:
     with Processes(4) as pool:

@@ -48,6 +48,7 @@ def test_calls_that_are_written_otherwise(name: str) -> None:
     assert report.status in ("clean", "no samples"), report.notes
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", sorted(DRAWS & ops().keys()))
 def test_a_first_call_draws_no_more_than_the_next(name: str) -> None:
     op, mesh = ops()[name], make_mesh((4,), ("x",))
@@ -74,6 +75,7 @@ def _on_processes(names: list[str], mesh: str) -> list[str]:
     return [f"{report.name}: {report.notes}" for report in reports if report.status != "clean"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("count", "meshes"), [(4, ("line", "grid")), (6, ("six", "wide"))])
 def test_on_processes(count: int, meshes: tuple[str, str]) -> None:
     chosen = [name for name in ops() if name not in REFUSED][count * 3 :: 47 if FULL else 141]

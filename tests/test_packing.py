@@ -119,6 +119,7 @@ def run_case(name: str) -> list[Any]:
     return seen
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", CASES)
 def test_leaves_of_one_dtype_travel_together(pool: Processes, name: str) -> None:
     *_, forward, backward = CASES[name]

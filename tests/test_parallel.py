@@ -479,6 +479,7 @@ def test_values_of_one_rank(mesh: Mesh) -> None:
     check_one_rank(mesh, 0)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_on_processes(sizes: tuple[int, ...]) -> None:
     with Processes(4) as pool:

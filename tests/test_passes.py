@@ -331,6 +331,7 @@ _MODEL_CALLS: dict[str, Function] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", _MODEL_CALLS)
 def test_model_code_is_the_same_on_all_ranks(name: str) -> None:
     """So that passes may change its collectives: what ranks index, mask and count is no way of their own."""

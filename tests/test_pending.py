@@ -134,6 +134,7 @@ def test_in_a_body(name: str) -> None:
 MIXED = ("tril", "unfold", "zero pad", "reflect", "average pool", "bilinear", "x[rows]", "index_select", "rot90")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("spec", [P("y", unreduced={"x"}), P(None, "y", unreduced={"x"})], ids=["rows", "columns"])
 def test_where_dims_are_cut_over_other_axes(name: str, spec: P) -> None:

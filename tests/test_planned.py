@@ -26,6 +26,7 @@ from fspmd import (
 AXES = {(4,): ("tp",), (2, 3): ("data", "tp"), (2, 2, 2): ("data", "pod", "tp")}
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("case", ["mlp", "block"])
 @pytest.mark.parametrize("shape", AXES)
 def test_a_module_on_the_meta_device_is_planned(shape: tuple[int, ...], case: str) -> None:

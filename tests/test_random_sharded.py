@@ -359,6 +359,7 @@ def test_noise_in_functions_that_become_graphs(spec: P) -> None:
 NO_TANGENTS = ("binomial", "gamma", "dirichlet")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", [name for name in (*CASES, *IN_PLACE) if name not in NO_TANGENTS])
 def test_transforms_see_the_numbers_that_are_drawn_outside_of_them(name: str) -> None:
     """Of even blocks, each of which a transform would wrap."""
@@ -381,6 +382,7 @@ def tensors(out: Any) -> list[Any]:
 NOT_MAPPED = {"binomial", "gamma", "dirichlet", "laplace", "multinomial, counted"}
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_MAPPED])
 def test_mapped_draws_are_those_of_each_element(name: str) -> None:
     """``torch.vmap`` with ``randomness="same"`` beside calls one by one, with fewer rows than ranks, too."""

@@ -171,6 +171,7 @@ SITES = [*(((sizes, names), None) for sizes, names in (((4,), "x"), ((6,), "x"),
 SITES += [*MESHES.values()]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", [(12, 12), (5, 7), (0, 6)])
 @pytest.mark.parametrize(("here", "there"), SITES)
 def test_what_is_explained_is_what_is_recorded(here: Any, there: Any, shape: tuple[int, ...]) -> None:

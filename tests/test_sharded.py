@@ -160,6 +160,7 @@ def test_a_sum_of_pending_sums_is_pending() -> None:
 COMPARISONS = ["eq_", "ne_", "lt_", "le_", "gt_", "ge_"]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_comparisons_in_place(name: str) -> None:
     def f(y: Any) -> Any:

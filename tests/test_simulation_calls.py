@@ -116,6 +116,7 @@ def by_transform(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_applied_to_each_block(name: str) -> None:
     f, kinds = CALLS[name]
@@ -125,6 +126,7 @@ def test_a_call_is_applied_to_each_block(name: str) -> None:
     agree(in_body(f, blocks, check_vma=False), expected)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", UNEVEN_CALLS)
 def test_a_call_is_applied_to_each_uneven_block(name: str) -> None:
     f, kinds = UNEVEN_CALLS[name]

@@ -84,6 +84,7 @@ def test_what_only_moves_keeps_each_bit(name: str) -> None:
             assert bool(same.all()), (specs, found, expected)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex128, torch.int64, torch.bool])
 def test_what_is_picked_of_other_dtypes(dtype: torch.dtype) -> None:
     x = _numbers((5, 3), 3)

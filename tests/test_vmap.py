@@ -199,6 +199,7 @@ BY_SHARED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("batch", [2, 6, 7])
 @pytest.mark.parametrize("entry", [None, "x", ("y", "x")])
 @pytest.mark.parametrize("way", BY_SHARED)
