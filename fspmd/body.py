@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
 from fspmd.errors import AxisError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described, quoted
-from fspmd.torch_internals import EnableTorchFunction
 from fspmd.transport import Transport, transport_of
 from fspmd.transport.frame import UNEVEN
 
@@ -82,7 +80,8 @@ class _State(threading.local):
 
 
 state = _State()
-RUNNING: Final[list[Body | None]] = []  # one entry per running body of any thread; if it is empty, `state` is not read
+#: the running bodies of all threads, by a key of each run; if there is none, `state` is not read
+RUNNING: Final[dict[object, Body | None]] = {}
 
 
 #: the example in an error: the call on a block of rows sharded over x, and the spec of its result
@@ -157,20 +156,3 @@ def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
     if len(set(axes)) < len(axes):
         raise AxisError(f"{what} got the axes {axes}, which repeat an axis; name each axis once")
     return axes
-
-
-@contextmanager
-def within(body: Body | None, tracker: Any) -> Iterator[None]:
-    """Run in a body again, for example to recompute a part of it in backward."""
-    before = state.body, state.tracker
-    RUNNING.append(body)
-    state.body, state.tracker = body, tracker
-    try:
-        if tracker is None:
-            yield
-        else:
-            with EnableTorchFunction(), tracker:  # backward may have started with torch functions disabled
-                yield
-    finally:
-        state.body, state.tracker = before
-        RUNNING.pop()

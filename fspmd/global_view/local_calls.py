@@ -15,7 +15,7 @@ from fspmd.copies import as_copies, share_memory
 from fspmd.global_view.result_types import Kind, Shape
 from fspmd.local_view.entry import typed_entry
 from fspmd.local_view.exit import leave_as
-from fspmd.local_view.modes import again
+from fspmd.local_view.modes import run_in
 from fspmd.local_view.tracking import Tracker, convert
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.local_view.uneven import call_uneven, numbers_frame
@@ -131,8 +131,7 @@ def as_local_call(
                 values[place] = enter(values[place])
         given = dict(zip(kwargs, values[len(args) :], strict=True))
         tracker = _Sharing(body, values)
-        with again(body, tracker):
-            out = bodied.body(site, *values[: len(args)], **given)
+        out = run_in(body, tracker, lambda: bodied.body(site, *values[: len(args)], **given))
         if tracker.kept:
             results_ids = {id(x) for x in tensors_of((out,))}  # a graph that keeps its own result is never freed
             keep([cast for cast in tracker.kept if id(cast) not in results_ids], out, _KEPT)

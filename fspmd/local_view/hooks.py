@@ -30,7 +30,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
-from fspmd.local_view.modes import again, is_active
+from fspmd.local_view.modes import is_active, run_in
 from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
 from fspmd.remembered import forgetting
@@ -183,15 +183,17 @@ def _wrap_backward() -> None:
         bodies: tuple[Body, Body | None] | None = getattr(self, _BODY, None)
         if bodies is None:
             return _completed(original(self, *args), zeros)
+
+        def completed(*args: Any) -> Any:
+            return _completed(original(self, *args), zeros)
+
         if bodies[1] is None:
-            with again(bodies[0], mode_for(*bodies)):
-                return _completed(original(self, *args), zeros)
+            return run_in(bodies[0], mode_for(*bodies), completed, *args)
         types = getattr(self, OUTPUT_TYPES)
         for i, gradient in enumerate(args):
             if gradient is not None:
                 set_variance(gradient, types.get(i, INVARIANT).dual)
-        with again(bodies[0], mode_for(*bodies)):
-            return _completed(original(self, *args), zeros)
+        return run_in(bodies[0], mode_for(*bodies), completed, *args)
 
     BackwardCFunction.apply = apply  # type: ignore[method-assign]
 
@@ -227,7 +229,7 @@ def _wrap_recomputation() -> None:
     def generator(fn: Any, *args_before: Any, **kwargs: Any) -> Any:
         if transforms_active() and (has_recompute_context() or Sharded in map(type, _inputs(args_before))):
             return iter((None,))  # torch.func keeps the tensors that it needs itself, as in `fspmd.checkpoint`
-        body, tracker = state.body, state.tracker  # `again` also runs without a body, for bodies within the function
+        body, tracker = state.body, state.tracker  # `run_in` also runs without a body, for bodies within the function
         types = [get_variance(x) if isinstance(x, torch.Tensor) else None for x in _inputs(args_before)]
         later = recompute_context()
 
@@ -237,8 +239,12 @@ def _wrap_recomputation() -> None:
                     if variance is not None:
                         set_variance(x, variance)
             mode = mode_for(body, None if tracker is None else tracker.body)
-            with again(body, mode), later(), recomputing(), forgetting(casts=False):
-                return fn(*(x.value if type(x) is _KeptArgument else x for x in args), **kw)
+
+            def recomputed() -> Any:
+                with later(), recomputing(), forgetting(casts=False):
+                    return fn(*(x.value if type(x) is _KeptArgument else x for x in args), **kw)
+
+            return run_in(body, mode, recomputed)
 
         run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
         return _forgetting(original(run, *_keep_sharded(args_before), **kwargs))

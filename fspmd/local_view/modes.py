@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -27,6 +26,8 @@ from fspmd.torch_internals import (
     push_function_mode,
 )
 
+R = TypeVar("R")
+
 
 class BodyMode(TorchFunctionMode):
     """The base of modes that see the torch calls of a body."""
@@ -34,58 +35,86 @@ class BodyMode(TorchFunctionMode):
     types_values = False
 
 
-def lift_mode() -> BodyMode | None:
-    """Pop the mode of the enclosing body, if it is the topmost mode, so that only one body sees each call."""
-    count = count_function_modes()
-    if not count or not isinstance(function_mode_at(count - 1), BodyMode):
-        return None
-    mode: BodyMode = pop_function_mode()
-    return mode
-
-
-def put_back(mode: BodyMode) -> None:
-    """Push the mode that `lift_mode` returned."""
-    push_function_mode(mode)
-
-
 class _Stance:
     """The stance of torch's compiler, one for all threads. The first mode sets it, and the last mode resets it."""
 
     lock: Final = threading.Lock()
-    count = 0
+    callbacks: Final[dict[BodyMode, Any]] = {}  # mode -> the callback of Dynamo before it
     before: Any = None
 
 
 _DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
 
 
-def push_mode(mode: BodyMode) -> Any:
-    """Activate a mode, and let compiled functions run uncompiled. Returns the argument of `pop_mode`."""
+def mode_above() -> BodyMode | None:
+    """Return the mode of the enclosing body, if it is the topmost mode. `run_in` lifts it: one body sees each call."""
+    count = count_function_modes()
+    mode = function_mode_at(count - 1) if count else None
+    return mode if isinstance(mode, BodyMode) else None
+
+
+def without_ended_modes() -> int:
+    """Pop modes of bodies, where no body runs, and return the number of modes that are left.
+
+    Torch takes a mode off while it runs a function that is written in Python. If this is interrupted, torch may put the
+    mode back when the traceback is freed, after the body has ended.
+    """
+    while mode_above() is not None:
+        pop_function_mode()
+    left: int = count_function_modes()
+    return left
+
+
+def push_mode(mode: BodyMode) -> None:
+    """Activate a mode, and let compiled functions run uncompiled."""
     push_function_mode(mode)
     if _DYNAMO not in sys.modules:
-        return None
+        return
     with _Stance.lock:
-        callback = eval_frame.set_eval_frame(None)
-        if not _Stance.count:
+        _Stance.callbacks[mode] = eval_frame.get_eval_frame_callback()
+        eval_frame.set_eval_frame(None)
+        if _Stance.before is None:
             _Stance.before = torch.compiler.set_stance("force_eager")
-        _Stance.count += 1
-    return (callback,)
 
 
-def pop_mode(pushed: Any) -> None:
+def pop_mode(mode: BodyMode) -> None:
     """Deactivate the mode that `push_mode` activated."""
     pop_function_mode()
-    if pushed is not None:
-        with _Stance.lock:
-            _Stance.count -= 1
-            if not _Stance.count:
-                _Stance.before.__exit__(None, None, None)
-            eval_frame.set_eval_frame(pushed[0])
+    if _Stance.callbacks:
+        _let_compile(mode)
 
 
-def check_not_compiled(pushed: Any, name: str) -> None:
+def _let_compile(mode: BodyMode) -> None:
+    """Reset what `push_mode` set in torch's compiler. A second call changes nothing."""
+    with _Stance.lock:
+        if mode not in _Stance.callbacks:
+            return
+        eval_frame.set_eval_frame(_Stance.callbacks[mode])
+        if len(_Stance.callbacks) == 1 and _Stance.before is not None:
+            _Stance.before.__exit__(None, None, None)
+            _Stance.before = None
+        del _Stance.callbacks[mode]
+
+
+def restore_modes(depth: int, above: BodyMode | None, mode: BodyMode | None) -> None:
+    """Restore the modes after an exception in a body, which an interrupt may have raised between any two calls.
+
+    Args:
+        depth: The number of modes before the body ran.
+        above: The mode that was lifted.
+        mode: The mode of the body.
+    """
+    while count_function_modes() > depth - (above is not None):
+        pop_function_mode()
+    if above is not None:
+        push_function_mode(above)
+    if mode is not None and _Stance.callbacks:
+        _let_compile(mode)
+
+
+def check_not_compiled(mode: BodyMode, name: str) -> None:
     """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it."""
-    if pushed is None and _DYNAMO in sys.modules and compiled_frames():
+    if _DYNAMO in sys.modules and mode not in _Stance.callbacks and compiled_frames():
         raise ArgumentError(
             f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
             "the function outside of the body, before the body runs"
@@ -107,21 +136,34 @@ def is_active(mode: BodyMode) -> bool:
     return any(function_mode_at(i) is mode for i in range(count_function_modes()))
 
 
-@contextmanager
-def again(body: Body | None, mode: BodyMode | None) -> Iterator[None]:
-    """Enter a body again in backward: its axes are bound, and ``mode`` sees each call once."""
-    before = state.body, state.tracker
-    RUNNING.append(body)
-    state.body, state.tracker = body, mode if mode is not None and mode.types_values else None
-    with EnableTorchFunction():  # backward may have started with torch functions disabled
-        below = lift_mode()
-        pushed = None if mode is None else push_mode(mode)
-        try:
-            yield
-        finally:
+def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R], *args: Any) -> R:
+    """Run a function in a body again, in backward for example: its axes are bound, and ``mode`` sees each call once.
+
+    Python raises an interrupt after a call, and at the start of a function. So what is set is restored in this
+    function, by assignments, and by calls that may be repeated.
+    """
+    outer, outer_tracker, depth, above = state.body, state.tracker, count_function_modes(), mode_above()
+    run = object()
+    try:
+        RUNNING[run] = body
+        state.body, state.tracker = body, mode if mode is not None and mode.types_values else None
+        with EnableTorchFunction():  # backward may have started with torch functions disabled
+            if above is not None:
+                pop_function_mode()
             if mode is not None:
-                pop_mode(pushed)
-            if below is not None:
-                put_back(below)
-            state.body, state.tracker = before
-            RUNNING.pop()
+                push_mode(mode)
+            out = function(*args)
+            if mode is not None:
+                pop_mode(mode)
+            if above is not None:
+                push_function_mode(above)
+        return out
+    except BaseException:
+        try:
+            restore_modes(depth, above, mode)
+        finally:
+            restore_modes(depth, above, mode)
+        raise
+    finally:
+        state.body, state.tracker = outer, outer_tracker
+        RUNNING.pop(run, None)

@@ -9,8 +9,9 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import bound_body, state, within
+from fspmd.body import bound_body, state
 from fspmd.errors import ArgumentError, TreeError
+from fspmd.local_view.modes import run_in
 from fspmd.local_view.python_step import as_step, unaliased
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes import world
@@ -58,11 +59,14 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
     body.mark_uneven()
     run = _simulated if body.mesh.transport == "simulation" else _here
 
+    def on_ranks(leaves: list[Any], seed: int) -> Any:
+        with DisableTorchFunction():
+            return run(fn, leaves, treedef, body.mesh, axes, seed)
+
     def mapped(leaves: list[Any], seed: int) -> Any:
         state.rank_mapped = True
         try:
-            with DisableTorchFunction(), within(None, None):
-                return run(fn, leaves, treedef, body.mesh, axes, seed)
+            return run_in(None, None, on_ranks, leaves, seed)
         finally:
             state.rank_mapped = False
 

@@ -20,17 +20,25 @@ from fspmd.local_view.modes import (
     BodyMode,
     check_not_compiled,
     leave_to_python,
-    lift_mode,
+    mode_above,
     pop_mode,
     push_mode,
-    put_back,
+    restore_modes,
+    without_ended_modes,
 )
 from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.sharded import is_plain
-from fspmd.torch_internals import EnableTorchFunction, is_torch_function_enabled, transforms_active
+from fspmd.torch_internals import (
+    EnableTorchFunction,
+    count_function_modes,
+    is_torch_function_enabled,
+    pop_function_mode,
+    push_function_mode,
+    transforms_active,
+)
 from fspmd.tracing import refuse_traced
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.trees import flatten, flatten_args
@@ -167,29 +175,35 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if not flat:
         args = plan.treedef.unflatten(args)
     called = _by_name(function, len(args) - len(names), names) if names else function
-    RUNNING.append(body)
-    state.body = body
     mode: BodyMode | None = None
     if body.checked:
-        state.tracker = mode = Tracker(body)
+        mode = Tracker(body)
     elif not plan.nested:  # a nested body uses the mode of the enclosing body
         if plan.simulated:
             mode = IndexMode()
         elif body.uneven or not plan.exits:  # the first run shows whether a collective makes blocks uneven
             mode = ConnectingMode()
-    try:
+    depth = count_function_modes()
+    if depth and outer is None:
+        depth = without_ended_modes()
+    above = mode_above() if plan.nested and mode is not None else None
+    key = object()
+    try:  # as in `run_in`, where the order of lines is explained
+        RUNNING[key] = body
+        state.body = body
         if mode is None:
             out = called(*args)
         else:
-            below = lift_mode() if plan.nested else None
-            pushed = push_mode(mode)
-            try:
-                out = called(*args)
-                check_not_compiled(pushed, body.name)
-            finally:
-                pop_mode(pushed)
-                if below is not None:
-                    put_back(below)
+            if body.checked:
+                state.tracker = mode
+            if above is not None:
+                pop_function_mode()
+            push_mode(mode)
+            out = called(*args)
+            check_not_compiled(mode, body.name)
+            pop_mode(mode)
+            if above is not None:
+                push_function_mode(above)
         leaves, tree = _flatten_result(out)
         if widen is not None and _may_close(plan, function, leaves):
             leaves = list(leaves)
@@ -202,9 +216,15 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         else:
             results = exits(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
+    except BaseException:
+        try:
+            restore_modes(depth, above, mode)
+        finally:
+            restore_modes(depth, above, mode)
+        raise
     finally:
         state.body, state.tracker = outer, outer_tracker
-        RUNNING.pop()
+        RUNNING.pop(key, None)
 
 
 def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) -> bool:

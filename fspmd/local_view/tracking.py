@@ -17,7 +17,7 @@ from fspmd.body import Body, state
 from fspmd.errors import VarianceError
 from fspmd.local_view.empty_blocks import ConnectingMode, call_with_empty_blocks
 from fspmd.local_view.indexing import IndexMode, index_by_tensor
-from fspmd.local_view.modes import BodyMode, again
+from fspmd.local_view.modes import BodyMode, run_in
 from fspmd.local_view.type_rules import (
     Borrowed,
     beside_pending,
@@ -203,15 +203,17 @@ class Tracker(BodyMode):
     def _seen(self, function: Any, name: str, to: Variance) -> Any:
         """Wraps a function that torch calls: it runs as a part of the body, and its result is cast to type ``to``."""
 
+        def called(*args: Any) -> Any:
+            out = function(*args)
+            if extra := get_variance(out).varying - to.varying:
+                raise VarianceError(
+                    f"{name} returned {show_value(out)}, which varies over {', '.join(map(repr, sorted(extra)))}, "
+                    f"but the operands do not; cast one first: pcast(x, {min(extra)!r}, to='varying')"
+                )
+            return self.cast(out, to)
+
         def run(*args: Any) -> Any:
-            with again(state.body, self):
-                out = function(*args)
-                if extra := get_variance(out).varying - to.varying:
-                    raise VarianceError(
-                        f"{name} returned {show_value(out)}, which varies over {', '.join(map(repr, sorted(extra)))}, "
-                        f"but the operands do not; cast one first: pcast(x, {min(extra)!r}, to='varying')"
-                    )
-                return self.cast(out, to)
+            return run_in(state.body, self, called, *args)
 
         return run
 
@@ -346,8 +348,7 @@ def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
 
     def run(gradient: Tensor) -> Any:
         set_variance(gradient, dual)
-        with again(body, Tracker(typed_by)):
-            out = hook(gradient)
+        out = run_in(body, Tracker(typed_by), hook, gradient)
         if isinstance(out, Tensor) and (extra := get_variance(out).varying - dual.varying):
             raise VarianceError(
                 f"a hook on {show_value(x)} returned {show_value(out)}, which varies over "
