@@ -109,24 +109,20 @@ def _lies(x: Any) -> Any:
 
 
 #: of which torch lays results out otherwise on a GPU
-#: in torch 2.11 and 2.12 the meta device lays these results out in another way than the kernels do
+#: before torch 2.13 the meta device lays these results out in another way than the kernels do
 BY_DEVICE_SINCE_2_13: list[Callable[..., Any]] = [
-    *(torch.fft.hfftn, torch.fft.ihfft, torch.fft.ihfftn),
+    *(getattr(torch.fft, f"{name}fft{n}") for name in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n")),
+    lambda x: torch.fft.irfft2(x, dim=(0, 2)),
     lambda x: torch.fft.fftn(x, dim=(2, 0, 1)),
     lambda x: F.pad(x[None].to(memory_format=LAST), (1, 1, 1, 1), mode="reflect"),
 ]
-if torch.__version__ < "2.13":
-    BY_DEVICE_SINCE_2_13 = []
 BY_DEVICE: list[Callable[..., Any]] = [
-    *(getattr(torch.fft, f"{name}fft{n}") for name in ("", "i", "r", "ir") for n in ("", "2", "n")),
-    *(torch.fft.hfft, torch.fft.hfft2, torch.fft.ihfft2),
-    lambda x: torch.fft.irfft2(x, dim=(0, 2)),
     lambda x: torch.linalg.svd(x).Vh,
     lambda x: torch.svd_lowrank(x, 2)[2],
     lambda x: torch.linalg.eig(x[:4, :4, :4]).eigenvectors,
     lambda x: torch.nonzero_static(x, size=3),
     lambda x: F.pixel_shuffle(x[None, :4].to(memory_format=LAST), 2),
-    *BY_DEVICE_SINCE_2_13,
+    *(BY_DEVICE_SINCE_2_13 if torch.__version__ >= "2.13" else []),
 ]
 
 
