@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from full import FULL
+from processes import Processes
 from simulated import MESH
 
 import fspmd
 from fspmd import P, device_get, device_put, psum, rank_map, shard_map
 from fspmd.body import RUNNING, state
-from fspmd.torch_internals import count_function_modes, pop_function_mode
+from fspmd.local_view.modes import _Stance
+from fspmd.meshes.world import simulated
+from fspmd.torch_internals import count_function_modes
 
 X = device_put(torch.linspace(-1, 1, 32).view(8, 4), P("x"), mesh=MESH)
 W = torch.linspace(0, 1, 16).view(4, 4)
@@ -63,18 +66,6 @@ def _raise(*_: Any) -> None:
     raise _Interrupt
 
 
-@pytest.fixture(autouse=True)
-def _handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, _raise)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-    state.body = state.tracker = None
-    RUNNING.clear()
-    while count_function_modes():
-        pop_function_mode()
-
-
 def _is_interrupted(call: Callable[[], Any], seconds: float) -> bool:
     """Run a call that is interrupted after some seconds, unless it has ended."""
     try:
@@ -88,17 +79,24 @@ def _is_interrupted(call: Callable[[], Any], seconds: float) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_interrupts_leave_nothing_behind(name: str) -> None:
-    call, draw = CALLS[name], random.Random(name)
+def _interrupted(name: str, count: int) -> int:
+    """Interrupt a call many times, and return how often it had not ended."""
+    signal.signal(signal.SIGALRM, _raise)
+    call, draw, interrupted = CALLS[name], random.Random(name), 0
     expected = call()
     start = time.perf_counter()
     call()
     taken = time.perf_counter() - start
-    interrupted = 0
-    for _ in range(20000 if FULL else 400):
+    for _ in range(count):
         interrupted += _is_interrupted(call, draw.uniform(1e-5, 1.5 * taken))
-        assert (state.body, state.tracker, RUNNING) == (None, None, {})
-    assert interrupted > 10
+        assert (state.body, state.tracker, RUNNING, simulated()) == (None, None, {}, None)
     torch.testing.assert_close(device_get(call()), device_get(expected))
     assert not count_function_modes()  # the last call has popped what torch may have put back late
+    assert not _Stance.callbacks
+    return interrupted
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_interrupts_leave_nothing_behind(name: str) -> None:
+    with Processes(1) as pool:
+        assert pool.run(_interrupted, name, 10000 if FULL else 400, seconds=500)[0] > 10

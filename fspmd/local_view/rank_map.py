@@ -97,11 +97,15 @@ def _simulated(
 ) -> Any:
     held = frame(mesh, axes)
     columns = [unbind(x, held) if isinstance(x, Tensor) else (x,) * held.volume for x in leaves]
-    rows = []
-    for i, at in enumerate(held.coordinates()):
-        full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, at, strict=True))
-        with world.simulated_rank(mesh.rank_at(tuple(full.values()))), one_stream(seed, i):
-            rows.append(_called(fn, [column[i] for column in columns], treedef, mesh.device))
+    rows, outer = [], world.SIMULATED.get()
+    try:
+        for i, at in enumerate(held.coordinates()):
+            full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, at, strict=True))
+            world.SIMULATED.set(mesh.rank_at(tuple(full.values())))
+            with one_stream(seed, i):
+                rows.append(_called(fn, [column[i] for column in columns], treedef, mesh.device))
+    finally:  # by one call of C, as an interrupt may end a function of Python at its start
+        world.SIMULATED.set(outer)
     trees = [tree for _, tree in rows]
     if any(tree != trees[0] for tree in trees):
         other = next(i for i, tree in enumerate(trees) if tree != trees[0])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
+    "SIMULATED",
     "adopt_group",
     "available",
     "default_device_type",
@@ -40,7 +41,8 @@ __all__ = [
     "world_size",
 ]
 
-_simulated: ContextVar[int | None] = ContextVar("fspmd_simulated_rank", default=None)
+#: the rank that code on a simulated mesh runs as, set by `simulated_rank` and `rank_map`
+SIMULATED: ContextVar[int | None] = ContextVar("fspmd_simulated_rank", default=None)
 _groups: dict[tuple[int, ...], ProcessGroup] = {}
 _groups_of: weakref.ref[ProcessGroup] | None = None  # the default group under which they were made
 _making = threading.Lock()
@@ -78,7 +80,7 @@ def world_size() -> int:
 
 def simulated() -> int | None:
     """Return the rank that :func:`simulated_rank` has set, or None outside of it."""
-    return _simulated.get()
+    return SIMULATED.get()
 
 
 def rank() -> int:
@@ -87,7 +89,7 @@ def rank() -> int:
     >>> rank()
     0
     """
-    simulated = _simulated.get()
+    simulated = SIMULATED.get()
     return process_rank() if simulated is None else simulated
 
 
@@ -99,11 +101,11 @@ def simulated_rank(rank: int) -> Iterator[None]:
     ...     rank()
     3
     """
-    token = _simulated.set(rank)
+    token = SIMULATED.set(rank)
     try:
         yield
     finally:
-        _simulated.reset(token)
+        SIMULATED.reset(token)
 
 
 def _from_environment(name: str) -> int:
