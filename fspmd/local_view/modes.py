@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from fspmd.body import RUNNING, Body, state
@@ -19,6 +18,7 @@ from fspmd.errors import ArgumentError
 from fspmd.torch_internals import (
     EnableTorchFunction,
     compiled_frames,
+    compiler_stances,
     count_function_modes,
     eval_frame,
     function_mode_at,
@@ -41,6 +41,8 @@ class _Stance:
     lock: Final = threading.Lock()
     callbacks: Final[dict[BodyMode, Any]] = {}  # mode -> the callback of Dynamo before it
     before: Any = None
+    module: Any = None  # of Dynamo, which keeps the stance
+    eager: Any = None
 
 
 _DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
@@ -71,10 +73,14 @@ def push_mode(mode: BodyMode) -> None:
     if _DYNAMO not in sys.modules:
         return
     with _Stance.lock:
-        _Stance.callbacks[mode] = eval_frame.get_eval_frame_callback()
-        eval_frame.set_eval_frame(None)
+        _Stance.callbacks[mode] = callback = eval_frame.get_eval_frame_callback()
+        if callback is not None:
+            eval_frame.set_eval_frame(None)
         if _Stance.before is None:
-            _Stance.before = torch.compiler.set_stance("force_eager")
+            if _Stance.module is None:
+                _Stance.module, _Stance.eager = compiler_stances()
+            _Stance.before = _Stance.module._stance
+            _Stance.module._stance = _Stance.eager
 
 
 def pop_mode(mode: BodyMode) -> None:
@@ -89,10 +95,10 @@ def _let_compile(mode: BodyMode) -> None:
     with _Stance.lock:
         if mode not in _Stance.callbacks:
             return
-        eval_frame.set_eval_frame(_Stance.callbacks[mode])
+        if _Stance.callbacks[mode] is not None:
+            eval_frame.set_eval_frame(_Stance.callbacks[mode])
         if len(_Stance.callbacks) == 1 and _Stance.before is not None:
-            _Stance.before.__exit__(None, None, None)
-            _Stance.before = None
+            _Stance.module._stance, _Stance.before = _Stance.before, None
         del _Stance.callbacks[mode]
 
 
