@@ -7,6 +7,7 @@ of torch that are found by public names.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -252,6 +253,7 @@ storage_uses: Any = torch._C._storage_Use_Count
 eval_frame: Any = torch._C._dynamo.eval_frame
 
 
+@functools.cache
 def compiler_stances() -> tuple[Any, Any]:
     """Return the module whose ``_stance`` says whether compiled functions run compiled, and the stance that forbids it.
 

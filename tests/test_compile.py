@@ -97,3 +97,22 @@ def test_what_is_made_of_a_compiled_function_is_more_than_that_function() -> Non
         assert torch.equal(made(x), expected)
         assert torch.equal(torch.compile(lambda x, made=made: made(x) * 1, backend="eager")(x), expected)
         assert torch.equal(torch.compile(made, backend="eager")(x), expected)
+
+
+def test_compiled_functions_run_uncompiled_to_the_end_of_a_body() -> None:
+    """A function that torch calls runs in the body once more, with the mode of the body."""
+    import torch._dynamo.eval_frame as compiler
+
+    stances: list[str] = []
+
+    def body(a: torch.Tensor) -> torch.Tensor:
+        torch.nn.functional.triplet_margin_with_distance_loss(
+            a, a + 1, a + 2, distance_function=lambda u, v: stances.append(compiler._stance.stance) or (u - v).sum(-1)
+        )
+        stances.append(compiler._stance.stance)
+        return a
+
+    mesh = make_mesh((2,), ("x",), transport="simulation")
+    shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(4, 3))
+    assert set(stances) == {"force_eager"}
+    assert compiler._stance.stance == "default"

@@ -39,10 +39,8 @@ class _Stance:
     """The stance of torch's compiler, one for all threads. The first mode sets it, and the last mode resets it."""
 
     lock: Final = threading.Lock()
-    callbacks: Final[dict[BodyMode, Any]] = {}  # mode -> the callback of Dynamo before it
+    callbacks: Final[dict[object, Any]] = {}  # key of a run, as in `RUNNING` -> the callback of Dynamo before it
     before: Any = None
-    module: Any = None  # of Dynamo, which keeps the stance
-    eager: Any = None
 
 
 _DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
@@ -67,60 +65,60 @@ def without_ended_modes() -> int:
     return left
 
 
-def push_mode(mode: BodyMode) -> None:
-    """Activate a mode, and let compiled functions run uncompiled."""
+def push_mode(mode: BodyMode, run: object) -> None:
+    """Activate a mode, and let compiled functions run uncompiled, for the run of a body with this key in `RUNNING`."""
     push_function_mode(mode)
     if _DYNAMO not in sys.modules:
         return
     with _Stance.lock:
-        _Stance.callbacks[mode] = callback = eval_frame.get_eval_frame_callback()
+        _Stance.callbacks[run] = callback = eval_frame.get_eval_frame_callback()
         if callback is not None:
             eval_frame.set_eval_frame(None)
         if _Stance.before is None:
-            if _Stance.module is None:
-                _Stance.module, _Stance.eager = compiler_stances()
-            _Stance.before = _Stance.module._stance
-            _Stance.module._stance = _Stance.eager
+            compiler, eager = compiler_stances()
+            _Stance.before = compiler._stance
+            compiler._stance = eager
 
 
-def pop_mode(mode: BodyMode) -> None:
+def pop_mode(run: object) -> None:
     """Deactivate the mode that `push_mode` activated."""
     pop_function_mode()
     if _Stance.callbacks:
-        _let_compile(mode)
+        _let_compile(run)
 
 
-def _let_compile(mode: BodyMode) -> None:
+def _let_compile(run: object) -> None:
     """Reset what `push_mode` set in torch's compiler. A second call changes nothing."""
     with _Stance.lock:
-        if mode not in _Stance.callbacks:
+        if run not in _Stance.callbacks:
             return
-        if _Stance.callbacks[mode] is not None:
-            eval_frame.set_eval_frame(_Stance.callbacks[mode])
+        if _Stance.callbacks[run] is not None:
+            eval_frame.set_eval_frame(_Stance.callbacks[run])
         if len(_Stance.callbacks) == 1 and _Stance.before is not None:
-            _Stance.module._stance, _Stance.before = _Stance.before, None
-        del _Stance.callbacks[mode]
+            compiler, _ = compiler_stances()
+            compiler._stance, _Stance.before = _Stance.before, None
+        del _Stance.callbacks[run]
 
 
-def restore_modes(depth: int, above: BodyMode | None, mode: BodyMode | None) -> None:
+def restore_modes(depth: int, above: BodyMode | None, run: object) -> None:
     """Restore the modes after an exception in a body, which an interrupt may have raised between any two calls.
 
     Args:
         depth: The number of modes before the body ran.
         above: The mode that was lifted.
-        mode: The mode of the body.
+        run: The key of the run.
     """
     while count_function_modes() > depth - (above is not None):
         pop_function_mode()
     if above is not None:
         push_function_mode(above)
-    if mode is not None and _Stance.callbacks:
-        _let_compile(mode)
+    if _Stance.callbacks:
+        _let_compile(run)
 
 
-def check_not_compiled(mode: BodyMode, name: str) -> None:
+def check_not_compiled(run: object, name: str) -> None:
     """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it."""
-    if _DYNAMO in sys.modules and mode not in _Stance.callbacks and compiled_frames():
+    if _DYNAMO in sys.modules and run not in _Stance.callbacks and compiled_frames():
         raise ArgumentError(
             f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
             "the function outside of the body, before the body runs"
@@ -157,18 +155,18 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
             if above is not None:
                 pop_function_mode()
             if mode is not None:
-                push_mode(mode)
+                push_mode(mode, run)
             out = function(*args)
             if mode is not None:
-                pop_mode(mode)
+                pop_mode(run)
             if above is not None:
                 push_function_mode(above)
         return out
     except BaseException:
         try:
-            restore_modes(depth, above, mode)
+            restore_modes(depth, above, run)
         finally:
-            restore_modes(depth, above, mode)
+            restore_modes(depth, above, run)
         raise
     finally:
         state.body, state.tracker = outer, outer_tracker

@@ -198,10 +198,10 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
                 state.tracker = mode
             if above is not None:
                 pop_function_mode()
-            push_mode(mode)
+            push_mode(mode, key)
             out = called(*args)
-            check_not_compiled(mode, body.name)
-            pop_mode(mode)
+            check_not_compiled(key, body.name)
+            pop_mode(key)
             if above is not None:
                 push_function_mode(above)
         leaves, tree = _flatten_result(out)
@@ -218,9 +218,9 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     except BaseException:
         try:
-            restore_modes(depth, above, mode)
+            restore_modes(depth, above, key)
         finally:
-            restore_modes(depth, above, mode)
+            restore_modes(depth, above, key)
         raise
     finally:
         state.body, state.tracker = outer, outer_tracker
