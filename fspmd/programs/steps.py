@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 from torch import Tensor, fx
 
+from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
 from fspmd.programs.program import Value, owner
 from fspmd.torch_internals import OpOverload
@@ -173,6 +174,11 @@ def _views(node: fx.Node, memory: fx.Node) -> Iterator[fx.Node]:
 def is_aten(node: fx.Node) -> bool:
     """Whether a step is a function of torch with a schema."""
     return isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether a step only computes its result: run again on equal operands, it gives an equal one. Not collectives."""
+    return node.target in PARTS or (is_aten(node) and facts_of(node.target).is_pure(node.args, node.kwargs))
 
 
 def shard_of(x: LocalTensor, i: int) -> Tensor:

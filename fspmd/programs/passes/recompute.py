@@ -9,7 +9,6 @@ from typing import Final
 
 from torch import fx
 
-from fspmd.ops.schemas import facts_of
 from fspmd.programs.communication import price_of_step
 from fspmd.programs.flops import flops_of
 from fspmd.programs.memory import memory_of_program
@@ -17,7 +16,7 @@ from fspmd.programs.options import check_bytes, check_choice
 from fspmd.programs.passes.aliases import Aliases
 from fspmd.programs.program import Program, copied, copy_node, leave_all, owner
 from fspmd.programs.schedule import bytes_of
-from fspmd.programs.steps import PARTS, is_aten, is_collective
+from fspmd.programs.steps import is_collective, is_pure
 from fspmd.redistribution.cost import moves, topology, work
 
 _BUDGETS: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 0)  # budgets to try, as shares of the bytes kept
@@ -168,11 +167,11 @@ class _Recomputation:
         """Whether a step that runs again before ``user`` gives the same value."""
         if is_collective(node):
             call = node.meta["call"]
-            is_pure = bool(node.meta["waits"]) and (not moves(call.pair.kernel) or self.collectives)
+            may_repeat = bool(node.meta["waits"]) and (not moves(call.pair.kernel) or self.collectives)
         else:
-            is_pure = node.target in PARTS or (is_aten(node) and facts_of(node.target).is_pure(node.args, node.kwargs))
+            may_repeat = is_pure(node)
         return (
-            is_pure
+            may_repeat
             and not self.memory.is_written(node, node)
             and not any(self.memory.is_written(x, node, user) for x in node.all_input_nodes)
         )

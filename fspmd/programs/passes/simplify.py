@@ -8,10 +8,9 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fspmd.ops.schemas import facts_of
 from fspmd.programs.passes.aliases import Aliases, has_effect, is_view, written
 from fspmd.programs.program import UNLIKE, Program, leave
-from fspmd.programs.steps import PARTS, is_aten, is_collective, is_wait, replace
+from fspmd.programs.steps import PARTS, is_collective, is_pure, is_wait, replace
 
 _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, torch.device})
 
@@ -73,7 +72,7 @@ def _may_be_shared(node: fx.Node) -> bool:
         return False
     if is_collective(node):
         return bool(node.meta["waits"])
-    return node.target in PARTS or (is_aten(node) and facts_of(node.target).is_pure(node.args, node.kwargs))
+    return is_pure(node)
 
 
 def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
