@@ -53,16 +53,18 @@ def mode_above() -> BodyMode | None:
     return mode if isinstance(mode, BodyMode) else None
 
 
-def without_ended_modes() -> int:
-    """Pop modes of bodies, where no body runs, and return the number of modes that are left.
+#: not empty once an interrupt has ended a body of this process
+INTERRUPTED: Final[list[bool]] = []
+
+
+def pop_ended_modes() -> None:
+    """Pop modes of bodies, where no body runs.
 
     Torch takes a mode off while it runs a function that is written in Python. If this is interrupted, torch may put the
     mode back when the traceback is freed, after the body has ended.
     """
     while mode_above() is not None:
         pop_function_mode()
-    left: int = count_function_modes()
-    return left
 
 
 def push_mode(mode: BodyMode, run: object) -> None:
@@ -100,17 +102,20 @@ def _let_compile(run: object) -> None:
         del _Stance.callbacks[run]
 
 
-def restore_modes(depth: int, above: BodyMode | None, run: object) -> None:
+def restore_modes(error: BaseException, above: BodyMode | None, mode: BodyMode | None, run: object) -> None:
     """Restore the modes after an exception in a body, which an interrupt may have raised between any two calls.
 
     Args:
-        depth: The number of modes before the body ran.
+        error: The exception.
         above: The mode that was lifted.
+        mode: The mode of the body.
         run: The key of the run.
     """
-    while count_function_modes() > depth - (above is not None):
+    if not isinstance(error, Exception):
+        INTERRUPTED[:] = [True]
+    while mode is not None and is_active(mode):
         pop_function_mode()
-    if above is not None:
+    if above is not None and not is_active(above):
         push_function_mode(above)
     if _Stance.callbacks:
         _let_compile(run)
@@ -146,7 +151,7 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
     Python raises an interrupt after a call, and at the start of a function. So what is set is restored in this
     function, by assignments, and by calls that may be repeated.
     """
-    outer, outer_tracker, depth, above = state.body, state.tracker, count_function_modes(), mode_above()
+    outer, outer_tracker, above = state.body, state.tracker, mode_above()
     run = object()
     try:
         RUNNING[run] = body
@@ -162,11 +167,11 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
             if above is not None:
                 push_function_mode(above)
         return out
-    except BaseException:
+    except BaseException as error:
         try:
-            restore_modes(depth, above, run)
+            restore_modes(error, above, mode, run)
         finally:
-            restore_modes(depth, above, run)
+            restore_modes(error, above, mode, run)
         raise
     finally:
         state.body, state.tracker = outer, outer_tracker

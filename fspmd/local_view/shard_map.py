@@ -17,14 +17,15 @@ from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
+    INTERRUPTED,
     BodyMode,
     check_not_compiled,
     leave_to_python,
     mode_above,
+    pop_ended_modes,
     pop_mode,
     push_mode,
     restore_modes,
-    without_ended_modes,
 )
 from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
@@ -33,7 +34,6 @@ from fspmd.messages import described
 from fspmd.sharded import is_plain
 from fspmd.torch_internals import (
     EnableTorchFunction,
-    count_function_modes,
     is_torch_function_enabled,
     pop_function_mode,
     push_function_mode,
@@ -183,9 +183,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             mode = IndexMode()
         elif body.uneven or not plan.exits:  # the first run shows whether a collective makes blocks uneven
             mode = ConnectingMode()
-    depth = count_function_modes()
-    if depth and outer is None:
-        depth = without_ended_modes()
+    if INTERRUPTED and outer is None:
+        pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
     key = object()
     try:  # as in `run_in`, where the order of lines is explained
@@ -216,11 +215,11 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         else:
             results = exits(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
-    except BaseException:
+    except BaseException as error:
         try:
-            restore_modes(depth, above, key)
+            restore_modes(error, above, mode, key)
         finally:
-            restore_modes(depth, above, key)
+            restore_modes(error, above, mode, key)
         raise
     finally:
         state.body, state.tracker = outer, outer_tracker
