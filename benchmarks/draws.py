@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from bodies import RANKS, fake_world
 from timing import Goal, Row, Table, calls, side_by_side
 
 import fspmd
 from fspmd import P, make_mesh
 
-SIZES = (1_000_000, 10_000)
+SIZES = (1_000_000, 50_000, 10_000)
 
 
 def measure() -> Table:
-    """A block of so many numbers, on a mesh of one rank."""
-    mesh = make_mesh((1,), ("x",), transport="simulation", device="cpu")
+    """The block of rank 0 of 8, of so many numbers."""
+    fake_world()
+    mesh = make_mesh((RANKS,), ("x",))
     spec, rows = P("x"), []
     for n in SIZES:
         plain = torch.full((n,), 0.3)
-        ours = fspmd.full((n,), 0.3, mesh=mesh, spec=spec)
+        ours = fspmd.full((RANKS * n,), 0.3, mesh=mesh, spec=spec)
         pairs = {
-            "rand": (lambda n=n: fspmd.rand(n, mesh=mesh, spec=spec), lambda n=n: torch.rand(n)),
-            "randn": (lambda n=n: fspmd.randn(n, mesh=mesh, spec=spec), lambda n=n: torch.randn(n)),
+            "rand": (lambda n=RANKS * n: fspmd.rand(n, mesh=mesh, spec=spec), lambda n=n: torch.rand(n)),
+            "randn": (lambda n=RANKS * n: fspmd.randn(n, mesh=mesh, spec=spec), lambda n=n: torch.randn(n)),
             "randint": (
-                lambda n=n: fspmd.randint(0, 1000, (n,), mesh=mesh, spec=spec),
+                lambda n=RANKS * n: fspmd.randint(0, 1000, (n,), mesh=mesh, spec=spec),
                 lambda n=n: torch.randint(0, 1000, (n,)),
             ),
             "bernoulli": (lambda x=ours: torch.bernoulli(x), lambda x=plain: torch.bernoulli(x)),

@@ -52,34 +52,37 @@ def _hash(z: int) -> int:
     return z ^ z >> 32
 
 
-def number(value: float, dtype: torch.dtype) -> Any:
-    """A number as an operand for tensors of a dtype: a cached 0-d tensor, so that torch does not make one per call."""
-    return value if count_dispatch_modes() else _number(value, dtype)
-
-
 @functools.lru_cache(maxsize=1024)
-def _number(value: float, dtype: torch.dtype) -> Tensor:
+def _as_tensor(value: float, dtype: torch.dtype) -> Any:
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _as_number(value: float, dtype: torch.dtype) -> Any:
+    return value
 
 
 class Words:
     """Some words, to be computed in place.
 
     ``all`` is int64[n], ``halves`` is the same memory as int32[2n], and ``ramp`` is 0, 1, ... as int64[n].
+    ``number(value, dtype)`` is a number as an operand for tensors of a dtype: on a CPU a cached 0-d tensor, so that
+    torch does not make one per call.
     """
 
-    __slots__ = ("_high", "_low", "all", "halves", "ramp")
+    __slots__ = ("_high", "_low", "_multiplier", "all", "halves", "number", "ramp")
 
-    def __init__(self, words: Tensor, ramp: Tensor) -> None:
+    def __init__(self, words: Tensor, ramp: Tensor, number: Callable[[float, torch.dtype], Any] = _as_number) -> None:
         self.all = words
         self.halves = words.view(torch.int32)
         self._low, self._high = self.halves[::2], self.halves[1::2]
+        self._multiplier = number(_SIGNED_LEA, torch.int64)
         self.ramp = ramp
+        self.number = number
 
     def hash(self) -> None:
         """Replace each word by its hash."""
-        low, high, words, multiplier = self._low, self._high, self.all, number(_SIGNED_LEA, torch.int64)
+        low, high, words, multiplier = self._low, self._high, self.all, self._multiplier
         low.bitwise_xor_(high)
         words.mul_(multiplier)
         low.bitwise_xor_(high)
@@ -104,7 +107,7 @@ class _CachedMemory:
             if len(self._views) == _VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):
-                view = self._views[count] = Words(self._words[:count], self._ramp[:count])
+                view = self._views[count] = Words(self._words[:count], self._ramp[:count], _as_tensor)
         return view
 
 

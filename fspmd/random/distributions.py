@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.random.counter import Block, Distribution, Words, draw, number
+from fspmd.random.counter import Block, Distribution, Words, draw
 from fspmd.torch_internals import FakeTensor
 from fspmd.tracing import step
 
@@ -40,10 +40,10 @@ def _buffer(out: Tensor, dtype: torch.dtype) -> Tensor:
 def _upper(words: Words, dtype: torch.dtype, bits: int, out: Tensor) -> Tensor:
     """The uppermost bits as signed numbers: of words on [-2⁶³, 2⁶³) for float64, else of halves on [-2³¹, 2³¹)."""
     if dtype is torch.float64:
-        words.all.bitwise_and_(number(-1 << 64 - bits, torch.int64))
+        words.all.bitwise_and_(words.number(-1 << 64 - bits, torch.int64))
         return _buffer(out, dtype).copy_(words.all)
     lower = (1 << 32 - bits) - 1
-    words.all.bitwise_and_(number(~(lower << 32 | lower), torch.int64))
+    words.all.bitwise_and_(words.number(~(lower << 32 | lower), torch.int64))
     return _buffer(out, dtype).copy_(words.halves)
 
 
@@ -56,7 +56,7 @@ def uniform(dtype: torch.dtype) -> Distribution:
 
     def fill(words: Words, out: Tensor) -> None:
         u = _upper(words, exact, bits, out)
-        torch.add(number(0.5, exact), u, alpha=scale, out=u)
+        torch.add(words.number(0.5, exact), u, alpha=scale, out=u)
         if u is not out:
             out.copy_(u)
 
@@ -76,7 +76,7 @@ def normal(dtype: torch.dtype) -> Distribution:
 
     def fill(words: Words, out: Tensor) -> None:
         x = _buffer(out, exact).copy_(words.all if wide else words.halves)
-        x.mul_(number(scale, exact)).erfinv_().mul_(number(_ROOT, exact))
+        x.mul_(words.number(scale, exact)).erfinv_().mul_(words.number(_ROOT, exact))
         if x is not out:
             out.copy_(x)
 
@@ -95,34 +95,36 @@ def exponential(dtype: torch.dtype) -> Distribution:
 
     def fill(words: Words, out: Tensor) -> None:
         u = _buffer(out, exact).copy_(words.all if wide else words.halves).abs_()
-        torch.add(number(2.0**-bits, exact), u, alpha=2.0 ** (1 - bits), out=u).log_().neg_().clamp_min_(least)
+        torch.add(words.number(2.0**-bits, exact), u, alpha=2.0 ** (1 - bits), out=u).log_().neg_().clamp_min_(least)
         if u is not out:
             out.copy_(u)
 
     return Distribution(dtype, 1 if wide else 2, fill)
 
 
-def bernoulli(p: float) -> Distribution:
-    """True with probability ``p``, up to 2⁻³²."""
+@functools.lru_cache(maxsize=1024)
+def bernoulli(p: float, dtype: torch.dtype = torch.bool) -> Distribution:
+    """1 with probability ``p``, up to 2⁻³², else 0."""
     highest = round(p * 2.0**32) - (1 << 31) - 1
 
     def fill(words: Words, out: Tensor) -> None:
         if highest < -(1 << 31):
             out.zero_()
         else:
-            torch.le(words.halves, number(highest, torch.int32), out=out)
+            torch.le(words.halves, words.number(highest, torch.int32), out=out)
 
-    return Distribution(torch.bool, 2, fill)
+    return Distribution(torch.bool if dtype.is_complex else dtype, 2, fill)
 
 
 def _fractions(words: Words, out: Tensor) -> None:
-    torch.add(number(0.5, torch.float64), out.copy_(words.halves), alpha=2.0**-32, out=out)
+    torch.add(words.number(0.5, torch.float64), out.copy_(words.halves), alpha=2.0**-32, out=out)
 
 
 #: 32 random bits as an exact number on [0, 1), to be compared with a tensor of probabilities
 FRACTIONS: Final = Distribution(torch.float64, 2, _fractions)
 
 
+@functools.lru_cache(maxsize=1024)
 def integers(low: int, high: int, dtype: torch.dtype) -> Distribution:
     """Integers from ``low`` to ``high - 1``, of which there are n, at most 2⁶⁴: the upper half of random bits times n.
 
@@ -135,8 +137,8 @@ def integers(low: int, high: int, dtype: torch.dtype) -> Distribution:
 
     def few(words: Words, out: Tensor) -> None:
         n = _buffer(out, torch.int64).copy_(words.halves)  # the random bits, less 2³¹
-        torch.add(number((count << 31) + (low << 32 if near else 0), torch.int64), n, alpha=count, out=n)
-        torch.bitwise_right_shift(n, number(32, torch.int64), out=n)
+        torch.add(words.number((count << 31) + (low << 32 if near else 0), torch.int64), n, alpha=count, out=n)
+        torch.bitwise_right_shift(n, words.number(32, torch.int64), out=n)
         if not near:
             n.add_(first)
         if n is not out:

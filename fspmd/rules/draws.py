@@ -88,7 +88,7 @@ def _beyond(dtype: torch.dtype) -> int:
 
 def _bernoulli(x: Sharded, p: float = 0.5) -> tuple[Law, Then]:
     _check("bernoulli_", "p", p, 0 <= p <= 1, "between 0 and 1")
-    return lambda dtype: bernoulli(p), lambda hit: hit
+    return lambda dtype: bernoulli(p, dtype), lambda hit: hit
 
 
 def _check(name: str, parameter: str, value: float, fits: bool, bounds: str) -> None:
@@ -138,7 +138,7 @@ def _new(name: str, x: Value, *args: Any, **options: Any) -> Value:
 def _below(x: Value, p: Any, generator: torch.Generator | None) -> Value:
     """Draw ones with the probabilities ``p``, in the shape and dtype of ``x``."""
     p = settle(p.detach()) if is_sharded(p) else p
-    _check_each("bernoulli", "p", p, lambda p: (p >= 0) & (p <= 1), "between 0 and 1")
+    _check_each("bernoulli", "p", p, lambda p: p == p.clamp(0, 1), "between 0 and 1")
     with torch.no_grad():
         fractions = drawn_like(x, lambda dtype: FRACTIONS, None, torch.float64, generator)
         spec = settled(x.spec)
@@ -154,12 +154,12 @@ def _hits(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _hits_of_block(fractions: Tensor, p: Tensor, dtype: torch.dtype) -> Tensor:
-    if fractions.device.type != "cpu" or fractions.numel() <= _PART:
-        return (fractions < p).to(dtype)
     hits = torch.empty_like(fractions, dtype=dtype)
+    if fractions.device.type != "cpu" or fractions.numel() <= _PART:
+        return torch.lt(fractions, p, out=hits)
     parts = (x.reshape(-1).split(_PART) for x in (hits, fractions, p))
     for to, fraction, q in zip(*parts, strict=True):
-        to.copy_(fraction < q)
+        torch.lt(fraction, q, out=to)
     return hits
 
 
@@ -281,7 +281,8 @@ def _kept(x: Value, p: float, features: bool, scale: float = 1.0) -> Value:
             raise ShapeError(f"feature dropout got {x!r}; give it a batch of channels: two dims or more")
         shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
         spec = TensorSpec(spec.mesh, P(*spec.partition.entries[:2]), shape, spec.dtype)
-    return drawn(spec, lambda dtype: bernoulli(1 - p), x.device, lambda hit: hit.to(spec.dtype).mul_(scale))
+    then = None if scale == 1 else lambda kept: kept.to(spec.dtype).mul_(scale)
+    return drawn(spec, lambda dtype: bernoulli(1 - p, dtype), x.device, then)
 
 
 def _keeps_all(p: float, training: bool) -> bool:

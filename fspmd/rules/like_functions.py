@@ -27,7 +27,10 @@ Value = Any
 
 def settled(spec: TensorSpec, dtype: torch.dtype | None = None) -> TensorSpec:
     """Return a spec that is neither unreduced nor reduced, in another dtype if given."""
-    return TensorSpec(spec.mesh, P(*spec.partition), spec.shape, dtype or spec.dtype)
+    partition = spec.partition
+    if not partition.unreduced and not partition.reduced and dtype in (None, spec.dtype):
+        return spec
+    return TensorSpec(spec.mesh, P(*partition), spec.shape, dtype or spec.dtype)
 
 
 def settle(x: Sharded) -> Value:

@@ -8,27 +8,38 @@ every rank draws the numbers of the ordinary generator.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from fspmd.torch_internals import DisableTorchFunction, transforms_active
+from fspmd.torch_internals import DisableTorchFunction, count_dispatch_modes, transforms_active
 from fspmd.tracing import outside_transforms, state
 from fspmd.transport.frame import Frame, spread
 
 _MASK = (1 << 63) - 1
 _CPU = torch.device("cpu")
-_NULL = nullcontext()
+#: memory for a seed that no thread uses
+_FREE: Final[list[torch.Tensor]] = []
 
 
 @state
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """Draw one seed from a generator. The default is the generator of the CPU."""
+    if generator is None and not transforms_active() and not count_dispatch_modes():
+        try:
+            seed = _FREE.pop()
+        except IndexError:
+            with torch.inference_mode(False):
+                seed = torch.empty((), dtype=torch.int64, device="cpu")
+        with DisableTorchFunction():
+            drawn = seed.random_(_MASK).item()
+        _FREE.append(seed)
+        return int(drawn)
     device = _CPU if generator is None else generator.device
-    with DisableTorchFunction(), outside_transforms() if transforms_active() else _NULL:
+    with DisableTorchFunction(), outside_transforms():
         return int(torch.empty((), dtype=torch.int64, device=device).random_(_MASK, generator=generator))
 
 
