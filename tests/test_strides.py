@@ -108,22 +108,29 @@ def _lies(x: Any) -> Any:
     return tuple(x.shape), strides, x.storage_offset(), [x.is_contiguous(memory_format=one) for one in formats]
 
 
-#: of which torch lays results out otherwise on a GPU
-#: before torch 2.13 the meta device lays these results out in another way than the kernels do
-BY_DEVICE_SINCE_2_13: list[Callable[..., Any]] = [
-    *(getattr(torch.fft, f"{name}fft{n}") for name in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n")),
-    lambda x: torch.fft.irfft2(x, dim=(0, 2)),
-    lambda x: torch.fft.fftn(x, dim=(2, 0, 1)),
-    lambda x: F.pad(x[None].to(memory_format=LAST), (1, 1, 1, 1), mode="reflect"),
-]
+#: of which torch lays results out otherwise on a GPU, or without data
 BY_DEVICE: list[Callable[..., Any]] = [
     lambda x: torch.linalg.svd(x).Vh,
     lambda x: torch.svd_lowrank(x, 2)[2],
     lambda x: torch.linalg.eig(x[:4, :4, :4]).eigenvectors,
     lambda x: torch.nonzero_static(x, size=3),
     lambda x: F.pixel_shuffle(x[None, :4].to(memory_format=LAST), 2),
-    *(BY_DEVICE_SINCE_2_13 if torch.__version__ >= "2.13" else []),
+    *(getattr(torch.fft, f"{name}fft{n}") for name in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n")),
+    lambda x: torch.fft.irfft2(x, dim=(0, 2)),
+    lambda x: F.pad(x[None].to(memory_format=LAST), (1, 1, 1, 1), mode="reflect"),
+    lambda x: F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1])),
+    lambda x: F.batch_norm(x[None], None, None, torch.ones(x.shape[0]), training=True),
+    lambda x: F.group_norm(x[None].to(memory_format=LAST), 1),
+    lambda x: torch.fft.fftshift(x[None].to(memory_format=LAST)),
+    lambda x: torch.normal(x, x.abs()),
+    lambda x: torch.normal(x.contiguous(), x.abs()),
+    lambda x: torch.normal(x, 1.0),
+    lambda x: F.one_hot(x.long().abs(), 9),
+    lambda x: torch.poisson(x.abs()),
+    lambda x: F.rrelu(x, training=True),
 ]
+if torch.__version__ >= "2.13":  # before, the kernels choose by sizes
+    BY_DEVICE.append(lambda x: torch.fft.fftn(x, dim=(2, 0, 1)))
 
 
 def _partition(draw: random.Random, ndim: int) -> P:

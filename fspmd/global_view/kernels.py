@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.forms import Laid, Strides, order_in_memory, packed
+from fspmd.forms import Laid, Strides, is_dense, order_in_memory, packed
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import is_tagged, name_of
 from fspmd.spec import TensorSpec
@@ -130,12 +130,12 @@ def strides_of_kernel(
     before: Sequence[Laid | None],
     shape: tuple[int, ...],
 ) -> Strides | None:
-    """Return the strides that an elementwise kernel gives its result, or None. Meta kernels may give others.
+    """Return the strides that a kernel gives its one result, or None. Meta kernels may give others.
 
     ``before`` has the memory of the operands. The kernel runs on few elements. Their strides and sizes have the order
     of the operands' own, by which torch lays results out: by sizes where strides are equal.
     """
-    if not _has_kernels(operands) or not any(before) or not all(laid is None or laid.strides for laid in before):
+    if not _has_kernels(operands) or not all(laid is None or laid.strides for laid in before):
         return None
     count = itertools.count()
     sizes = sorted({n for _, spec in operands for n in spec.shape if n > 1})
@@ -144,8 +144,11 @@ def strides_of_kernel(
     def make(spec: TensorSpec) -> Tensor:
         laid = before[next(count)]
         strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
-        ranks = {step: 1 << i for i, step in enumerate(sorted({*strides} - {0}))} | {0: 0}
-        small, steps = [few[n] for n in spec.shape], [ranks[step] for step in strides]
+        small = [few[n] for n in spec.shape]
+        steps = _in_order_of(strides, small)
+        if not is_dense(spec.shape, strides):
+            ranks = {step: 1 << i for i, step in enumerate(sorted({*strides} - {0}))} | {0: 0}
+            steps = [ranks[step] for step in strides]
         memory = torch.ones(1 + sum(map(mul, small, steps)), dtype=spec.dtype, device="cpu")
         return memory.as_strided(small, steps)
 
@@ -154,9 +157,14 @@ def strides_of_kernel(
             out = run_on(make, func, args, kwargs, operands)
     except Exception:  # the call itself raises it
         return None
-    if not isinstance(out, Tensor) or tuple(out.shape) != tuple(few.get(n) for n in shape):
+    if not isinstance(out, Tensor) or out.dim() != len(shape):
         return None
-    strides, step = [1] * len(shape), 1
-    for dim in reversed(order_in_memory(tuple(out.stride()))):
-        strides[dim], step = step, step * max(shape[dim], 1)
-    return tuple(strides)
+    return tuple(_in_order_of(out.stride(), shape))
+
+
+def _in_order_of(strides: Strides, shape: Sequence[int]) -> list[int]:
+    """Return strides without gaps for a shape, with the dims in the same order as by the given strides."""
+    steps, step = [1] * len(shape), 1
+    for dim in reversed(order_in_memory(tuple(strides))):
+        steps[dim], step = step, step * max(shape[dim], 1)
+    return steps

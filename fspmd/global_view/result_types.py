@@ -138,11 +138,14 @@ def on_meta(
 ) -> Outcome | None:
     """Return the outcome of a call on tensors without data; None if it gives no tensors, or depends on values."""
     outcome = _without_data(func, args, kwargs, operands)
-    row = row_of(func)
-    if outcome is None or outcome.bases != [None] or row is None or row.rule is not elementwise:
+    if outcome is None or outcome.bases != [None]:
         return outcome
-    given = (*args, *kwargs.values())
+    given, name = (*args, *kwargs.values()), name_of(func)
     before = [_laid(at(given, place)) for place, _ in operands]
+    row = row_of(func)
+    by_kernel = name in _BY_KERNEL or (row is not None and row.rule is elementwise)
+    if not (by_kernel and any(before)) and name not in _BY_OLD_KERNEL:
+        return outcome
     ((shape, _),) = outcome.results
     strides = strides_of_kernel(func, args, kwargs, operands, before, shape)
     if strides is None:
@@ -151,6 +154,14 @@ def on_meta(
     return outcome._replace(memory=None if as_new else [ResultMemory(Laid(strides))])
 
 
+#: functions beside those of elements whose kernels on the CPU lay a result out in another way than the meta device
+_BY_KERNEL: Final = frozenset({"batch_norm", "fft_fftshift", "group_norm", "normal", "one_hot", "poisson", "rrelu"})
+#: before torch 2.13 also these, even where operands lie as new tensors
+_BY_OLD_KERNEL: Final = frozenset(
+    {"pad", *(f"fft_{name}fft{n}" for name in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n"))}
+    if torch.__version__ < "2.13"
+    else ()
+)
 #: functions that choose a kernel by the device, whose strides are not those of the meta device
 _BY_DEVICE: Final = frozenset({"scaled_dot_product_attention"})
 
