@@ -17,7 +17,7 @@ from simulated import MESH
 import fspmd
 from fspmd import P, device_get, device_put, psum, rank_map, shard_map
 from fspmd.body import RUNNING, state
-from fspmd.local_view.modes import _Stance
+from fspmd.local_view.modes import _CALLBACKS, _STANCE
 from fspmd.meshes.world import simulated
 from fspmd.torch_internals import count_function_modes
 
@@ -92,7 +92,8 @@ def _interrupted(name: str, count: int) -> int:
         assert (state.body, state.tracker, RUNNING, simulated()) == (None, None, {}, None)
     torch.testing.assert_close(device_get(call()), device_get(expected))
     assert not count_function_modes()  # the last call has popped what torch may have put back late
-    assert not _Stance.callbacks
+    assert not _CALLBACKS
+    assert not _STANCE
     return interrupted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,7 @@ class Exits:
 
     def __call__(self, leaves: list[Any]) -> list[Any]:
         done: list[Any] = []
-        for known, x in zip(self._known, leaves, strict=True):
-            y = known(x)
+        for y in map(operator.call, self._known, leaves):
             if y is None:
                 self._check(leaves)
                 return self.leave(leaves)
@@ -189,19 +189,18 @@ def make_exit(
         share = call("leave_unchecked", body.mesh, absent, Options(factor=1 / body.mesh.axis_size(absent)))
     held = frame(body.mesh, partition.axes | partition.unreduced) if simulated else None
     kind: Any = block_type(held)
-    has_frame = kind is not Tensor
+    has_frame, checked = kind is not Tensor, body.checked
 
     def known(x: Any) -> Any:
         """Convert the common case: a block of the right type and frame, and of a shape seen before."""
-        if type(x) is kind and not body.uneven and (share is None or not (simulated or _needs_gradient(x))):
-            if has_frame and (x.frame is not held or x.uneven):
-                return None
-            spec = specs.get((x.shape, x.dtype))
-            if spec is None or x.layout is not torch.strided:
-                return None
-            if getattr(x, ATTRIBUTE, INVARIANT) is target or not body.checked:
-                return pair(x, spec)
-        return None
+        if type(x) is not kind or body.uneven or (share is not None and (simulated or _needs_gradient(x))):
+            return None
+        if has_frame and (x.frame is not held or x.uneven):
+            return None
+        if checked and getattr(x, ATTRIBUTE, INVARIANT) is not target:
+            return None
+        spec = specs.get((x.shape, x.dtype, x.layout))
+        return None if spec is None else pair(x, spec)
 
     def leave(x: Any) -> Any:
         if x is None:
@@ -230,7 +229,7 @@ def make_exit(
             if spec.flat and (not spec.even or spec.block_shape != tuple(x.shape)):  # the sizes in a `Flat` are claims
                 spec = spec_of_blocks(x, partition, body.mesh, path)
             if not nested:
-                specs[x.shape, x.dtype] = spec
+                specs[x.shape, x.dtype, x.layout] = spec
         return _in_outer_body(x, spec, body) if nested else pair(x, spec)
 
     def failure(x: Any) -> Failure | None:

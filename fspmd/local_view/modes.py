@@ -6,9 +6,9 @@ not reach the mode (torch 2.11 to 2.15), and values would have wrong types.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
+from sys import modules
 from typing import Any, Final, TypeVar
 
 from torch.overrides import TorchFunctionMode
@@ -35,14 +35,12 @@ class BodyMode(TorchFunctionMode):
     types_values = False
 
 
-class _Stance:
-    """The stance of torch's compiler, one for all threads. The first mode sets it, and the last mode resets it."""
-
-    lock: Final = threading.Lock()
-    callbacks: Final[dict[object, Any]] = {}  # key of a run, as in `RUNNING` -> the callback of Dynamo before it
-    before: Any = None
-
-
+_stance_lock: Final = threading.Lock()
+#: the stance that torch's compiler had before; it is one for all threads: the first mode sets it, the last resets it
+_STANCE: Final[list[Any]] = []
+#: key of a run, as in `RUNNING` -> the callback of Dynamo before it
+_CALLBACKS: Final[dict[object, Any]] = {}
+_get_callback, _set_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
 _DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
 
 
@@ -70,36 +68,35 @@ def pop_ended_modes() -> None:
 def push_mode(mode: BodyMode, run: object) -> None:
     """Activate a mode, and let compiled functions run uncompiled, for the run of a body with this key in `RUNNING`."""
     push_function_mode(mode)
-    if _DYNAMO not in sys.modules:
-        return
-    with _Stance.lock:
-        _Stance.callbacks[run] = callback = eval_frame.get_eval_frame_callback()
-        if callback is not None:
-            eval_frame.set_eval_frame(None)
-        if _Stance.before is None:
-            compiler, eager = compiler_stances()
-            _Stance.before = compiler._stance
-            compiler._stance = eager
+    if _DYNAMO in modules:
+        with _stance_lock:
+            _CALLBACKS[run] = callback = _get_callback()
+            if callback is not None:
+                _set_callback(None)
+            if not _STANCE:
+                compiler, eager = compiler_stances()
+                _STANCE.append(compiler._stance)
+                compiler._stance = eager
 
 
 def pop_mode(run: object) -> None:
     """Deactivate the mode that `push_mode` activated."""
     pop_function_mode()
-    if _Stance.callbacks:
+    if _CALLBACKS:
         _let_compile(run)
 
 
 def _let_compile(run: object) -> None:
     """Reset what `push_mode` set in torch's compiler. A second call changes nothing."""
-    with _Stance.lock:
-        if run not in _Stance.callbacks:
+    with _stance_lock:
+        if run not in _CALLBACKS:
             return
-        if _Stance.callbacks[run] is not None:
-            eval_frame.set_eval_frame(_Stance.callbacks[run])
-        if len(_Stance.callbacks) == 1 and _Stance.before is not None:
-            compiler, _ = compiler_stances()
-            compiler._stance, _Stance.before = _Stance.before, None
-        del _Stance.callbacks[run]
+        if _CALLBACKS[run] is not None:
+            _set_callback(_CALLBACKS[run])
+        if len(_CALLBACKS) == 1 and _STANCE:
+            compiler_stances()[0]._stance = _STANCE[0]
+            _STANCE.clear()
+        del _CALLBACKS[run]
 
 
 def restore_modes(error: BaseException, above: BodyMode | None, mode: BodyMode | None, run: object) -> None:
@@ -117,13 +114,13 @@ def restore_modes(error: BaseException, above: BodyMode | None, mode: BodyMode |
         pop_function_mode()
     if above is not None and not is_active(above):
         push_function_mode(above)
-    if _Stance.callbacks:
+    if _CALLBACKS:
         _let_compile(run)
 
 
 def check_not_compiled(run: object, name: str) -> None:
     """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it."""
-    if _DYNAMO in sys.modules and run not in _Stance.callbacks and compiled_frames():
+    if _DYNAMO in modules and run not in _CALLBACKS and compiled_frames():
         raise ArgumentError(
             f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
             "the function outside of the body, before the body runs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from operator import call
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from torch import Tensor, strided
@@ -39,7 +40,7 @@ from fspmd.torch_internals import (
     push_function_mode,
     transforms_active,
 )
-from fspmd.tracing import refuse_traced
+from fspmd.tracing import is_traced, refuse_traced
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.trees import flatten, flatten_args
 from fspmd.wrapping import wraps
@@ -161,14 +162,15 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
     body, outer, outer_tracker = plan.body, state.body, state.tracker
-    refuse_traced(body.name)
+    if is_traced():
+        refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
         if x is None or (type(x) is Tensor and x.layout is strided and x.dim() >= fewest):
             continue
         if not (is_plain(x) and x.dim() >= fewest) or misfit(x):
             plan.refuse_arguments(leaves)
-    args = [enter(leaf) for enter, leaf in zip(plan.entries, leaves, strict=True)]
+    args = list(map(call, plan.entries, leaves))
     widen = plan.widen
     start = 0 if widen is None else now()
     blocks = args
@@ -230,7 +232,10 @@ def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) 
     """Return whether results of an unchecked body may depend on a differentiable tensor that it closes over."""
     if transforms_active():
         return True
-    return any(getattr(x, "requires_grad", False) for x in leaves) and (plan.closes or holds_trainable(function))
+    for x in leaves:
+        if getattr(x, "requires_grad", False):
+            return plan.closes or holds_trainable(function)
+    return False
 
 
 def _flatten_result(out: Any) -> tuple[list[Any], Any]:
