@@ -74,6 +74,7 @@ class Body:
 class _State(threading.local):
     body: Body | None = None
     tracker: Any = None
+    mode: Any = None  # the torch function mode of the body
     completes = False  # within a user's function on blocks, whose gradients must exist on all ranks
     rank_mapped = False  # within a function that rank_map runs
     seeks_mesh: Callable[[Mesh], None] | None = None  # called with the mesh of the first shard_map

@@ -7,7 +7,6 @@ of torch that are found by public names.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -251,17 +250,6 @@ storage_uses: Any = torch._C._storage_Use_Count
 
 #: switches Dynamo for this thread; instead: `torch.compiler.set_stance`, for all threads
 eval_frame: Any = torch._C._dynamo.eval_frame
-
-
-@functools.cache
-def compiler_stances() -> tuple[Any, Any]:
-    """Return the module whose ``_stance`` says whether compiled functions run compiled, and the stance that forbids it.
-
-    The public `torch.compiler.set_stance` takes as long as a whole body.
-    """
-    from torch._dynamo import eval_frame
-
-    return eval_frame, eval_frame.DynamoStance("force_eager")
 
 
 #: tells in C whether tensors have the properties that they had before

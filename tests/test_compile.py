@@ -12,7 +12,7 @@ from full import FULL
 from torch import Tensor
 
 from fspmd import ArgumentError, P, device_get, grad, jit, make_mesh, shard_map, vmap
-from fspmd.local_view.modes import check_not_compiled
+from fspmd.local_view.modes import _NOT_IMPORTED, check_not_compiled
 
 MESH = make_mesh((4,), ("x",))
 
@@ -76,7 +76,7 @@ def test_a_body_in_one_thread_ends_while_another_runs() -> None:
 def test_the_first_use_of_the_compiler_within_a_body_is_told() -> None:
     torch._dynamo.utils.counters["frames"]["total"] = 1
     with pytest.raises(ArgumentError, match="compile the function outside of the body"):
-        check_not_compiled(None, "shard_map(f)")
+        check_not_compiled(_NOT_IMPORTED, "shard_map(f)")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -116,3 +116,25 @@ def test_compiled_functions_run_uncompiled_to_the_end_of_a_body() -> None:
     shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(4, 3))
     assert set(stances) == {"force_eager"}
     assert compiler._stance.stance == "default"
+
+
+def test_the_stance_of_the_user_stands_outside_of_bodies() -> None:
+    import torch._dynamo.eval_frame as compiler
+
+    mesh = make_mesh((2,), ("x",), transport="simulation")
+    stances: list[str] = []
+    call = shard_map(
+        lambda a: [stances.append(compiler._stance.stance), a][1], mesh=mesh, in_specs=P("x"), out_specs=P("x")
+    )
+    for _ in range(2):
+        call(torch.ones(2))
+        with torch.compiler.set_stance("eager_on_recompile"):
+            stances.append(compiler._stance.stance)
+            call(torch.ones(2))
+            stances.append(compiler._stance.stance)
+        stances.append(compiler._stance.stance)
+    eager, outside = "force_eager", "eager_on_recompile"
+    assert stances == [eager, outside, eager, outside, "default"] * 2
+    with torch.compiler.set_stance(force_backend="eager"):
+        call(torch.ones(2))
+        assert compiler._stance.backend == "eager"

@@ -6,7 +6,6 @@ not reach the mode (torch 2.11 to 2.15), and values would have wrong types.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from sys import modules
 from typing import Any, Final, TypeVar
@@ -18,7 +17,6 @@ from fspmd.errors import ArgumentError
 from fspmd.torch_internals import (
     EnableTorchFunction,
     compiled_frames,
-    compiler_stances,
     count_function_modes,
     eval_frame,
     function_mode_at,
@@ -35,13 +33,26 @@ class BodyMode(TorchFunctionMode):
     types_values = False
 
 
-_stance_lock: Final = threading.Lock()
-#: the stance that torch's compiler had before; it is one for all threads: the first mode sets it, the last resets it
-_STANCE: Final[list[Any]] = []
-#: key of a run, as in `RUNNING` -> the callback of Dynamo before it
-_CALLBACKS: Final[dict[object, Any]] = {}
-_get_callback, _set_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
+class _EagerInBodies:
+    """A stance of torch's compiler, in whose place ``force_eager`` stands for a thread while its body has a mode."""
+
+    __slots__ = ("_outside",)
+
+    def __init__(self, outside: Any) -> None:
+        self._outside = outside
+
+    @property
+    def stance(self) -> str:
+        return "force_eager" if state.mode is not None else self._outside.stance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._outside, name)
+
+
+_get_callback, set_frame_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
 _DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
+_NOT_IMPORTED: Final = object()
+SETTLED: Final = (None, _NOT_IMPORTED)  # what `push_mode` leaves as it is
 
 
 def mode_above() -> BodyMode | None:
@@ -65,48 +76,30 @@ def pop_ended_modes() -> None:
         pop_function_mode()
 
 
-def push_mode(mode: BodyMode, run: object) -> None:
-    """Activate a mode, and let compiled functions run uncompiled, for the run of a body with this key in `RUNNING`."""
+def frame_callback() -> Any:
+    """Return the callback of Dynamo in this thread, None outside of compiled functions."""
+    return _get_callback() if _DYNAMO in modules else _NOT_IMPORTED
+
+
+def push_mode(mode: BodyMode, callback: Any) -> None:
+    """Activate a mode, and let compiled functions run uncompiled. ``callback`` is the `frame_callback` before."""
     push_function_mode(mode)
-    if _DYNAMO in modules:
-        with _stance_lock:
-            _CALLBACKS[run] = callback = _get_callback()
-            if callback is not None:
-                _set_callback(None)
-            if not _STANCE:
-                compiler, eager = compiler_stances()
-                _STANCE.append(compiler._stance)
-                compiler._stance = eager
+    if callback is _NOT_IMPORTED:
+        return
+    compiler: Any = modules[_DYNAMO]
+    if type(compiler._stance) is not _EagerInBodies:  # `torch.compiler.set_stance` sets it too
+        compiler._stance = _EagerInBodies(compiler._stance)
+    if callback is not None:
+        set_frame_callback(None)
 
 
-def pop_mode(run: object) -> None:
-    """Deactivate the mode that `push_mode` activated."""
-    pop_function_mode()
-    if _CALLBACKS:
-        _let_compile(run)
-
-
-def _let_compile(run: object) -> None:
-    """Reset what `push_mode` set in torch's compiler. A second call changes nothing."""
-    with _stance_lock:
-        if run not in _CALLBACKS:
-            return
-        if _CALLBACKS[run] is not None:
-            _set_callback(_CALLBACKS[run])
-        if len(_CALLBACKS) == 1 and _STANCE:
-            compiler_stances()[0]._stance = _STANCE[0]
-            _STANCE.clear()
-        del _CALLBACKS[run]
-
-
-def restore_modes(error: BaseException, above: BodyMode | None, mode: BodyMode | None, run: object) -> None:
+def restore_modes(error: BaseException, above: BodyMode | None, mode: BodyMode | None) -> None:
     """Restore the modes after an exception in a body, which an interrupt may have raised between any two calls.
 
     Args:
         error: The exception.
         above: The mode that was lifted.
         mode: The mode of the body.
-        run: The key of the run.
     """
     if not isinstance(error, Exception):
         INTERRUPTED[:] = [True]
@@ -114,13 +107,11 @@ def restore_modes(error: BaseException, above: BodyMode | None, mode: BodyMode |
         pop_function_mode()
     if above is not None and not is_active(above):
         push_function_mode(above)
-    if _CALLBACKS:
-        _let_compile(run)
 
 
-def check_not_compiled(run: object, name: str) -> None:
+def check_not_compiled(callback: Any, name: str) -> None:
     """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it."""
-    if _DYNAMO in modules and run not in _CALLBACKS and compiled_frames():
+    if callback is _NOT_IMPORTED and _DYNAMO in modules and compiled_frames():
         raise ArgumentError(
             f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
             "the function outside of the body, before the body runs"
@@ -148,28 +139,33 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
     Python raises an interrupt after a call, and at the start of a function. So what is set is restored in this
     function, by assignments, and by calls that may be repeated.
     """
-    outer, outer_tracker, above = state.body, state.tracker, mode_above()
-    run = object()
+    outer, outer_tracker, outer_mode, above = state.body, state.tracker, state.mode, mode_above()
+    callback, run = frame_callback(), object()
     try:
         RUNNING[run] = body
         state.body, state.tracker = body, mode if mode is not None and mode.types_values else None
+        state.mode = mode
         with EnableTorchFunction():  # backward may have started with torch functions disabled
             if above is not None:
                 pop_function_mode()
             if mode is not None:
-                push_mode(mode, run)
+                push_mode(mode, callback)
             out = function(*args)
             if mode is not None:
-                pop_mode(run)
+                pop_function_mode()
             if above is not None:
                 push_function_mode(above)
         return out
     except BaseException as error:
         try:
-            restore_modes(error, above, mode, run)
+            restore_modes(error, above, mode)
         finally:
-            restore_modes(error, above, mode, run)
+            restore_modes(error, above, mode)
         raise
     finally:
-        state.body, state.tracker = outer, outer_tracker
-        RUNNING.pop(run, None)
+        state.body, state.tracker, state.mode = outer, outer_tracker, outer_mode
+        try:
+            if callback not in SETTLED:
+                set_frame_callback(callback)
+        finally:
+            RUNNING.pop(run, None)

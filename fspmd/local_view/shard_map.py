@@ -19,14 +19,16 @@ from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
     INTERRUPTED,
+    SETTLED,
     BodyMode,
     check_not_compiled,
+    frame_callback,
     leave_to_python,
     mode_above,
     pop_ended_modes,
-    pop_mode,
     push_mode,
     restore_modes,
+    set_frame_callback,
 )
 from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
@@ -161,7 +163,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if not is_torch_function_enabled():  # a derivative has disabled it, and runs a hook or a custom backward
         with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
-    body, outer, outer_tracker = plan.body, state.body, state.tracker
+    body, outer, outer_tracker, outer_mode = plan.body, state.body, state.tracker, state.mode
     if is_traced():
         refuse_traced(body.name)
     for i, fewest in plan.plain:
@@ -188,7 +190,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if INTERRUPTED and outer is None:
         pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
-    key = object()
+    callback, key = frame_callback(), object()
     try:  # as in `run_in`, where the order of lines is explained
         RUNNING[key] = body
         state.body = body
@@ -197,12 +199,13 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         else:
             if body.checked:
                 state.tracker = mode
+            state.mode = mode
             if above is not None:
                 pop_function_mode()
-            push_mode(mode, key)
+            push_mode(mode, callback)
             out = called(*args)
-            check_not_compiled(key, body.name)
-            pop_mode(key)
+            check_not_compiled(callback, body.name)
+            pop_function_mode()
             if above is not None:
                 push_function_mode(above)
         leaves, tree = _flatten_result(out)
@@ -219,13 +222,17 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     except BaseException as error:
         try:
-            restore_modes(error, above, mode, key)
+            restore_modes(error, above, mode)
         finally:
-            restore_modes(error, above, mode, key)
+            restore_modes(error, above, mode)
         raise
     finally:
-        state.body, state.tracker = outer, outer_tracker
-        RUNNING.pop(key, None)
+        state.body, state.tracker, state.mode = outer, outer_tracker, outer_mode
+        try:
+            if callback not in SETTLED:
+                set_frame_callback(callback)
+        finally:
+            RUNNING.pop(key, None)
 
 
 def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) -> bool:
