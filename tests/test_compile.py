@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from fspmd import ArgumentError, P, device_get, grad, jit, make_mesh, shard_map, vmap
 from fspmd.local_view.modes import _NOT_IMPORTED, check_not_compiled
+from fspmd.torch_internals import count_function_modes
 
 MESH = make_mesh((4,), ("x",))
 
@@ -116,6 +119,22 @@ def test_compiled_functions_run_uncompiled_to_the_end_of_a_body() -> None:
     shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(4, 3))
     assert set(stances) == {"force_eager"}
     assert compiler._stance.stance == "default"
+
+
+def test_a_body_runs_while_another_thread_imports_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", types.ModuleType("half imported"))
+    mesh = make_mesh((2,), ("x",), transport="simulation")
+    call = shard_map(lambda a: a * 2, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    assert torch.equal(device_get(call(torch.ones(2))), torch.full((2,), 2.0))
+
+
+def test_a_mode_that_a_body_leaves_behind_is_gone_in_the_next() -> None:
+    mesh = make_mesh((2,), ("x",), transport="simulation")
+    options = {"mesh": mesh, "in_specs": P("x"), "out_specs": P("x")}
+    shard_map(lambda a: [torch.overrides.TorchFunctionMode().__enter__(), a][1], **options)(torch.ones(2))
+    assert count_function_modes() == 1
+    shard_map(lambda a: a, **options)(torch.ones(2))
+    assert not count_function_modes()
 
 
 def test_the_stance_of_the_user_stands_outside_of_bodies() -> None:

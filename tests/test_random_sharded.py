@@ -263,6 +263,37 @@ def test_likes_lie_as_their_operand() -> None:
     assert torch.zeros_like(x, requires_grad=True).requires_grad
 
 
+@pytest.mark.parametrize("draw", [lambda x, g: torch.normal(x, 1.0, generator=g), torch.poisson])
+def test_a_plan_draws_nothing(draw: Callable[..., Any]) -> None:
+    """Not from a generator either, of which a kernel is asked how its results lie."""
+    whole = torch.ones(4, 6)
+    found = [
+        device_get(draw(x, torch.Generator().manual_seed(7)))
+        for x in (device_put(whole, P("x"), mesh=LINE).t(), device_put(whole.t().contiguous(), P("x"), mesh=LINE))
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.int8, torch.bool, torch.float64], ids=str)
+def test_ones_of_every_dtype(dtype: torch.dtype) -> None:
+    """In blocks whose rows are cut in the middle of a word."""
+    found = [
+        device_get(device_put(torch.ones(5, 3).to(dtype), spec, mesh=GRID).bernoulli_(0.5, generator=_seeded()))
+        for spec in (P(), P(None, "x"), P("y", "x"))
+    ]
+    assert all(torch.equal(x.float(), found[0].float()) for x in found)
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("drop", [F.alpha_dropout, F.feature_alpha_dropout])
+def test_dropout_of_integers_is_refused(drop: Callable[..., Any]) -> None:
+    with pytest.raises(fspmd.FspmdError):
+        drop(device_put(torch.ones(4, 2, dtype=torch.uint8), P("x"), mesh=LINE), 0.5, training=True)
+
+
 def test_a_generator_of_ones_own() -> None:
     found = [device_get(put(LINE, P("x")).normal_(generator=torch.Generator().manual_seed(3))) for _ in range(2)]
     assert torch.equal(*found)

@@ -122,6 +122,11 @@ BY_DEVICE: list[Callable[..., Any]] = [
     lambda x: F.batch_norm(x[None], None, None, torch.ones(x.shape[0]), training=True),
     lambda x: F.group_norm(x[None].to(memory_format=LAST), 1),
     lambda x: torch.fft.fftshift(x[None].to(memory_format=LAST)),
+    *(lambda x, n=n: F.one_hot(x.long().abs(), n) for n in (7, 8)),  # a key does not hold the number of classes
+    lambda x: F.batch_norm(x[None].to(memory_format=LAST)[:, 1:], None, None, training=True),
+    lambda x: F.group_norm(x[None].to(memory_format=LAST)[..., ::2], 1),
+    lambda x: F.group_norm(x[:2, :2, :1].unsqueeze(2), 1),
+    lambda x: x[..., :1] + torch.ones(1, x.shape[1], 1).permute(2, 1, 0),
     lambda x: torch.normal(x, x.abs()),
     lambda x: torch.normal(x.contiguous(), x.abs()),
     lambda x: torch.normal(x, 1.0),

@@ -145,21 +145,35 @@ def strides_of_kernel(
         laid = before[next(count)]
         strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
         small = [few[n] for n in spec.shape]
-        steps = _in_order_of(strides, small)
-        if not is_dense(spec.shape, strides):
-            ranks = {step: 1 << i for i, step in enumerate(sorted({*strides} - {0}))} | {0: 0}
-            steps = [ranks[step] for step in strides]
+        steps = _steps(strides, small, not is_dense(spec.shape, strides))
         memory = torch.ones(1 + sum(map(mul, small, steps)), dtype=spec.dtype, device="cpu")
         return memory.as_strided(small, steps)
 
+    args, named = tuple(map(_unless_generator, args)), {k: _unless_generator(x) for k, x in kwargs.items()}
     try:
         with kept():
-            out = run_on(make, func, args, kwargs, operands)
+            out = run_on(make, func, args, named, operands)
     except Exception:  # the call itself raises it
         return None
     if not isinstance(out, Tensor) or out.dim() != len(shape):
         return None
     return tuple(_in_order_of(out.stride(), shape))
+
+
+def _unless_generator(value: Any) -> Any:
+    """Return an argument, and None for a generator, which must not advance."""
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _steps(strides: Strides, shape: Sequence[int], gaps: bool) -> list[int]:
+    """Return strides for a shape, with the order and the ties of the given strides, with or without gaps."""
+    steps, step = {0: 0}, 1
+    for stride in sorted({*strides} - {0}):
+        steps[stride] = step
+        step *= prod(n for n, s in zip(shape, strides, strict=True) if s == stride)
+        step += gaps
+        gaps = False
+    return [steps[stride] for stride in strides]
 
 
 def _in_order_of(strides: Strides, shape: Sequence[int]) -> list[int]:

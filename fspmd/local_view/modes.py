@@ -46,6 +46,8 @@ class _EagerInBodies:
         return "force_eager" if state.mode is not None else self._outside.stance
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_outside":  # a copy that is being made
+            raise AttributeError(name)
         return getattr(self._outside, name)
 
 
@@ -62,15 +64,11 @@ def mode_above() -> BodyMode | None:
     return mode if isinstance(mode, BodyMode) else None
 
 
-#: not empty once an interrupt has ended a body of this process
-INTERRUPTED: Final[list[bool]] = []
-
-
 def pop_ended_modes() -> None:
     """Pop modes of bodies, where no body runs.
 
     Torch takes a mode off while it runs a function that is written in Python. If this is interrupted, torch may put the
-    mode back when the traceback is freed, after the body has ended.
+    mode back when the traceback is freed, after the body has ended. A body may also enter a mode and not leave it.
     """
     while mode_above() is not None:
         pop_function_mode()
@@ -78,7 +76,7 @@ def pop_ended_modes() -> None:
 
 def frame_callback() -> Any:
     """Return the callback of Dynamo in this thread, None outside of compiled functions."""
-    return _get_callback() if _DYNAMO in modules else _NOT_IMPORTED
+    return _get_callback() if hasattr(modules.get(_DYNAMO), "_stance") else _NOT_IMPORTED  # or half imported
 
 
 def push_mode(mode: BodyMode, callback: Any) -> None:
@@ -93,16 +91,13 @@ def push_mode(mode: BodyMode, callback: Any) -> None:
         set_frame_callback(None)
 
 
-def restore_modes(error: BaseException, above: BodyMode | None, mode: BodyMode | None) -> None:
+def restore_modes(above: BodyMode | None, mode: BodyMode | None) -> None:
     """Restore the modes after an exception in a body, which an interrupt may have raised between any two calls.
 
     Args:
-        error: The exception.
         above: The mode that was lifted.
         mode: The mode of the body.
     """
-    if not isinstance(error, Exception):
-        INTERRUPTED[:] = [True]
     while mode is not None and is_active(mode):
         pop_function_mode()
     if above is not None and not is_active(above):
@@ -111,7 +106,7 @@ def restore_modes(error: BaseException, above: BodyMode | None, mode: BodyMode |
 
 def check_not_compiled(callback: Any, name: str) -> None:
     """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it."""
-    if callback is _NOT_IMPORTED and _DYNAMO in modules and compiled_frames():
+    if callback is _NOT_IMPORTED and frame_callback() is not _NOT_IMPORTED and compiled_frames():
         raise ArgumentError(
             f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
             "the function outside of the body, before the body runs"
@@ -152,15 +147,16 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
                 push_mode(mode, callback)
             out = function(*args)
             if mode is not None:
+                check_not_compiled(callback, "shard_map" if body is None else body.name)
                 pop_function_mode()
             if above is not None:
                 push_function_mode(above)
         return out
-    except BaseException as error:
+    except BaseException:
         try:
-            restore_modes(error, above, mode)
+            restore_modes(above, mode)
         finally:
-            restore_modes(error, above, mode)
+            restore_modes(above, mode)
         raise
     finally:
         state.body, state.tracker, state.mode = outer, outer_tracker, outer_mode

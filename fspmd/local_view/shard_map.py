@@ -18,7 +18,6 @@ from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
-    INTERRUPTED,
     SETTLED,
     BodyMode,
     check_not_compiled,
@@ -37,6 +36,7 @@ from fspmd.messages import described
 from fspmd.sharded import is_plain
 from fspmd.torch_internals import (
     EnableTorchFunction,
+    count_function_modes,
     is_torch_function_enabled,
     pop_function_mode,
     push_function_mode,
@@ -187,7 +187,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             mode = IndexMode()
         elif body.uneven or not plan.exits:  # the first run shows whether a collective makes blocks uneven
             mode = ConnectingMode()
-    if INTERRUPTED and outer is None:
+    if outer is None and count_function_modes():
         pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
     callback, key = frame_callback(), object()
@@ -220,11 +220,11 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         else:
             results = exits(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
-    except BaseException as error:
+    except BaseException:
         try:
-            restore_modes(error, above, mode)
+            restore_modes(above, mode)
         finally:
-            restore_modes(error, above, mode)
+            restore_modes(above, mode)
         raise
     finally:
         state.body, state.tracker, state.mode = outer, outer_tracker, outer_mode

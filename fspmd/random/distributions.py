@@ -113,7 +113,11 @@ def bernoulli(p: float, dtype: torch.dtype = torch.bool) -> Distribution:
         else:
             torch.le(words.halves, words.number(highest, torch.int32), out=out)
 
-    return Distribution(torch.bool if dtype.is_complex else dtype, 2, fill)
+    return Distribution(dtype if dtype in _COMMON else torch.bool, 2, fill)
+
+
+#: the dtypes that all functions of torch take which put random numbers in order
+_COMMON: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_BITS})
 
 
 def _fractions(words: Words, out: Tensor) -> None:

@@ -438,7 +438,7 @@ def _one_hot(x: Any, num_classes: int = -1) -> Any:
         f"one_hot got a number that is negative, or not below num_classes={num_classes}; pass a greater num_classes"
     )
     check_values(hot.any(-1), Tensor.bool, message)
-    return hot.long()
+    return hot.to(torch.int64, memory_format=torch.contiguous_format)
 
 
 def _method(name: str) -> Callable[..., Any]:

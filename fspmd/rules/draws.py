@@ -281,7 +281,8 @@ def _kept(x: Value, p: float, features: bool, scale: float = 1.0) -> Value:
             raise ShapeError(f"feature dropout got {x!r}; give it a batch of channels: two dims or more")
         shape = (*x.shape[:2], *(1,) * (x.ndim - 2))
         spec = TensorSpec(spec.mesh, P(*spec.partition.entries[:2]), shape, spec.dtype)
-    then = None if scale == 1 else lambda kept: kept.to(spec.dtype).mul_(scale)
+    numbers = spec.dtype.is_floating_point or spec.dtype.is_complex  # `mul_` refuses others, as torch does
+    then = None if scale == 1 and numbers else lambda kept: kept.to(spec.dtype).mul_(scale)
     return drawn(spec, lambda dtype: bernoulli(1 - p, dtype), x.device, then)
 
 
