@@ -64,6 +64,10 @@ class DonationError(FspmdError):
     """A tensor that is used after it was donated to ``jit``."""
 
 
+class CheckpointError(FspmdError):
+    """A checkpoint that cannot be written, found or read, or that does not fit the tree to be loaded."""
+
+
 class ArgumentError(FspmdError):
     """Any other argument of a wrong type or value."""
 

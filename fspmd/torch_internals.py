@@ -296,3 +296,10 @@ def store_of_ranks(prefix: str) -> Any:
     """The key-value store that all ranks share, under keys with a prefix; instead: none."""
     c10d: Any = torch.distributed.distributed_c10d
     return c10d.PrefixStore(prefix, c10d._get_default_store())
+
+
+def storage_info_class() -> Any:
+    """The class of the place of a block in the files of torch.distributed.checkpoint; instead: none."""
+    import torch.distributed.checkpoint.filesystem
+
+    return torch.distributed.checkpoint.filesystem._StorageInfo

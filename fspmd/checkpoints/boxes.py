@@ -1,0 +1,146 @@
+"""Boxes of a global tensor: those of a layout and their holders, exact covers, and the elements of a box in a block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from fspmd.entries import factors_of
+from fspmd.spec import P, TensorSpec
+
+
+class Cuboid(NamedTuple):
+    """A box of a global tensor: where it begins, and its size in each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.sizes)
+
+    def overlap(self, other: Cuboid) -> Cuboid | None:
+        """Return the box that two boxes share, or None."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = [min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True)]
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Cuboid(starts, sizes) if all(n > 0 for n in sizes) else None
+
+    def within(self, outer: Cuboid) -> tuple[slice, ...]:
+        """Return the slices of this box in a tensor that holds ``outer``."""
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Cuboid:
+    """Return the box of a whole tensor."""
+    return Cuboid((0,) * len(shape), tuple(shape))
+
+
+def boxed(spec: TensorSpec) -> TensorSpec:
+    """Return the nearest layout whose blocks are boxes: settled, and with each flat dim cut from one end to the other.
+
+    >>> from fspmd import Flat, make_mesh
+    >>> boxed(TensorSpec(make_mesh((2,), ("x",)), P(Flat((4, None), (6, "x"))), (24,), torch.float32))
+    f32[24@x] on mesh(x=2)
+    """
+    partition = spec.partition
+    if not partition.unreduced and not partition.flat:
+        return spec
+    sizes = zip(partition, spec.shape, strict=True)
+    dims = [[axis for _, axes in factors_of(entry, n) for axis in axes] for entry, n in sizes]
+    return spec.with_partition(P(*(tuple(axes) or None for axes in dims), reduced=partition.reduced))
+
+
+def boxes_of(spec: TensorSpec) -> dict[Cuboid, list[int]]:
+    """Return the different boxes of a layout, each with the global ranks that hold it. Only an empty tensor has an
+    empty box."""
+    found: dict[Cuboid, list[int]] = {}
+    coordinates = itertools.product(*map(range, spec.mesh.shape.values()))
+    for rank, coordinate in zip(spec.mesh.ranks, coordinates, strict=True):
+        box = Cuboid(spec.offset(coordinate), spec.local_shape(coordinate))
+        if box.numel:
+            found.setdefault(box, []).append(rank)
+    return found or {whole(spec.shape): list(spec.mesh.ranks)}
+
+
+def wrong_cover(shape: Sequence[int], boxes: Iterable[Cuboid]) -> str:
+    """Return why boxes do not cover a tensor exactly once, or "".
+
+    >>> wrong_cover((4, 2), [Cuboid((0, 0), (2, 2)), Cuboid((2, 0), (2, 2))])
+    ''
+    >>> wrong_cover((4, 2), [Cuboid((0, 0), (2, 2))])
+    'its blocks have 4 of 8 elements'
+    """
+    every = [box for box in boxes if box.numel]
+    for box in every:
+        if len(box.offsets) != len(shape) or whole(shape).overlap(box) != box:
+            return f"its block of {box.sizes} at {box.offsets} lies outside"
+    held = sum(box.numel for box in every)
+    if held != prod(shape):
+        return f"its blocks have {held} of {prod(shape)} elements"
+    if not held:
+        return ""
+    starts = [sorted({box.offsets[dim] for box in every}) for dim in range(len(shape))]
+    stops = [dict(zip(cuts, [*cuts[1:], n], strict=True)) for cuts, n in zip(starts, shape, strict=True)]
+    grid = {box.offsets: box.sizes for box in every}
+    if len(grid) == len(every) and all(
+        stops[dim][start] == start + n for box in every for dim, (start, n) in enumerate(zip(*box, strict=True))
+    ):
+        return ""
+    for one, other in itertools.combinations(every, 2):
+        if one.overlap(other):
+            return f"its blocks at {one.offsets} and {other.offsets} overlap"
+    return ""
+
+
+def parts(box: Cuboid, limit: int) -> Iterator[Cuboid]:
+    """Cut a box along its first dims until no part has more elements than ``limit``."""
+    dim = next((d for d, n in enumerate(box.sizes) if n > 1), None)
+    if box.numel <= limit or dim is None:
+        yield box
+        return
+    half = box.sizes[dim] // 2
+    for start, n in ((0, half), (half, box.sizes[dim] - half)):
+        offsets = list(box.offsets)
+        offsets[dim] += start
+        yield from parts(Cuboid(tuple(offsets), (*box.sizes[:dim], n, *box.sizes[dim + 1 :])), limit)
+
+
+def pieces_of(part: Cuboid, block: Cuboid, itemsize: int, begins: int, piece: int) -> list[tuple[int, int]]:
+    """Return the runs of pieces, (first, number), that hold a part of a block in C order.
+
+    ``begins`` is the byte at which the block's elements begin.
+    """
+    run, dims = itemsize, len(block.sizes)
+    while dims and part.sizes[dims - 1] == block.sizes[dims - 1]:
+        dims -= 1
+        run *= block.sizes[dims]
+    if dims:
+        dims -= 1
+        run *= part.sizes[dims]
+    starts = torch.full((1,), begins, dtype=torch.int64)
+    stride = itemsize
+    strides = [0] * len(block.sizes)
+    for dim in reversed(range(len(block.sizes))):
+        strides[dim], stride = stride, stride * block.sizes[dim]
+    for dim, span in enumerate(part.within(block)):
+        index = torch.arange(span.start, span.stop if dim < dims else span.start + 1)
+        starts = (starts[:, None] + index * strides[dim]).flatten()
+    first, last = starts // piece, (starts + run - 1) // piece
+    low, high = int(first.min()), int(last.max())
+    edges = torch.zeros(high - low + 2, dtype=torch.int64)
+    edges.index_add_(0, first - low, torch.ones_like(first))
+    edges.index_add_(0, last - low + 1, -torch.ones_like(last))
+    needed = (edges.cumsum(0) > 0).tolist()
+    runs, at = [], low
+    for wanted, group in itertools.groupby(needed):
+        n = len(list(group))
+        if wanted:
+            runs.append((at, n))
+        at += n
+    return runs

@@ -1,0 +1,114 @@
+"""The processes that save or load together, and what they tell each other without a collective."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fspmd.errors import CheckpointError, FspmdError
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
+from fspmd.outside import check_outside, the_mesh
+from fspmd.placement.source_rank import hear_all
+from fspmd.torch_internals import store_of_ranks
+
+_PAUSE: Final = 0.05  # the longest pause in seconds between two looks into the store
+_SECONDS: Final = 1800.0  # how long a rank waits for the others' writes
+_FAREWELL: Final = 30.0  # how long the first rank waits until the others have read the outcome
+
+
+Report = dict[str, Any]  # for JSON; a failure has the key "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The processes of a call. The first decides for all."""
+
+    what: str
+    mesh: Mesh
+    ranks: tuple[int, ...]  # global ranks; a simulation has one process
+    place: int  # of this process among them
+
+    def hear(self, make: Callable[[], Any]) -> list[Any]:
+        """Call ``make`` on each process and return all results. Its first error is raised on all, as an `FspmdError`."""
+
+        def made() -> Any:
+            try:
+                return make()
+            except FspmdError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"{self.what}: {type(error).__name__}: {error}") from error
+
+        return hear_all(made, self.mesh) if len(self.ranks) > 1 else [made()]
+
+    def decide(self, make: Callable[[], Any]) -> Any:
+        """Call ``make`` on the first process, and return its result on all."""
+        return self.hear(lambda: make() if self.place == 0 else None)[0]
+
+    def settlement(self, token: str) -> Settlement:
+        """Return how the processes settle one save. All of them pass the same token."""
+        store = store_of_ranks(f"fspmd.checkpoint/{token}") if len(self.ranks) > 1 else None
+        return Settlement(self, store)
+
+
+def crew_of(mesh: Mesh | None, what: str) -> Crew:
+    """Return the processes of a mesh, by default those of `set_mesh`, or else all."""
+    check_outside(what)
+    if mesh is None and current_mesh() is None:
+        mesh = make_mesh((world.world_size(),), ("process",))
+    mesh = the_mesh(mesh, what)
+    me = world.process_rank()
+    if mesh.transport != "process_group":
+        return Crew(what, mesh, (me,), 0)
+    ranks = tuple(mesh.ranks)
+    return Crew(what, mesh, ranks, ranks.index(me))
+
+
+@dataclass(slots=True)
+class Settlement:
+    """Each process reports once, the first decides, and all hear the outcome. It passes through torch's store.
+
+    A thread may run this while other threads communicate: it sends no collective, makes no group, and never waits
+    inside the store, so it holds nobody up.
+    """
+
+    crew: Crew
+    store: Any
+    _read: list[str] = field(default_factory=list)
+
+    def settle(self, report: Report, decide: Callable[[list[Report]], Report]) -> Report:
+        """Return what ``decide`` returned on the first process, on all. One that waits too long has its own failure."""
+        if self.store is None:
+            return decide([report])
+        crew, store = self.crew, self.store
+        store.set(f"report/{crew.place}", json.dumps(report, separators=(",", ":")))
+        if crew.place == 0:
+            keys = [f"report/{place}" for place in range(len(crew.ranks))]
+            if late := self._wait(keys, _SECONDS):
+                ranks = [crew.ranks[int(key.partition("/")[2])] for key in late]
+                outcome: Report = {"failure": f"ranks {ranks} did not finish writing within {_SECONDS:.0f} s"}
+            else:
+                outcome = decide([json.loads(store.get(key)) for key in keys])
+            store.set("outcome", json.dumps(outcome))
+            self._wait([f"read/{place}" for place in range(1, len(crew.ranks))], _FAREWELL)
+            for key in keys:
+                store.delete_key(key)
+            return outcome
+        if self._wait(["outcome"], 2 * _SECONDS):
+            return {"failure": f"rank {crew.ranks[0]} did not say whether the step is complete"}
+        outcome = json.loads(store.get("outcome"))
+        store.set(f"read/{crew.place}", "")
+        return outcome
+
+    def _wait(self, keys: list[str], seconds: float) -> list[str]:
+        """Wait for keys. Return those that did not come."""
+        end, pause = time.monotonic() + seconds, 0.0005
+        while keys and not self.store.check(keys):
+            if time.monotonic() > end:
+                return [key for key in keys if not self.store.check([key])]
+            time.sleep(pause := min(2 * pause, _PAUSE))
+        return []

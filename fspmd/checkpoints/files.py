@@ -1,0 +1,132 @@
+"""Files and folders that outlive a crash: every change goes through ``os``, and is synced where its order matters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Self
+from zlib import crc32
+
+from fspmd.errors import CheckpointError
+
+#: Bytes of a block that one checksum covers. A reader reads whole pieces.
+PIECE: Final = 1 << 20
+_SMALL: Final = 1 << 16  # writes below this size are joined
+_HEAD: Final = 1 << 13  # the first bytes of an item, which tell where its elements begin
+
+
+@contextmanager
+def told(action: str, path: str) -> Iterator[None]:
+    """Raise `CheckpointError` for an `OSError`, with the action and the path."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {action} {path}: {error.strerror or error}") from error
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable."""
+    with told("sync the folder", path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Write a new file, durable itself; its name is durable after `sync_folder`."""
+    with Output(path) as out:
+        out.write(data)
+
+
+def read_file(path: str) -> bytes:
+    """Return the bytes of a file."""
+    with told("read", path), open(path, "rb") as file:
+        return file.read()
+
+
+def remove_folder(path: str) -> None:
+    """Remove a folder and its files. One that is gone already is no error."""
+    if not os.path.isdir(path):
+        return
+    with told("remove", path):
+        for name in os.listdir(path):
+            os.unlink(os.path.join(path, name))
+        os.rmdir(path)
+
+
+class Output:
+    """A new file that is written from its beginning, and synced when it is closed without an error.
+
+    `begin` and `end` mark an item. Its checksums are CRC-32, one for each `PIECE` from its beginning. A CRC-32 sees
+    every change of up to three bits in a piece, and every burst of up to 32.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.position = 0
+        self.checksums: list[int] = []
+        self.head = bytearray()
+        self._start = self._filled = 0
+        self._waiting = bytearray()
+        with told("write", path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def begin(self) -> None:
+        """Begin an item here."""
+        self._start, self._filled, self.checksums, self.head = self.position, 0, [], bytearray()
+
+    def end(self) -> tuple[int, int, list[int]]:
+        """Return where the item began, its length, and its checksums."""
+        return self._start, self.position - self._start, self.checksums
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append bytes, as torch.save does."""
+        view = memoryview(data).cast("B")
+        self.position += len(view)
+        if len(self.head) < _HEAD:
+            self.head += view[: _HEAD - len(self.head)]
+        self._check(view)
+        if len(view) < _SMALL:
+            self._waiting += view
+            if len(self._waiting) >= PIECE:
+                self._flush()
+        else:
+            self._flush()
+            self._put(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: torch.save calls this after each item."""
+
+    def _check(self, view: memoryview) -> None:
+        while len(view):
+            room = PIECE - self._filled
+            part, view = view[:room], view[room:]
+            if self._filled == 0:
+                self.checksums.append(0)
+            self.checksums[-1] = crc32(part, self.checksums[-1])
+            self._filled = (self._filled + len(part)) % PIECE
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, bytearray()
+        self._put(memoryview(waiting))
+
+    def _put(self, view: memoryview) -> None:
+        with told("write", self.path):
+            while len(view):
+                view = view[os.write(self._descriptor, view) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._flush()
+                with told("sync", self.path):
+                    os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)

@@ -1,0 +1,159 @@
+"""The folders of steps, and ``latest``, which names one of them.
+
+``path/step-00000020`` is complete from the moment that it has its name. ``path/latest`` is a symbolic link to it. Names
+that begin with a dot are unfinished work of a save, or leftovers of one that was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+import warnings
+from typing import Final
+
+from fspmd.checkpoints.files import remove_folder, sync_folder, told
+from fspmd.checkpoints.index import INDEX, METADATA, missing_bytes, read_index
+from fspmd.errors import CheckpointError
+
+_LATEST: Final = "latest"
+_STEP: Final = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_UNFINISHED: Final = re.compile(r"\.(saving|removing|latest)-.*")
+
+
+def begin(path: str) -> str:
+    """Make the folder of a step that is being saved, and return it. Remove what killed saves have left."""
+    with told("make the folder", path):
+        os.makedirs(path, exist_ok=True)
+        for name in filter(_UNFINISHED.fullmatch, os.listdir(path)):
+            _remove(os.path.join(path, name))
+        unfinished = os.path.join(path, f".saving-{uuid.uuid4().hex[:12]}")
+        os.mkdir(unfinished)
+    return unfinished
+
+
+def commit(path: str, unfinished: str, step: int) -> str:
+    """Give the folder of a step its name, then let ``latest`` name it. Return its name.
+
+    A step that is there already keeps its folder, and the new one gets a number after a dot.
+    """
+    name = _free_name(path, step)
+    sync_folder(unfinished)
+    with told("rename", unfinished):
+        os.rename(unfinished, os.path.join(path, name))
+    sync_folder(path)
+    link, latest = os.path.join(path, f".latest-{uuid.uuid4().hex[:12]}"), os.path.join(path, _LATEST)
+    with told("move", latest):
+        os.symlink(name, link)
+        os.rename(link, latest)
+    sync_folder(path)
+    return name
+
+
+def prune(path: str, keep: float, newest: str) -> None:
+    """Remove all steps but the last complete ones, and older folders of the step ``newest``, which stays itself.
+
+    A folder that cannot be removed is a warning: the step is saved.
+    """
+    kept = 1
+    try:
+        for name in reversed(_names(path)):
+            if name == newest:
+                continue
+            if _step(name) != _step(newest) and kept < keep:
+                kept += not _fault(os.path.join(path, name))
+            else:
+                hidden = os.path.join(path, f".removing-{name}")
+                os.rename(os.path.join(path, name), hidden)
+                remove_folder(hidden)
+        sync_folder(path)
+    except (OSError, CheckpointError) as error:
+        warnings.warn(f"save could not remove an old step: {error}", stacklevel=2)
+
+
+def latest_step(path: str) -> int | None:
+    """Return the step that `load` would read, or None if there is none.
+
+    It is the step that ``latest`` names. Where that was lost, it is the last complete step.
+
+    >>> import tempfile
+    >>> latest_step(tempfile.mkdtemp())
+    """
+    name = _latest(os.fspath(path))
+    return None if name is None else _step(name)
+
+
+def next_step(path: str) -> int:
+    """Return the number after the greatest."""
+    return max((_step(name) for name in _names(path)), default=-1) + 1
+
+
+def find(path: str, step: int | None) -> str:
+    """Return the folder of a step, by default that of the latest.
+
+    Raises:
+        CheckpointError: there is none. The error names the steps that are there.
+    """
+    if os.path.exists(os.path.join(path, METADATA)) and step is None:
+        return path  # a folder of torch.distributed.checkpoint, or of one step
+    there = _names(path)
+    name = _latest(path) if step is None else next((n for n in reversed(there) if _step(n) == step), None)
+    if name is None:
+        steps = ", ".join(str(_step(n)) for n in there) or "none"
+        what = "a checkpoint" if step is None else f"step {step}"
+        raise CheckpointError(f"load found no {what} in {path}; the steps there: {steps}")
+    return os.path.join(path, name)
+
+
+def instead_of(folder: str) -> str:
+    """Return the advice for a damaged step: the newest other step that is complete."""
+    path, name = os.path.split(folder)
+    for other in reversed(_names(path) if _STEP.fullmatch(name) else []):
+        if other != name and _step(other) <= _step(name) and not _fault(os.path.join(path, other)):
+            return f"; the last complete step before it is {_step(other)}: load(path, like, step={_step(other)})"
+    return ""
+
+
+def _latest(path: str) -> str | None:
+    try:
+        name = os.path.basename(os.readlink(os.path.join(path, _LATEST)))
+    except OSError:
+        name = ""
+    if _STEP.fullmatch(name) and os.path.exists(os.path.join(path, name, INDEX)):
+        return name
+    complete = (name for name in reversed(_names(path)) if not _fault(os.path.join(path, name)))
+    return next(complete, None)
+
+
+def _names(path: str) -> list[str]:
+    """Return the folders of steps, the oldest first."""
+    names = os.listdir(path) if os.path.isdir(path) else []
+    return sorted(filter(_STEP.fullmatch, names), key=lambda name: (_step(name), _attempt(name)))
+
+
+def _step(name: str) -> int:
+    return int(_STEP.fullmatch(name)[1])  # type: ignore[index]
+
+
+def _attempt(name: str) -> int:
+    return int(_STEP.fullmatch(name)[2] or 0)  # type: ignore[index]
+
+
+def _free_name(path: str, step: int) -> str:
+    taken = [_attempt(name) for name in _names(path) if _step(name) == step]
+    return f"step-{step:08d}.{max(taken) + 1}" if taken else f"step-{step:08d}"
+
+
+def _fault(folder: str) -> str:
+    """Return why a step is not complete, or ""."""
+    try:
+        return missing_bytes(folder, read_index(folder))
+    except CheckpointError as error:
+        return str(error)
+
+
+def _remove(path: str) -> None:
+    if os.path.islink(path) or not os.path.isdir(path):
+        os.unlink(path)
+    else:
+        remove_folder(path)
