@@ -19,8 +19,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final, Self
 
-#: torch imports the last two when it first needs them
-_IMPORTED: Final = ["fspmd", "pytest", "hypothesis", "torch.distributed", "sympy", "torch._dynamo.symbolic_convert"]
+#: torch imports the last three when it first needs them
+_IMPORTED: Final = [
+    *("fspmd", "pytest", "hypothesis", "torch.distributed"),
+    *("sympy", "torch._dynamo.symbolic_convert", "torch.distributed.checkpoint"),
+]
 
 
 def free_port() -> int:
@@ -28,6 +31,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def forks() -> Any:
+    """The context of multiprocessing whose processes are forks of the one that has imported what tests need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 def _serve(rank: int, size: int, port: int, calls: Connection) -> None:
@@ -54,8 +64,7 @@ class Processes:
     """``size`` processes that run functions, one call at a time."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        context = forks()
         port = free_port()
         self.connections: list[Connection] = []
         self.processes = []

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fspmd.errors import CheckpointError, FspmdError
+from fspmd.errors import CheckpointError, FspmdError, RecordError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.outside import check_outside, the_mesh
 from fspmd.placement.source_rank import hear_all
 from fspmd.torch_internals import store_of_ranks
+from fspmd.tracing import is_recording
 
 _PAUSE: Final = 0.05  # the longest pause in seconds between two looks into the store
 _SECONDS: Final = 1800.0  # how long a rank waits for the others' writes
@@ -58,6 +59,8 @@ class Crew:
 def crew_of(mesh: Mesh | None, what: str) -> Crew:
     """Return the processes of a mesh, by default those of `set_mesh`, or else all."""
     check_outside(what)
+    if is_recording():
+        raise RecordError(f"{what} was called within jit, where values are unknown; call it before or after")
     if mesh is None and current_mesh() is None:
         mesh = make_mesh((world.world_size(),), ("process",))
     mesh = the_mesh(mesh, what)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Self
+from typing import Any, Final, Self
 from zlib import crc32
+
+import torch
+from torch import Tensor
 
 from fspmd.errors import CheckpointError
 
@@ -23,6 +26,12 @@ def told(action: str, path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"cannot {action} {path}: {error.strerror or error}") from error
+
+
+def bytes_of(x: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor of the host."""
+    data: Any = x.view(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def sync_folder(path: str) -> None:

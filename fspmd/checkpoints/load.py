@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.checkpoints import folders
 from fspmd.checkpoints.boxes import Cuboid, boxed, parts, pieces_of, whole
 from fspmd.checkpoints.crew import crew_of
-from fspmd.checkpoints.files import PIECE, told
+from fspmd.checkpoints.files import PIECE, bytes_of, told
 from fspmd.checkpoints.index import Leaves, SavedBlock, SavedLeaf, read_index
 from fspmd.checkpoints.leaves import NamedLeaf, decoded, is_tensor, kind_of, named_leaves, shown
 from fspmd.checkpoints.save import PathLike, finish_last
@@ -28,7 +28,6 @@ from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 
 _AT_ONCE: Final = 1 << 26  # bytes that are read together, beside the result
-_STATE: Final = (torch.uint8, "generator state")
 
 
 def load(
@@ -54,8 +53,8 @@ def load(
             their values, and the latter are not read.
         mesh: Its processes load together. By default those of `set_mesh`, or else all. A simulation is one process.
 
-    Communication: three all-gathers of small messages, by which all ranks succeed or fail alike. A pending sum or a flat
-    dim in ``like`` is made from settled blocks.
+    Communication: three all-gathers of small messages, by which all ranks succeed or fail alike. Layouts with pending
+    sums or flat dims are made of others by `reshard`.
 
     Raises:
         CheckpointError: on all ranks alike, there is no such step; or leaves are missing, unexpected, or of another
@@ -254,7 +253,7 @@ class _Reader:
         runs = pieces_of(part, block.box, dtype.itemsize, block.elements, PIECE)
         begin, end = runs[0][0] * PIECE, min((runs[-1][0] + runs[-1][1]) * PIECE, block.length)
         data = torch.empty(end - begin, dtype=torch.uint8)
-        view = memoryview(data.numpy())
+        view = bytes_of(data)
         for piece, number in runs:
             at = piece * PIECE - begin
             view[at : at + min(number * PIECE, block.length - piece * PIECE)] = self._pieces(name, block, piece, number)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 from zlib import crc32
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from fspmd.checkpoints import folders
 from fspmd.checkpoints.boxes import Cuboid, boxed, boxes_of, whole, wrong_cover
 from fspmd.checkpoints.crew import Crew, Report, Settlement, crew_of
-from fspmd.checkpoints.files import Output, write_file
+from fspmd.checkpoints.files import Output, bytes_of, write_file
 from fspmd.checkpoints.index import (
     INDEX,
     METADATA,
@@ -218,8 +218,7 @@ def _checksum(value: Any) -> int:
     blocks = [b for _, b in placed_blocks(value.local, value.spec.mesh)] if isinstance(value, Sharded) else [value]
     total = 0
     for block in blocks:
-        data = _plain(block).view(-1).view(torch.uint8).numpy() if isinstance(block, Tensor) else encoded(block)
-        total = crc32(data, total)
+        total = crc32(bytes_of(_plain(block)) if isinstance(block, Tensor) else encoded(block), total)
     return total
 
 
@@ -251,8 +250,8 @@ def _difference(all_rows: Sequence[list[tuple[str, str]]], crew: Crew) -> str:
             here, there = mine.get(name, "no such leaf"), first.get(name, "no such leaf")
             if here != there:
                 return (
-                    f"save: rank {rank} has for {name!r} {here}, but rank {crew.ranks[0]} {there}; pass one tree on all "
-                    "ranks. Give values that differ from rank to rank as one Sharded: "
+                    f"save: rank {rank} has for {name!r} {here}, but rank {crew.ranks[0]} {there}; pass one tree on "
+                    "all ranks. Give values that differ from rank to rank as one Sharded: "
                     "from_process_local(x[None], P(axis))"
                 )
     return "save: ranks pass different trees"
@@ -331,7 +330,8 @@ def _data(value: Any, mine: set[Cuboid]) -> list[tuple[Cuboid, Tensor | bytes]]:
     """Return the boxes of a leaf that this process writes, each with its block."""
     if not isinstance(value, Sharded):
         return [(box, value.detach() if isinstance(value, Tensor) else encoded(value)) for box in mine]
-    left, rows = set(mine), []
+    left = set(mine)
+    rows: list[tuple[Cuboid, Tensor | bytes]] = []
     for index, block in placed_blocks(value.local.detach(), value.spec.mesh) if mine else ():
         at = tuple(index.values())
         box = Cuboid(value.spec.offset(at), value.spec.local_shape(at))
@@ -409,7 +409,7 @@ def _write(work: _Work) -> list[Any]:
                 out.begin()
                 elements = None
                 if isinstance(data, Tensor):
-                    torch.save(_plain(data), out)
+                    torch.save(_plain(data), cast(IO[bytes], out))
                     elements = _elements(bytes(out.head))
                 else:
                     out.write(data)
