@@ -21,7 +21,11 @@ def bits(x: Any) -> Any:
     if isinstance(x, Sharded):
         x = device_get(x.detach())
     if isinstance(x, Tensor):
-        return str(x.dtype), tuple(x.shape), bytes(x.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+        return (
+            str(x.dtype),
+            tuple(x.shape),
+            bytes(x.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist()),
+        )
     return x.get_state().tolist() if isinstance(x, torch.Generator) else x
 
 
@@ -141,3 +145,145 @@ def steps_between_transports() -> list[str]:
     back = load(folder, {"w": part})["w"]
     at_home = fspmd.reshard(back, P(), line)
     return wrong + ([] if bits(at_home) == bits(whole) else ["back"])
+
+
+def steps_of_torch() -> list[str]:
+    """What differs where torch.distributed.checkpoint with DTensors reads our steps, and we read its folders."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    grid = make_mesh((2, 2), ("x", "y"), device="cpu")
+    device_mesh = grid.to_device_mesh()
+    whole = torch.arange(35.0).view(5, 7)
+    placements = ((Shard(0), Replicate()), (Shard(0), Shard(1)), (Replicate(), Shard(1)), (Replicate(), Replicate()))
+
+    def dtensors(x: Tensor) -> dict[str, Any]:
+        return {str(i): distribute_tensor(x, device_mesh, of) for i, of in enumerate(placements)}
+
+    def ours(x: Tensor) -> dict[str, Any]:
+        return {
+            str(i): device_put(x, spec, mesh=grid) for i, spec in enumerate((P("y"), P("y", "x"), P(), P(("x", "y"))))
+        }
+
+    rest = {
+        "rate": 0.5,
+        "betas": [0.9, 0.99],
+        "groups": [{"lr": 0.1, "params": [0, 1]}],
+        "t": torch.arange(3),
+        "none": None,
+    }
+    empty = {
+        "rate": 0,
+        "betas": [0, 0],
+        "groups": [{"lr": 0, "params": [0, 0]}],
+        "t": torch.zeros(3).long(),
+        "none": None,
+    }
+    wrong = []
+    handle = save(shared_folder(), {"w": ours(whole), **rest})
+    read: dict[str, Any] = {"w": dtensors(whole * 0), **empty}
+    dcp.load(read, checkpoint_id=handle.folder)
+    for i, x in read.pop("w").items():
+        assert isinstance(x, DTensor)
+        wrong += [] if torch.equal(x.full_tensor(), whole) else [f"torch reads {i}"]
+    wrong += [] if tree_bits(read) == tree_bits(rest) else [f"torch reads {read}"]
+    folder = shared_folder()
+    dcp.save({"w": dtensors(whole), **rest}, checkpoint_id=folder)
+    found = load(folder, {"w": ours(whole * 0), **empty})
+    wrong += [f"we read {i}" for i, x in found.pop("w").items() if bits(x) != bits(whole)]
+    return wrong + ([] if tree_bits(found) == tree_bits(rest) else [f"we read {found}"])
+
+
+def losses_go_on() -> list[str]:
+    """What differs where AdamW goes on, on another mesh, from the state of a checkpoint."""
+    grid = make_mesh((2, 2), ("x", "y"), device="cpu")
+    line = make_mesh((4,), ("x",), device="cpu")
+    simulated = make_mesh((3,), ("x",), transport="simulation", device="cpu")
+    x = torch.arange(40.0, dtype=torch.float64).view(8, 5).sin()
+
+    def steps(w: Any, optimizer: Any, n: int) -> list[float]:
+        losses = []
+        for _ in range(n):
+            optimizer.zero_grad()
+            loss = ((device_put(x, P(), mesh=w.spec.mesh) @ w).tanh() ** 2).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def begun(mesh: Mesh, spec: P) -> tuple[Any, Any]:
+        w = device_put(torch.arange(35.0, dtype=torch.float64).view(5, 7).cos(), spec, mesh=mesh).requires_grad_()
+        return w, torch.optim.AdamW([w], lr=0.1)
+
+    w, optimizer = begun(grid, P(None, "x"))
+    steps(w, optimizer, 3)
+    folder = shared_folder()
+    save(folder, {"w": w, "optimizer": optimizer.state_dict()})
+    expected, wrong = steps(w, optimizer, 3), []
+    for mesh, spec in ((grid, P(None, "x")), (line, P(None, "x")), (simulated, P(None, "x")), (grid, P())):
+        w, optimizer = begun(mesh, spec)
+        steps(w, optimizer, 1)  # makes the state whose layouts are wanted
+        found = load(folder, {"w": w, "optimizer": optimizer.state_dict()})
+        w, optimizer = found["w"], torch.optim.AdamW([found["w"]], lr=0.1)
+        optimizer.load_state_dict(found["optimizer"])
+        losses = steps(w, optimizer, 3)
+        same = (
+            losses == expected
+            if mesh is grid and spec == P(None, "x")
+            else torch.allclose(*map(torch.tensor, (losses, expected)), rtol=1e-13)
+        )
+        wrong += [] if same else [f"{mesh} {spec}: {losses}, not {expected}"]
+    return wrong
+
+
+def failures_alike() -> list[str]:
+    """What is said on this rank of trees and arguments that differ by rank, and of a disk that is full on one."""
+    from fault_shim import FULL, fail_at
+
+    rank = dist.get_rank()
+    grid = make_mesh((2, 2), ("x", "y"), device="cpu")
+    w, folder = device_put(torch.ones(5, 7), P("x", "y"), mesh=grid), shared_folder()
+    told = [
+        complaint(lambda: save(folder, {"w": w, "seed": rank // 3})),
+        complaint(lambda: save(folder, {"w": w, "state": torch.full((2,), rank)})),
+        complaint(lambda: save(folder, {"w": w}, step=rank // 2)),
+        complaint(lambda: save(folder, {"w": w, **({"extra": 1} if rank == 1 else {})})),
+        complaint(lambda: save(folder, {"w": w, "f": print})),
+    ]
+    save(folder, {"w": w}, step=1)
+
+    def full(**options: Any) -> Any:
+        with watched(fail_at(0 if rank == 2 else 1000, FULL)):
+            handle = save(folder, {"w": w * 2}, step=2, **options)
+            return handle.folder if rank < 0 else handle._thread and handle._thread.join()
+
+    told.append(complaint(full))
+    full(asynchronous=True)
+    told.append(complaint(lambda: save(folder, {"w": w}, step=3)))
+    full(asynchronous=True)
+    told.append(complaint(lambda: load(folder, {"w": w})))
+    told.append(str(bits(load(folder, {"w": w})["w"]) == bits(w)))
+    if rank == 0:
+        with open(os.path.join(folder, "latest", "__2_0.distcp"), "r+b") as file:
+            file.seek(700)
+            file.write(b"\xff\x00\xff")
+    dist.barrier()
+    told.append(complaint(lambda: load(folder, {"w": w})))
+    told.append(complaint(lambda: load(folder, {"v": TensorSpec(grid, P(), (5, 7), torch.float32), "w": w.double()})))
+    told.append(complaint(lambda: load(folder, {"w": w}, step=7)))
+    return [text.replace(folder, "PATH") for text in told]
+
+
+def kill_one_of_two(path: str, rank: int, port: int, victim: int, number: int) -> None:
+    """Save the second step on two processes, of which one ends at a call. The other ends with 7 if it is told so."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from fspmd.checkpoints import crew
+
+    crew._SECONDS = crew._FAREWELL = 2.0  # type: ignore[misc]
+    tree = small_tree(make_mesh((2,), ("x",), device="cpu"), 2)
+    try:
+        with watched(kill_at(number) if rank == victim else lambda *_: None):
+            save(path, tree, step=2)
+    except fspmd.FspmdError:
+        os._exit(7)
+    os._exit(0)

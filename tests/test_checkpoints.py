@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
+import pickle
+import re
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from checkpoint_programs import (
-    SHAPES,
     SPECS,
     bits,
     cut,
+    failures_alike,
     kill_in_save,
+    kill_one_of_two,
+    losses_go_on,
     small_tree,
     steps_between_transports,
+    steps_of_torch,
     tree_bits,
     wholes,
 )
-from fault_shim import FULL, READ_ONLY, Disk, fail_at, kill_at, watched
-from processes import Processes, forks
+from fault_shim import FULL, READ_ONLY, Disk, fail_at, watched
+from processes import Processes, forks, free_port
 
-import fspmd
-from fspmd import Flat, FspmdError, P, TensorSpec, device_put, make_mesh
+from fspmd import Flat, FspmdError, Mesh, P, TensorSpec, device_put, make_mesh
 from fspmd.checkpoints import latest_step, load, save
 from fspmd.errors import CheckpointError
 
@@ -86,3 +95,274 @@ def test_a_loss_of_power_at_any_call_leaves_a_step_that_loads(tmp_path: Path, na
         seen.append(step)
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    with Processes(4) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("program", [steps_between_transports, steps_of_torch, losses_go_on])
+def test_on_processes(four: Processes, program: Any) -> None:
+    assert four.run(program, seconds=120) == [[]] * 4
+
+
+def test_all_ranks_hear_of_failures_alike(four: Processes) -> None:
+    told = four.run(failures_alike, seconds=120)
+    assert told == [told[0]] * 4
+    words = (
+        "rank 3 has for 'seed' number, checksum",
+        "rank 1 has for 'state' torch.int64 of shape (2,), checksum",
+        "rank 2 passes step=1, keep=None, asynchronous=False, but rank 0 step=0",
+        "rank 1 has for 'extra' number",
+        "tree['f'] is the function print, which no safe load brings back",
+        *("save of step 2 in PATH failed: rank 2: cannot write PATH/.saving-",) * 3,
+        "True",
+        "PATH/step-00000001/__2_0.distcp is damaged: 'w' has another checksum",
+        "like['v'] is missing: no leaf 'v' was saved\n  * like['w'] is f64[5, 7], but f32[5, 7] was saved",
+        "found no step 7 in PATH; the steps there: 1",
+    )
+    assert [text for text, word in zip(told[0], words, strict=True) if word not in text] == []
+
+
+@pytest.mark.parametrize(("rank", "number"), [(0, 0), (0, 5), (0, 9), (1, 0), (1, 1), (1, 2)])
+def test_a_kill_of_one_process_is_an_error_on_the_other(tmp_path: Path, rank: int, number: int) -> None:
+    save(tmp_path, small_tree(MESH, 1), step=1)
+    port = free_port()
+    both = [forks().Process(target=kill_one_of_two, args=(str(tmp_path), r, port, rank, number)) for r in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [-9 if r == rank else 7 for r in range(2)]
+    step = latest_step(tmp_path)
+    assert tree_bits(load(tmp_path, small_tree(MESH, 0))) == tree_bits(small_tree(MESH, step or 0))
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+_MESHES = [
+    make_mesh(shape, ("x", "y"), transport="simulation", device="cpu") for shape in ((2, 2), (3, 2), (1, 4), (1, 1))
+]
+
+
+@pytest.mark.parametrize("mesh", _MESHES, ids=str)
+def test_every_layout_to_the_bit(tmp_path: Path, mesh: Mesh) -> None:
+    values = {
+        name: x for name, x in wholes().items() if x.dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64)
+    }
+    tree = {
+        n: {str(i): device_put(x, cut(s, x.ndim), mesh=mesh) for i, s in enumerate(SPECS)} for n, x in values.items()
+    }
+    save(tmp_path, tree)
+    for other, spec in itertools.product(_MESHES, SPECS):
+        like = {
+            n: {str(i): TensorSpec(other, cut(spec, x.ndim), x.shape, x.dtype) for i in range(5)}
+            for n, x in values.items()
+        }
+        found = load(tmp_path, like)
+        assert [n for n, x in values.items() for i in range(5) if bits(found[n][str(i)]) != bits(x)] == []
+
+
+def test_a_rank_reads_the_pieces_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = make_mesh((4,), ("x",), transport="simulation", device="cpu")
+    whole = torch.arange(1 << 22).view(2048, 2048)  # 32 MiB
+    save(tmp_path, {"a": device_put(whole, P(), mesh=line), "b": device_put(whole, P(None, "x"), mesh=line)})
+    read: list[int] = []
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda d, buffers, at: (read.append(len(buffers[0])), real(d, buffers, at))[1])
+    one = make_mesh((1,), ("x",), transport="simulation", device="cpu")
+    for name, rows in (("a", 512), ("a", 1), ("b", 512)):
+        read.clear()
+        with monkeypatch.context() as patch:  # one rank of many, in this process
+            patch.setattr(TensorSpec, "offset", lambda self, _: (700, 0))
+            patch.setattr(TensorSpec, "local_shape", lambda self, _, rows=rows: (rows, 2048))
+            patch.setattr("fspmd.sharded.Sharded.__new__", lambda cls, local, spec: local)
+            block = load(tmp_path, {name: TensorSpec(one, P(), whole.shape, whole.dtype)}, strict=False)[name]
+        assert torch.equal(block, whole[700 : 700 + rows])
+        assert sum(read) <= rows * 2048 * 8 + (2 << 20) * (1 if name == "a" else 4)
+
+
+def test_trees_of_every_kind(tmp_path: Path) -> None:
+    w = device_put(torch.ones(5, 7), P("x"), mesh=MESH)
+    pair = collections.namedtuple("pair", ("left", "right"))
+    tree = {
+        "tuple": (w, [w, 1], ()),
+        "pair": pair(w, 2.5),
+        "ordered": collections.OrderedDict(b=1, a=True),
+        "rest": [None, "text", b"bytes", 1 + 2j, [], [[1, (2,)]]],
+        "numbers": {1: torch.tensor(2.5), 0: torch.zeros(0, 3)},
+        "generator": torch.Generator().manual_seed(3),
+        "view": torch.arange(12).view(3, 4).T[1:],
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "grad": device_put(torch.ones(4), P(), mesh=MESH).requires_grad_(),
+        "sum": device_put(torch.ones(4), P(unreduced={"x", "y"}), mesh=MESH),
+        "flat": device_put(torch.arange(24), P(Flat((4, None), (6, "x"))), mesh=MESH),
+    }
+    save(tmp_path, tree)
+    found = load(tmp_path, tree)
+    assert tree_bits(found) == tree_bits(tree)
+    assert optree.tree_structure(found) == optree.tree_structure(tree)
+    assert type(found["parameter"]) is torch.nn.Parameter
+    assert found["grad"].requires_grad
+    assert (found["sum"].spec, found["flat"].spec) == (tree["sum"].spec, tree["flat"].spec)
+    for alone in (w, 3, [torch.ones(2)]):
+        save(tmp_path / "alone", alone)
+        assert tree_bits(load(tmp_path / "alone", alone)) == tree_bits(alone)
+
+
+# --- files that are damaged, full and forbidden -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_at_any_write_leaves_the_step_before(tmp_path: Path, asynchronous: bool) -> None:
+    save(tmp_path, small_tree(MESH, 1), step=1)
+    for number in itertools.count():
+        with watched(fail_at(number, FULL)):
+            try:
+                save(tmp_path, small_tree(MESH, 2), step=2, asynchronous=asynchronous).wait()
+            except CheckpointError as error:
+                assert re.search(f"{tmp_path}/.saving-\\w+/\\S+: No space left on device", str(error))
+            else:
+                break
+        assert tree_bits(load(tmp_path, small_tree(MESH, 0))) == tree_bits(small_tree(MESH, 1))
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
+    assert number > 2
+    assert latest_step(tmp_path) == 2
+
+
+@pytest.mark.filterwarnings("ignore:save could not remove an old step")
+@pytest.mark.parametrize("name", ["open", "mkdir", "fsync", "rename", "symlink"])
+def test_a_forbidden_call_names_the_file(tmp_path: Path, name: str) -> None:
+    save(tmp_path, small_tree(MESH, 1), step=1)
+    for number in itertools.count():
+        with watched(fail_at(number, READ_ONLY, (name,))):
+            try:
+                save(tmp_path, small_tree(MESH, 2), step=2)
+            except CheckpointError as error:
+                assert re.search(f"{tmp_path}\\S*: Read-only file system", str(error))
+            else:
+                break
+        assert tree_bits(load(tmp_path, small_tree(MESH, 0)))[0] in (bits(small_tree(MESH, k)["count"]) for k in (1, 2))
+    assert number > 0
+
+
+def test_a_flipped_bit_or_a_lost_end_names_file_and_leaf(tmp_path: Path) -> None:
+    tree = small_tree(MESH, 1)
+    save(tmp_path, tree, step=1)
+    folder = save(tmp_path, tree, step=2).folder
+    for file in ("__0_0.distcp", "fspmd.json", ".metadata"):
+        path = Path(folder, file)
+        data = path.read_bytes()
+        damaged = [bytearray(data) for _ in range(80)]
+        for i, copy in enumerate(damaged):
+            copy[i * len(data) // 80] ^= 1 << i % 8
+        for copy in (*damaged, data[: len(data) // 2], data[:-1], b""):
+            path.write_bytes(copy)
+            if file == ".metadata":  # only torch reads it
+                assert tree_bits(load(tmp_path, tree)) == tree_bits(tree)
+                continue
+            with pytest.raises(CheckpointError) as error:
+                load(tmp_path, tree)
+            assert str(path) in str(error.value)
+            assert "the last complete step before it is 1: load(path, like, step=1)" in str(error.value)
+            assert file == "fspmd.json" or any(f"'{n}'" in str(error.value) for n in ("w", "count", "list", "table.0"))
+            assert tree_bits(load(tmp_path, tree, step=1)) == tree_bits(tree)
+        path.write_bytes(data)
+    os.unlink(Path(folder, "__0_0.distcp"))
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: No such file"):
+        load(tmp_path, tree)
+
+
+def test_a_crafted_index_runs_no_code(tmp_path: Path) -> None:
+    class Crafted:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Crafted()))
+    with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
+        load(tmp_path, {"w": 1})
+    assert not (tmp_path / "made").exists()
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_kept_replaced_and_found(tmp_path: Path) -> None:
+    like = small_tree(MESH, 0)
+    assert latest_step(tmp_path) is None
+    with pytest.raises(CheckpointError, match="found no checkpoint in .*; the steps there: none"):
+        load(tmp_path, like)
+    for k in (0, 5, 9, 9, 3):
+        assert save(tmp_path, small_tree(MESH, k), step=k, keep=3).step == k
+    assert latest_step(tmp_path) == 3
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000003", "step-00000005", "step-00000009.1"]
+    assert [load(tmp_path, like, step=k)["count"] for k in (3, 5, 9)] == [3, 5, 9]
+    os.unlink(tmp_path / "latest")
+    assert latest_step(tmp_path) == 9
+    assert save(tmp_path, like).step == 10
+    os.unlink(tmp_path / "step-00000010" / "__0_0.distcp")
+    save(tmp_path, like, step=11, keep=2)
+    assert "step-00000009.1" in os.listdir(tmp_path)  # the last that is whole, beside the newest
+
+
+def test_a_copy_is_saved_and_written_behind_the_back(tmp_path: Path) -> None:
+    gate = threading.Event()
+    tree = {"w": device_put(torch.ones(5), P("x"), mesh=MESH), "t": torch.ones(3), "list": [1]}
+    with watched(lambda *_: threading.current_thread() is threading.main_thread() or gate.wait(20) or None):
+        handle = save(tmp_path, tree, asynchronous=True)
+        assert not handle.done()
+        tree["w"].mul_(3)
+        tree["t"].mul_(3)
+        tree["list"].append(2)
+        gate.set()
+        assert handle.folder.endswith("step-00000000")
+    found = load(tmp_path, {"w": tree["w"], "t": tree["t"], "list": [0]})
+    assert tree_bits(found) == tree_bits([[1], torch.ones(3), torch.ones(5)])
+
+
+def test_a_process_that_ends_loses_nothing(tmp_path: Path) -> None:
+    code = f"""
+import time, os, torch, fspmd
+from fspmd.checkpoints import save
+real = os.write
+os.write = lambda *args: (time.sleep(0.2), real(*args))[1]
+save({str(tmp_path)!r}, {{"t": torch.arange(5)}}, step=1).wait()
+save({str(tmp_path)!r}, {{"t": torch.arange(5) + 1}}, step=2, asynchronous=True)
+os.write = lambda *args: 1 / 0 if len(args[1]) == 3 else real(*args)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert bits(load(tmp_path, {"t": torch.zeros(5).long()})["t"]) == bits(torch.arange(5) + 1)
+
+
+def test_mistakes_are_told_in_one_message(tmp_path: Path) -> None:
+    w = device_put(torch.ones(5, 7), P("x"), mesh=MESH)
+    with pytest.raises(FspmdError) as error:
+        save(tmp_path, {"f": print, "m": torch.nn.Linear(1, 1), "s": torch.eye(2).to_sparse(), "l": w.local, "ok": 1})
+    assert all(text in str(error.value) for text in ("tree['f'] is", "tree['m'] is", "tree['s'] is", "tree['l'] holds"))
+    for tree, text in (
+        ({"a.b": 1, "a": {"b": 2}}, "have one name, 'a.b'"),
+        ({"w": w.spec}, "tree['w'] is a TensorSpec"),
+        ({"o": torch.optim.SGD([torch.ones(1)])}, "optimizer.state_dict()"),
+    ):
+        with pytest.raises(FspmdError, match=re.escape(text)):
+            save(tmp_path, tree)
+    for options in ({"step": -1}, {"step": 1.5}, {"keep": 0}):
+        with pytest.raises(FspmdError, match="give it an int of at least"):
+            save(tmp_path, {}, **options)
+    assert os.listdir(tmp_path) == []
+    save(tmp_path, {"w": w, "n": 1, "gone": [1]})
+    like = {"w": torch.ones(7, 5), "n": "one", "new": w.spec}
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path, like)
+    for text in (
+        "like['n'] is the string",
+        "like['w'] is f32[7, 5], but f32[5, 7]",
+        "like['new'] is missing",
+        "'gone' was",
+    ):
+        assert text in str(error.value)
+    found = load(tmp_path, {"w": w, "new": 7}, strict=False)
+    assert tree_bits(found) == tree_bits({"w": w, "new": 7})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from fspmd.errors import CheckpointError, FspmdError, RecordError
@@ -44,7 +44,12 @@ class Crew:
             except Exception as error:
                 raise CheckpointError(f"{self.what}: {type(error).__name__}: {error}") from error
 
-        return hear_all(made, self.mesh) if len(self.ranks) > 1 else [made()]
+        if len(self.ranks) == 1:
+            return [made()]
+        try:
+            return hear_all(made, self.mesh)
+        except RuntimeError as error:  # of torch: a process has ended
+            raise CheckpointError(f"{self.what}: a rank is gone, or does not call {self.what}: {error}") from error
 
     def decide(self, make: Callable[[], Any]) -> Any:
         """Call ``make`` on the first process, and return its result on all."""
@@ -81,7 +86,6 @@ class Settlement:
 
     crew: Crew
     store: Any
-    _read: list[str] = field(default_factory=list)
 
     def settle(self, report: Report, decide: Callable[[list[Report]], Report]) -> Report:
         """Return what ``decide`` returned on the first process, on all. One that waits too long has its own failure."""
@@ -97,9 +101,10 @@ class Settlement:
             else:
                 outcome = decide([json.loads(store.get(key)) for key in keys])
             store.set("outcome", json.dumps(outcome))
-            self._wait([f"read/{place}" for place in range(1, len(crew.ranks))], _FAREWELL)
-            for key in keys:
-                store.delete_key(key)
+            read = [f"read/{place}" for place in range(1, len(crew.ranks))]
+            if not self._wait(read, _FAREWELL):
+                for key in (*keys, *read, "outcome"):
+                    store.delete_key(key)
             return outcome
         if self._wait(["outcome"], 2 * _SECONDS):
             return {"failure": f"rank {crew.ranks[0]} did not say whether the step is complete"}

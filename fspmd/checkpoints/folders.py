@@ -24,7 +24,7 @@ _UNFINISHED: Final = re.compile(r"\.(saving|removing|latest)-.*")
 def begin(path: str) -> str:
     """Make the folder of a step that is being saved, and return it. Remove what killed saves have left."""
     with told("make the folder", path):
-        os.makedirs(path, exist_ok=True)
+        _make(path)
         for name in filter(_UNFINISHED.fullmatch, os.listdir(path)):
             _remove(os.path.join(path, name))
         unfinished = os.path.join(path, f".saving-{uuid.uuid4().hex[:12]}")
@@ -100,7 +100,7 @@ def find(path: str, step: int | None) -> str:
     name = _latest(path) if step is None else next((n for n in reversed(there) if _step(n) == step), None)
     if name is None:
         steps = ", ".join(str(_step(n)) for n in there) or "none"
-        what = "a checkpoint" if step is None else f"step {step}"
+        what = "checkpoint" if step is None else f"step {step}"
         raise CheckpointError(f"load found no {what} in {path}; the steps there: {steps}")
     return os.path.join(path, name)
 
@@ -112,6 +112,15 @@ def instead_of(folder: str) -> str:
         if other != name and _step(other) <= _step(name) and not _fault(os.path.join(path, other)):
             return f"; the last complete step before it is {_step(other)}: load(path, like, step={_step(other)})"
     return ""
+
+
+def _make(path: str) -> None:
+    """Make a folder and those above it that are missing, durably."""
+    if not os.path.isdir(path):
+        above = os.path.dirname(path)
+        _make(above)
+        os.mkdir(path)
+        sync_folder(above)
 
 
 def _latest(path: str) -> str | None:

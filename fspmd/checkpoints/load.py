@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from zlib import crc32
 
 import torch
@@ -221,9 +221,10 @@ class _Reader:
     def plain(self, name: str, saved: SavedLeaf) -> Any:
         """Return a plain value."""
         (block,) = saved.blocks
-        data = self._pieces(name, block, 0, -(-block.length // PIECE))
         try:
-            return decoded(bytes(data))
+            return decoded(self._whole(name, block))
+        except CheckpointError:
+            raise
         except Exception as error:  # torch raises any
             raise CheckpointError(f"{self._path(block)} holds no plain value for {name!r}: {error}") from error
 
@@ -255,8 +256,8 @@ class _Reader:
         data = torch.empty(end - begin, dtype=torch.uint8)
         view = bytes_of(data)
         for piece, number in runs:
-            at = piece * PIECE - begin
-            view[at : at + min(number * PIECE, block.length - piece * PIECE)] = self._pieces(name, block, piece, number)
+            at, stop = piece * PIECE - begin, min((piece + number) * PIECE, block.length) - begin
+            self._pieces(name, block, piece, view[at:stop])
         skipped = block.elements + first - begin
         usable = (len(data) - skipped) // dtype.itemsize * dtype.itemsize
         elements = (
@@ -266,9 +267,10 @@ class _Reader:
 
     def _item(self, name: str, saved: SavedLeaf, block: SavedBlock) -> Tensor:
         """Return a block that torch wrote."""
-        data = self._pieces(name, block, 0, -(-block.length // PIECE))
         try:
-            x = decoded(bytes(data))
+            x = decoded(self._whole(name, block))
+        except CheckpointError:
+            raise
         except Exception as error:  # torch raises any
             raise CheckpointError(f"{self._path(block)} is damaged at {name!r}: {error}") from error
         if not isinstance(x, Tensor) or x.dtype is not saved.dtype or tuple(x.shape) != block.box.sizes:
@@ -278,21 +280,24 @@ class _Reader:
             )
         return x
 
-    def _pieces(self, name: str, block: SavedBlock, piece: int, number: int) -> memoryview:
-        """Return some pieces of an item, whose checksums were compared."""
-        path, start = self._path(block), piece * PIECE
-        length = min(number * PIECE, block.length - start)
-        data, filled = memoryview(bytearray(length)), 0
+    def _whole(self, name: str, block: SavedBlock) -> bytes:
+        """Return the bytes of an item."""
+        data = bytearray(block.length)
+        self._pieces(name, block, 0, memoryview(data))
+        return bytes(data)
+
+    def _pieces(self, name: str, block: SavedBlock, piece: int, out: memoryview) -> None:
+        """Read the pieces of an item from ``piece`` on into ``out``, and compare their checksums."""
+        path, start, filled = self._path(block), block.start + piece * PIECE, 0
         with told("read", path):
             descriptor = self._open(block.file, path)
-            while filled < length and (n := os.preadv(descriptor, [data[filled:]], block.start + start + filled)):
+            while filled < len(out) and (n := os.preadv(descriptor, [out[filled:]], start + filled)):
                 filled += n
-        if filled < length:
+        if filled < len(out):
             raise CheckpointError(f"{path} is truncated: {name!r} lies beyond its end")
-        for i, expected in enumerate((block.checksums or ())[piece : piece + number]):
-            if crc32(data[i * PIECE : (i + 1) * PIECE]) != expected:
+        for i, at in enumerate(range(0, len(out), PIECE) if block.checksums is not None else ()):
+            if crc32(out[at : at + PIECE]) != block.checksums[piece + i]:
                 raise CheckpointError(f"{path} is damaged: {name!r} has another checksum than it was saved with")
-        return data
 
     def _open(self, file: str, path: str) -> int:
         if file not in self._descriptors:
