@@ -21,6 +21,7 @@ import torch
 from checkpoint_programs import (
     SPECS,
     bits,
+    complaint,
     cut,
     failures_alike,
     kill_in_save,
@@ -126,7 +127,7 @@ def test_all_ranks_hear_of_failures_alike(four: Processes) -> None:
     assert [text for text, word in zip(told[0], words, strict=True) if word not in text] == []
 
 
-@pytest.mark.parametrize(("rank", "number"), [(0, 0), (0, 5), (0, 9), (1, 0), (1, 1), (1, 2)])
+@pytest.mark.parametrize(("rank", "number"), [(0, 0), (0, 9), (1, 1)])
 def test_a_kill_of_one_process_is_an_error_on_the_other(tmp_path: Path, rank: int, number: int) -> None:
     save(tmp_path, small_tree(MESH, 1), step=1)
     port = free_port()
@@ -213,7 +214,7 @@ def test_trees_of_every_kind(tmp_path: Path) -> None:
         assert tree_bits(load(tmp_path / "alone", alone)) == tree_bits(alone)
 
 
-# --- files that are damaged, full and forbidden -------------------------------------------------------------------------
+# --- files that are damaged, full and forbidden -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -221,12 +222,10 @@ def test_a_full_disk_at_any_write_leaves_the_step_before(tmp_path: Path, asynchr
     save(tmp_path, small_tree(MESH, 1), step=1)
     for number in itertools.count():
         with watched(fail_at(number, FULL)):
-            try:
-                save(tmp_path, small_tree(MESH, 2), step=2, asynchronous=asynchronous).wait()
-            except CheckpointError as error:
-                assert re.search(f"{tmp_path}/.saving-\\w+/\\S+: No space left on device", str(error))
-            else:
-                break
+            text = complaint(lambda: save(tmp_path, small_tree(MESH, 2), step=2, asynchronous=asynchronous).wait())
+        if text == "gave None":
+            break
+        assert re.search(f"^CheckpointError.*{tmp_path}/.saving-\\w+/\\S+: No space left on device", text)
         assert tree_bits(load(tmp_path, small_tree(MESH, 0))) == tree_bits(small_tree(MESH, 1))
         assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000001"]
     assert number > 2
@@ -239,13 +238,11 @@ def test_a_forbidden_call_names_the_file(tmp_path: Path, name: str) -> None:
     save(tmp_path, small_tree(MESH, 1), step=1)
     for number in itertools.count():
         with watched(fail_at(number, READ_ONLY, (name,))):
-            try:
-                save(tmp_path, small_tree(MESH, 2), step=2)
-            except CheckpointError as error:
-                assert re.search(f"{tmp_path}\\S*: Read-only file system", str(error))
-            else:
-                break
-        assert tree_bits(load(tmp_path, small_tree(MESH, 0)))[0] in (bits(small_tree(MESH, k)["count"]) for k in (1, 2))
+            text = complaint(lambda: save(tmp_path, small_tree(MESH, 2), step=2).wait())
+        if text == "gave None":
+            break
+        assert re.search(f"^CheckpointError.*{tmp_path}\\S*: Read-only file system", text)
+        assert tree_bits(load(tmp_path, small_tree(MESH, 0))) in [tree_bits(small_tree(MESH, k)) for k in (1, 2)]
     assert number > 0
 
 
@@ -293,7 +290,7 @@ def test_a_crafted_index_runs_no_code(tmp_path: Path) -> None:
 def test_steps_are_kept_replaced_and_found(tmp_path: Path) -> None:
     like = small_tree(MESH, 0)
     assert latest_step(tmp_path) is None
-    with pytest.raises(CheckpointError, match="found no checkpoint in .*; the steps there: none"):
+    with pytest.raises(CheckpointError, match="the steps there: none"):
         load(tmp_path, like)
     for k in (0, 5, 9, 9, 3):
         assert save(tmp_path, small_tree(MESH, k), step=k, keep=3).step == k

@@ -34,7 +34,7 @@ class Crew:
     place: int  # of this process among them
 
     def hear(self, make: Callable[[], Any]) -> list[Any]:
-        """Call ``make`` on each process and return all results. Its first error is raised on all, as an `FspmdError`."""
+        """Call ``make`` on each process and return all results. The first error is raised on all."""
 
         def made() -> Any:
             try:
