@@ -6,6 +6,7 @@ from fspmd import random
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.autodiff.engine import install as _install_module_hooks
 from fspmd.autodiff.transforms import install as _install_transforms
+from fspmd.checkpoints import SaveHandle, latest_step, load, save
 from fspmd.collectives import (
     Handle,
     all_gather,
@@ -30,6 +31,7 @@ from fspmd.entries import Flat
 from fspmd.errors import (
     ArgumentError,
     AxisError,
+    CheckpointError,
     CommunicationError,
     DonationError,
     FspmdError,
@@ -131,6 +133,7 @@ __all__ = [
     "AxisError",
     "BodyLayout",
     "CacheMiss",
+    "CheckpointError",
     "Chunked",
     "Coalesce",
     "ColwiseParallel",
@@ -165,6 +168,7 @@ __all__ = [
     "RecordError",
     "Replicated",
     "RowwiseParallel",
+    "SaveHandle",
     "SequenceParallel",
     "ShapeError",
     "Sharded",
@@ -212,7 +216,9 @@ __all__ = [
     "init_sharded",
     "jit",
     "jvp",
+    "latest_step",
     "linspace",
+    "load",
     "lockstep",
     "make_mesh",
     "measure_topology",
@@ -244,6 +250,7 @@ __all__ = [
     "rank_map",
     "reshard",
     "rule",
+    "save",
     "scatter",
     "set_default",
     "set_mesh",

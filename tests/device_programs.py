@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -205,6 +206,28 @@ def layouts(mesh: Mesh, device: str) -> None:
     _equal(fspmd.eye(5, **of_mesh), torch.eye(5), device)
 
 
+def checkpoints(mesh: Mesh, device: str) -> None:
+    """What was copied from the device is saved, whatever is written into it later; it is loaded onto the device."""
+    wholes = {dtype: _numbers(7, 5).to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64)}
+    tree: dict[str, Any] = {str(d): device_put(x.to(device), P("x"), mesh=mesh) for d, x in wholes.items()}
+    tree |= {"plain": _numbers(3).to(device), "generator": torch.Generator(device).manual_seed(3)}
+    with tempfile.TemporaryDirectory() as folder:
+        for asynchronous in (True, False):
+            handle = fspmd.save(folder, tree, asynchronous=asynchronous)
+            for x in list(tree.values())[:4]:
+                x.add_(1)
+            handle.wait()
+            found = fspmd.load(folder, tree)
+            for x in list(tree.values())[:4]:
+                x.sub_(1)
+            for dtype, whole in wholes.items():
+                assert found[str(dtype)].device.type == torch.device(device).type
+                assert torch.equal(device_get(found[str(dtype)]).cpu(), whole)
+            assert torch.equal(found["plain"].cpu(), _numbers(3))
+            assert found["plain"].device == tree["plain"].device
+            assert torch.equal(found["generator"].get_state(), tree["generator"].get_state())
+
+
 def random(mesh: Mesh, device: str) -> None:
     """The numbers are those of a CPU: the bits, and what is computed of them up to rounding."""
     plain = make_mesh((3,), ("x",), transport="simulation", device="cpu")
@@ -303,6 +326,7 @@ PROGRAMS: Final[dict[str, Callable[[str], None]]] = {
     "simulated training": lambda device: training(_simulated(device), device),
     "simulated recurrent layers": lambda device: recurrent(_simulated(device), device),
     "simulated layouts": lambda device: layouts(_simulated(device), device),
+    "checkpoints": lambda device: checkpoints(_simulated(device), device),
     "random numbers": lambda device: random(_simulated(device), device),
     "replay": lambda device: model(_simulated(device), device, backend="replay"),
     "inductor": lambda device: model(_simulated(device), device, backend="inductor"),

@@ -8,12 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fspmd import FspmdError
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PENDING = (ROOT / "docs" / "pending.md").read_text()
 ADD_AN_OP = (ROOT / "docs" / "add_an_op.md").read_text()
+
+CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
 def test_programs_print_what_the_readme_shows() -> None:
@@ -26,6 +30,11 @@ def test_programs_print_what_is_said_of_other_reductions() -> None:
 
 def test_programs_print_what_is_said_of_rules() -> None:
     check(ADD_AN_OP, 4)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_programs_print_what_is_said_of_checkpoints() -> None:
+    check(CHECKPOINTS, 3)
 
 
 def check(text: str, count: int) -> None:
