@@ -75,19 +75,20 @@ def _table(mesh: fspmd.Mesh) -> Table:
             os.fsync(file.fileno())
 
     def save_ours() -> None:
-        fspmd.save(folder / "ours", ours, step=next(steps), keep=1)
+        fspmd.save(folder / "ours", ours, step=next(steps))
 
     def save_theirs() -> None:
         dcp.save(theirs, checkpoint_id=folder / f"theirs-{next(steps)}")
 
     def forget() -> None:
         if rank == 0:
-            for old in sorted(folder.glob("theirs-*"), key=lambda p: p.stat().st_mtime)[:-1]:
-                shutil.rmtree(old)
+            for kind in ("theirs-*", "ours/step-*"):
+                for old in sorted(folder.glob(kind), key=lambda p: p.stat().st_mtime)[:-1]:
+                    shutil.rmtree(old)
         dist.barrier()
 
     found = side_by_side(
-        {"ours": _once(save_ours), "theirs": _once(save_theirs, forget), "plain": _once(save_plain)},
+        {"ours": _once(save_ours, forget), "theirs": _once(save_theirs, forget), "plain": _once(save_plain)},
         repeats=REPEATS,
         number=1,
     )
@@ -117,7 +118,7 @@ def _table(mesh: fspmd.Mesh) -> Table:
     running: list[Any] = []
 
     def begin_ours() -> None:
-        running.append(fspmd.save(folder / "ours", ours, step=next(steps), keep=1, asynchronous=True))
+        running.append(fspmd.save(folder / "ours", ours, step=next(steps), asynchronous=True))
 
     def begin_theirs() -> None:
         running.append(dcp.async_save(theirs, checkpoint_id=folder / f"theirs-{next(steps)}", process_group=beside))

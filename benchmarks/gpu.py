@@ -37,6 +37,7 @@ TESTS: Final = {
     "simulated training": 60,
     "simulated recurrent layers": 60,
     "simulated layouts": 60,
+    "checkpoints": 60,
     "random numbers": 60,
     "replay": 60,
     "streams": 60,

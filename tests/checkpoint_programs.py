@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import Flat, Mesh, P, Sharded, TensorSpec, device_get, device_put, make_mesh
-from fspmd.checkpoints import load, save
+from fspmd.checkpoints import load, save, writing
 
 
 def bits(x: Any) -> Any:
@@ -236,6 +237,10 @@ def losses_go_on() -> list[str]:
     return wrong
 
 
+def _no_memory(*_: Any) -> Any:
+    raise MemoryError("no memory")
+
+
 def failures_alike() -> list[str]:
     """What is said on this rank of trees and arguments that differ by rank, and of a disk that is full on one."""
     from fault_shim import FULL, fail_at
@@ -249,19 +254,24 @@ def failures_alike() -> list[str]:
         complaint(lambda: save(folder, {"w": w}, step=rank // 2)),
         complaint(lambda: save(folder, {"w": w, **({"extra": 1} if rank == 1 else {})})),
         complaint(lambda: save(folder, {"w": w, "f": print})),
+        complaint(lambda: load(folder, {"w": w}) if rank else save(folder, {"w": w})),
     ]
     save(folder, {"w": w}, step=1)
 
     def full(**options: Any) -> Any:
         with watched(fail_at(0 if rank == 2 else 1000, FULL)):
             handle = save(folder, {"w": w * 2}, step=2, **options)
-            return handle.folder if rank < 0 else handle._thread and handle._thread.join()
+            return handle._thread and handle._thread.join()
 
     told.append(complaint(full))
     full(asynchronous=True)
     told.append(complaint(lambda: save(folder, {"w": w}, step=3)))
     full(asynchronous=True)
     told.append(complaint(lambda: load(folder, {"w": w})))
+    copied, writing._copied = writing._copied, _no_memory if rank == 1 else writing._copied  # type: ignore[assignment]
+    handle = save(folder, {"w": w}, step=2, asynchronous=True)
+    writing._copied = copied
+    told.append(complaint(handle.wait))
     told.append(str(bits(load(folder, {"w": w})["w"]) == bits(w)))
     if rank == 0:
         with open(os.path.join(folder, "latest", "__2_0.distcp"), "r+b") as file:
@@ -287,3 +297,45 @@ def kill_one_of_two(path: str, rank: int, port: int, victim: int, number: int) -
     except fspmd.FspmdError:
         os._exit(7)
     os._exit(0)
+
+
+def training_goes_on() -> list[Any]:
+    """What differs where other collectives run while saves are under way, on groups that are made meanwhile, too."""
+    mesh = make_mesh((2, 2), ("x", "y"), device="cpu")
+    folder, rank, wrong = shared_folder(), dist.get_rank(), []
+    real = os.write
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.002 * rank)
+        return real(*args)
+
+    w = device_put(torch.arange(35.0).view(5, 7), P("x", "y"), mesh=mesh)
+    os.write = slow  # type: ignore[assignment]
+    try:
+        for step in range(4):
+            handle = save(folder, {"w": w, "step": step}, step=step, keep=2, asynchronous=True)
+            for _ in range(20):
+                total = float((w * w).sum())
+                wrong += [] if total == sum((i + step) ** 2 for i in range(35)) else [(step, total)]
+            make_mesh((2,), (f"a{step}",), ranks=(0, step + 1) if step < 3 else (1, 2), device="cpu")
+            w = w + 1
+            dist.new_group([0, 1, 2, 3])
+    finally:
+        os.write = real
+    handle.wait()
+    for step in (2, 3):
+        found = load(folder, {"w": w, "step": 0}, step=step)
+        wrong += (
+            [] if found["step"] == step and bits(found["w"]) == bits(torch.arange(35.0).view(5, 7) + step) else [step]
+        )
+    return wrong
+
+
+def end_at_once(path: str, rank: int, port: int) -> None:
+    """Begin a save on two processes, of which one writes slowly, and end."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    mesh = make_mesh((2,), ("x",), device="cpu")
+    real = os.write
+    os.write = lambda *args: (time.sleep(0.1 * rank), real(*args))[1]  # type: ignore[assignment]
+    save(path, small_tree(mesh, 2), step=2, asynchronous=True)
+    dist.destroy_process_group()

@@ -23,6 +23,7 @@ from checkpoint_programs import (
     bits,
     complaint,
     cut,
+    end_at_once,
     failures_alike,
     kill_in_save,
     kill_one_of_two,
@@ -30,6 +31,7 @@ from checkpoint_programs import (
     small_tree,
     steps_between_transports,
     steps_of_torch,
+    training_goes_on,
     tree_bits,
     wholes,
 )
@@ -104,7 +106,7 @@ def four() -> Iterator[Processes]:
         yield pool
 
 
-@pytest.mark.parametrize("program", [steps_between_transports, steps_of_torch, losses_go_on])
+@pytest.mark.parametrize("program", [steps_between_transports, steps_of_torch, losses_go_on, training_goes_on])
 def test_on_processes(four: Processes, program: Any) -> None:
     assert four.run(program, seconds=120) == [[]] * 4
 
@@ -118,13 +120,26 @@ def test_all_ranks_hear_of_failures_alike(four: Processes) -> None:
         "rank 2 passes step=1, keep=None, asynchronous=False, but rank 0 step=0",
         "rank 1 has for 'extra' number",
         "tree['f'] is the function print, which no safe load brings back",
+        "rank 1 calls load, but rank 0 save",
         *("save of step 2 in PATH failed: rank 2: cannot write PATH/.saving-",) * 3,
+        "save of step 2 in PATH failed: rank 1: MemoryError: no memory",
         "True",
         "PATH/step-00000001/__2_0.distcp is damaged: 'w' has another checksum",
         "like['v'] is missing: no leaf 'v' was saved\n  * like['w'] is f64[5, 7], but f32[5, 7] was saved",
         "found no step 7 in PATH; the steps there: 1",
     )
     assert [text for text, word in zip(told[0], words, strict=True) if word not in text] == []
+
+
+def test_processes_that_end_at_once_lose_nothing(tmp_path: Path) -> None:
+    port = free_port()
+    both = [forks().Process(target=end_at_once, args=(str(tmp_path), r, port)) for r in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert tree_bits(load(tmp_path, small_tree(MESH, 0), step=2)) == tree_bits(small_tree(MESH, 2))
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, 0), (0, 9), (1, 1)])

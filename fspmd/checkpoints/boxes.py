@@ -133,6 +133,8 @@ def pieces_of(part: Cuboid, block: Cuboid, itemsize: int, begins: int, piece: in
         starts = (starts[:, None] + index * strides[dim]).flatten()
     first, last = starts // piece, (starts + run - 1) // piece
     low, high = int(first.min()), int(last.max())
+    if len(starts) == 1:
+        return [(low, high - low + 1)]
     edges = torch.zeros(high - low + 2, dtype=torch.int64)
     edges.index_add_(0, first - low, torch.ones_like(first))
     edges.index_add_(0, last - low + 1, -torch.ones_like(last))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fspmd.errors import CheckpointError, FspmdError, RecordError
+from fspmd.errors import ArgumentError, CheckpointError, FspmdError, RecordError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.outside import check_outside, the_mesh
@@ -16,7 +16,7 @@ from fspmd.placement.source_rank import hear_all
 from fspmd.torch_internals import store_of_ranks
 from fspmd.tracing import is_recording
 
-_PAUSE: Final = 0.05  # the longest pause in seconds between two looks into the store
+_PAUSES: Final = (0.0005, 0.05)  # the shortest and the longest pause in seconds between two looks into the store
 _SECONDS: Final = 1800.0  # how long a rank waits for the others' writes
 _FAREWELL: Final = 30.0  # how long the first rank waits until the others have read the outcome
 
@@ -47,9 +47,15 @@ class Crew:
         if len(self.ranks) == 1:
             return [made()]
         try:
-            return hear_all(made, self.mesh)
+            told = hear_all(lambda: (self.what, made()), self.mesh)
         except RuntimeError as error:  # of torch: a process has ended
             raise CheckpointError(f"{self.what}: a rank is gone, or does not call {self.what}: {error}") from error
+        for rank, (what, _) in zip(self.ranks, told, strict=True):
+            if what != told[0][0]:
+                raise ArgumentError(
+                    f"rank {rank} calls {what}, but rank {self.ranks[0]} {told[0][0]}; all ranks must call the same"
+                )
+        return [result for _, result in told]
 
     def decide(self, make: Callable[[], Any]) -> Any:
         """Call ``make`` on the first process, and return its result on all."""
@@ -114,9 +120,10 @@ class Settlement:
 
     def _wait(self, keys: list[str], seconds: float) -> list[str]:
         """Wait for keys. Return those that did not come."""
-        end, pause = time.monotonic() + seconds, 0.0005
+        start = time.monotonic()
         while keys and not self.store.check(keys):
-            if time.monotonic() > end:
+            waited = time.monotonic() - start
+            if waited > seconds:
                 return [key for key in keys if not self.store.check([key])]
-            time.sleep(pause := min(2 * pause, _PAUSE))
+            time.sleep(min(max(_PAUSES[0], waited / 20), _PAUSES[1]))
         return []

@@ -11,12 +11,22 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from fspmd.errors import CheckpointError
+from fspmd.errors import ArgumentError, CheckpointError
+from fspmd.messages import described
+
+PathLike = str | os.PathLike[str]
 
 #: Bytes of a block that one checksum covers. A reader reads whole pieces.
 PIECE: Final = 1 << 20
 _SMALL: Final = 1 << 16  # writes below this size are joined
 _HEAD: Final = 1 << 13  # the first bytes of an item, which tell where its elements begin
+
+
+def checked_path(path: Any, what: str) -> str:
+    """Return an absolute path."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"{what} got {described(path)} for path; give it the folder of the steps")
+    return os.path.abspath(os.fspath(path))
 
 
 @contextmanager

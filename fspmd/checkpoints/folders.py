@@ -66,7 +66,6 @@ def prune(path: str, keep: float, newest: str) -> None:
                 hidden = os.path.join(path, f".removing-{name}")
                 os.rename(os.path.join(path, name), hidden)
                 remove_folder(hidden)
-        sync_folder(path)
     except (OSError, CheckpointError) as error:
         warnings.warn(f"save could not remove an old step: {error}", stacklevel=2)
 

@@ -2,89 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf
-from typing import IO, Any, NamedTuple, cast
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from fspmd.checkpoints import folders
-from fspmd.checkpoints.boxes import Cuboid, boxed, boxes_of, whole, wrong_cover
-from fspmd.checkpoints.crew import Crew, Report, Settlement, crew_of
-from fspmd.checkpoints.files import Output, bytes_of, write_file
-from fspmd.checkpoints.index import (
-    INDEX,
-    METADATA,
-    Leaves,
-    SavedBlock,
-    SavedLeaf,
-    blocks_of_rows,
-    index_text,
-    metadata_of_torch,
-    rows_of,
-)
-from fspmd.checkpoints.leaves import NamedLeaf, encoded, is_tensor, kind_of, named_leaves
-from fspmd.errors import ArgumentError, CheckpointError, FspmdError, MeshError, TreeError
+from fspmd.checkpoints.boxes import boxed
+from fspmd.checkpoints.crew import Crew, crew_of
+from fspmd.checkpoints.files import PathLike, bytes_of, checked_path
+from fspmd.checkpoints.handles import SaveHandle, finish_last
+from fspmd.checkpoints.leaves import NamedLeaf, encoded, kind_of, named_leaves
+from fspmd.checkpoints.writing import finish, is_spread, plain_block, work_of
+from fspmd.errors import ArgumentError, MeshError, TreeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
-from fspmd.spec import TensorSpec
-from fspmd.torch_internals import DisableTorchFunction
-from fspmd.transport.local_tensor import placed_blocks, resolved
-
-PathLike = str | os.PathLike[str]
-
-
-class SaveHandle:
-    """A save, which may still be under way: its ``step`` and, once it is done, its ``folder``.
-
-    ``folder`` is a checkpoint of torch.distributed.checkpoint.
-    """
-
-    def __init__(self, step: int, path: str) -> None:
-        self.step = step
-        self._path = path
-        self._name: str | None = None
-        self._thread: threading.Thread | None = None
-        self._failure = ""
-        self._told = False
-
-    @property
-    def folder(self) -> str:
-        """The folder of the step. It waits for the save."""
-        self.wait()
-        return os.path.join(self._path, self._name or "")
-
-    def done(self) -> bool:
-        """Whether nothing is left to be written. The answer may differ from rank to rank."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the step is complete.
-
-        Raises:
-            CheckpointError: on all ranks alike, a rank could not write.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        if self._failure:
-            self._told = True
-            raise CheckpointError(self._failure)
-
-    def __repr__(self) -> str:
-        return f"SaveHandle(step={self.step}, done={self.done()})"
-
-
-_last: SaveHandle | None = None  # the save whose failure nobody has been told yet
+from fspmd.transport.local_tensor import placed_blocks
 
 
 def save(
@@ -132,8 +71,7 @@ def save(
     >>> latest_step(path)
     20
     """
-    global _last
-    path = os.path.abspath(os.fspath(path))
+    path = checked_path(path, "save")
     crew = crew_of(mesh, "save")
     finish_last()
 
@@ -148,32 +86,11 @@ def save(
     with torch.no_grad():
         leaves = [_settled(leaf) for leaf in leaves]
     number, unfinished = crew.decide(lambda: (folders.next_step(path) if step is None else step, folders.begin(path)))
-    work = _Work(path, unfinished, number, inf if keep is None else keep, *_tasks(leaves, crew, asynchronous))
+    work = work_of(leaves, crew, asynchronous, path, unfinished, number, inf if keep is None else keep)
     settlement = crew.settlement(os.path.basename(unfinished))
-    handle = _last = SaveHandle(number, path)
-    if asynchronous:
-        handle._thread = threading.Thread(target=_run, args=(handle, work, settlement), name="fspmd save")
-        handle._thread.start()  # no daemon, so a process that ends waits for it
-    else:
-        _run(handle, work, settlement)
-        _last = None
-        handle.wait()
+    handle = SaveHandle(number, path)
+    handle.run(lambda: finish(work, settlement), asynchronous)
     return handle
-
-
-def finish_last() -> None:
-    """Wait for the save before, and raise its failure unless it was raised already."""
-    global _last
-    handle, _last = _last, None
-    if handle is not None and not handle._told:
-        handle.wait()
-
-
-@atexit.register
-def _tell_last() -> None:
-    """Print the failure of the last save if nobody asked for it. The interpreter has joined its thread."""
-    if _last is not None and _last._failure and not _last._told:
-        print(f"fspmd.CheckpointError: {_last._failure}", file=sys.stderr)
 
 
 # --- before anything is written ---------------------------------------------------------------------------------------
@@ -204,21 +121,16 @@ def _told(leaf: NamedLeaf, crew: Crew) -> str:
     text = f"{value.spec!r}" if isinstance(value, Sharded) else f"{kind_of(value)}"
     if isinstance(value, Tensor) and not isinstance(value, Sharded):
         text = f"{value.dtype} of shape {tuple(value.shape)}"
-    if len(crew.ranks) > 1 and not _is_spread(value):
+    if len(crew.ranks) > 1 and not is_spread(value):
         text += f", checksum {_checksum(value):08x}"
     return text
-
-
-def _is_spread(value: Any) -> bool:
-    """Whether a leaf has its blocks on different processes."""
-    return isinstance(value, Sharded) and value.spec.mesh.transport == "process_group"
 
 
 def _checksum(value: Any) -> int:
     blocks = [b for _, b in placed_blocks(value.local, value.spec.mesh)] if isinstance(value, Sharded) else [value]
     total = 0
     for block in blocks:
-        total = crc32(bytes_of(_plain(block)) if isinstance(block, Tensor) else encoded(block), total)
+        total = crc32(bytes_of(plain_block(block)) if isinstance(block, Tensor) else encoded(block), total)
     return total
 
 
@@ -264,181 +176,3 @@ def _settled(leaf: NamedLeaf) -> NamedLeaf:
     target = boxed(x.spec)
     local = x.local.detach()
     return leaf._replace(value=x if target is x.spec else Sharded(redistribute(local, x.spec, target), target))
-
-
-# --- what each process writes -----------------------------------------------------------------------------------------
-
-
-class Task(NamedTuple):
-    """A block that this process writes."""
-
-    name: str
-    box: Cuboid
-    data: Tensor | bytes
-
-
-@dataclass(slots=True)
-class _Work:
-    """A step that is being saved, in a folder without its name."""
-
-    path: str
-    unfinished: str
-    step: int
-    keep: float
-    leaves: Leaves  # of all processes, without blocks
-    tasks: list[Task]
-    file: str
-
-
-def _tasks(leaves: list[NamedLeaf], crew: Crew, copies: bool) -> tuple[Leaves, list[Task], str]:
-    """Return the leaves, the blocks that this process writes, and its file.
-
-    A block goes to that of its holders which has the fewest bytes so far. All processes find the same, without asking.
-    """
-    me, loads = crew.ranks[crew.place], dict.fromkeys(crew.ranks, 0)
-    found: Leaves = {}
-    tasks: list[Task] = []
-    boxes_by_spec: dict[TensorSpec, dict[Cuboid, list[int]]] = {}
-    for leaf in leaves:
-        value = leaf.value
-        tensor = is_tensor(value)
-        found[leaf.name] = SavedLeaf(
-            leaf.path,
-            value.dtype if tensor else None,
-            tuple(value.shape) if tensor else (),
-            None if tensor else kind_of(value),
-        )
-        if isinstance(value, Sharded):
-            if value.spec not in boxes_by_spec:
-                boxes_by_spec[value.spec] = boxes_of(value.spec)
-            boxes, size = boxes_by_spec[value.spec], value.dtype.itemsize
-        else:
-            boxes, size = {whole(value.shape if tensor else ()): []}, value.dtype.itemsize if tensor else 1024
-        mine: set[Cuboid] = set()
-        for box, holders in boxes.items():
-            owner = min(holders if _is_spread(value) else crew.ranks, key=loads.__getitem__)
-            loads[owner] += box.numel * size
-            if owner == me:
-                mine.add(box)
-        tasks += [Task(leaf.name, box, _copied(data) if copies else data) for box, data in _data(value, mine)]
-    if copies:
-        _finish_copies(leaves)
-    return found, tasks, f"__{crew.place}_0.distcp"
-
-
-def _data(value: Any, mine: set[Cuboid]) -> list[tuple[Cuboid, Tensor | bytes]]:
-    """Return the boxes of a leaf that this process writes, each with its block."""
-    if not isinstance(value, Sharded):
-        return [(box, value.detach() if isinstance(value, Tensor) else encoded(value)) for box in mine]
-    left = set(mine)
-    rows: list[tuple[Cuboid, Tensor | bytes]] = []
-    for index, block in placed_blocks(value.local.detach(), value.spec.mesh) if mine else ():
-        at = tuple(index.values())
-        box = Cuboid(value.spec.offset(at), value.spec.local_shape(at))
-        if box in left:
-            left.remove(box)
-            rows.append((box, block))
-    if left == {whole(value.shape)}:  # a tensor without elements
-        rows.append((whole(value.shape), torch.empty(value.shape, dtype=value.dtype)))
-    return rows
-
-
-def _copied(data: Tensor | bytes) -> Tensor | bytes:
-    """Return a copy in the host's memory. One from a GPU is under way until `_finish_copies`."""
-    if not isinstance(data, Tensor):
-        return data
-    with torch.no_grad(), DisableTorchFunction():
-        x = resolved(data)
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-        return copy.copy_(x, non_blocking=x.is_cuda)
-
-
-def _finish_copies(leaves: list[NamedLeaf]) -> None:
-    for device in {leaf.value.device for leaf in leaves if isinstance(leaf.value, Tensor) and leaf.value.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _plain(block: Tensor) -> Tensor:
-    """Return a block as a tensor of the host that has no more memory than its elements."""
-    with torch.no_grad(), DisableTorchFunction():
-        x = resolved(block.detach()).cpu().contiguous()
-        return x if type(x) is Tensor and x.untyped_storage().nbytes() == x.nbytes else x.as_subclass(Tensor).clone()
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-def _run(handle: SaveHandle, work: _Work, settlement: Settlement) -> None:
-    """Write, and settle with the other processes whether the step is complete."""
-    interrupt: BaseException | None = None
-    try:
-        report: Report = {"blocks": _write(work)}
-    except BaseException as error:
-        report = {"failure": _text(error)}
-        interrupt = None if isinstance(error, Exception) else error
-
-    def decide(reports: list[Report]) -> Report:
-        try:
-            return {"name": _complete(work, reports, settlement.crew)}
-        except Exception as error:
-            shutil.rmtree(work.unfinished, ignore_errors=True)
-            return {"failure": _text(error)}
-
-    try:
-        outcome = settlement.settle(report, decide)
-    except Exception as error:
-        outcome = {"failure": f"the ranks could not settle whether the step is complete: {error}"}
-    handle._name = outcome.get("name")
-    if "failure" in outcome:
-        handle._failure = f"save of step {work.step} in {work.path} failed: {outcome['failure']}"
-    work.tasks.clear()
-    if interrupt is not None:
-        raise interrupt
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, FspmdError) else f"{type(error).__name__}: {error}"
-
-
-def _write(work: _Work) -> list[Any]:
-    """Write the blocks of this process into its file, and return them as rows."""
-    rows = []
-    if work.tasks:
-        with Output(os.path.join(work.unfinished, work.file)) as out:
-            for name, box, data in work.tasks:
-                out.begin()
-                elements = None
-                if isinstance(data, Tensor):
-                    torch.save(_plain(data), cast(IO[bytes], out))
-                    elements = _elements(bytes(out.head))
-                else:
-                    out.write(data)
-                start, length, checksums = out.end()
-                rows.append([name, rows_of([SavedBlock(box, work.file, start, length, elements, checksums)])[0]])
-    return rows
-
-
-def _elements(head: bytes) -> int | None:
-    """Return where the elements of a tensor begin in an item of torch.save, a zip file: after its entry "data/0"."""
-    at = head.find(b"archive/data/0")
-    header = head[at - 30 : at]
-    if at < 30 or not header.startswith(b"PK\x03\x04"):
-        return None
-    return at + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-
-
-def _complete(work: _Work, reports: list[Report], crew: Crew) -> str:
-    """Check that all is written, and give the step its name. The first process does so for all."""
-    for rank, report in zip(crew.ranks, reports, strict=True):
-        if "failure" in report:
-            raise CheckpointError(f"rank {rank}: {report['failure']}" if len(crew.ranks) > 1 else report["failure"])
-    for name, row in (pair for report in reports for pair in report["blocks"]):
-        work.leaves[name].blocks += blocks_of_rows([row])
-    for name, leaf in work.leaves.items():
-        if wrong := wrong_cover(leaf.shape, (block.box for block in leaf.blocks)):
-            raise CheckpointError(f"{name!r} was not written whole: {wrong}")
-    write_file(os.path.join(work.unfinished, METADATA), metadata_of_torch(work.leaves, work.path))
-    write_file(os.path.join(work.unfinished, INDEX), index_text(work.leaves, work.step))
-    name = folders.commit(work.path, work.unfinished, work.step)
-    folders.prune(work.path, work.keep, name)
-    return name
