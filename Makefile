@@ -48,6 +48,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/jit.py
 	$(BIN)/python benchmarks/auto_spec.py
 	$(BIN)/python benchmarks/models.py
+	$(BIN)/python benchmarks/checkpoints.py
 
 # on a machine with one GPU, with the Python that has torch there: make gpu PYTHON=python3
 gpu:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import optree
 import torch
@@ -20,6 +20,8 @@ from fspmd.transport.local_tensor import is_simulated
 from fspmd.trees import adopt
 
 Path = tuple[str | int, ...]
+_PLAIN: Final = frozenset((bool, int, float, complex, str, bytes))  # every load brings them back
+_INSTEAD: Final = "save tensors, numbers, strings, None, and lists of them; of NumPy x.item(), or torch.from_numpy(x)"
 
 
 class NamedLeaf(NamedTuple):
@@ -70,7 +72,7 @@ def _is_plain_list(x: Any) -> bool:
 
 
 def _is_plain_value(x: Any) -> bool:
-    return x is None or isinstance(x, (bool, int, float, complex, str, bytes))
+    return x is None or type(x) in _PLAIN
 
 
 def _failure(leaf: NamedLeaf, kinds: tuple[type, ...]) -> Failure | None:
@@ -91,13 +93,13 @@ def _failure(leaf: NamedLeaf, kinds: tuple[type, ...]) -> Failure | None:
         return Failure(f"{leaf.label} is {described(value)}", ArgumentError, "pass its module.state_dict()")
     if isinstance(value, torch.optim.Optimizer):
         return Failure(f"{leaf.label} is {described(value)}", ArgumentError, "pass its optimizer.state_dict()")
-    if isinstance(value, (TensorSpec, torch.Generator)):
+    if isinstance(value, (TensorSpec, torch.Generator)) or _is_plain_value(value) or _is_plain_list(value):
         return None
     try:
         decoded(encoded(value))
     except (pickle.PickleError, RuntimeError, TypeError, AttributeError):
         text = f"{leaf.label} is {described(value)}, which no safe load brings back"
-        return Failure(text, ArgumentError, "save tensors, numbers, strings, None, and lists of them")
+        return Failure(text, ArgumentError, _INSTEAD)
     return None
 
 

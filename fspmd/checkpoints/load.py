@@ -68,10 +68,9 @@ def load(
     >>> loaded, device_get(loaded["w"])
     ({'w': Sharded f32[6@(b,a)] on mesh(a=2, b=2), 'rate': 0.1}, tensor([0., 1., 2., 3., 4., 5.]))
     """
-    path = checked_path(path, "load")
     crew = crew_of(mesh, "load")
     finish_last()
-    folder = crew.decide(lambda: folders.find(path, step))
+    folder = crew.decide(lambda: folders.find(checked_path(path, "load"), step))
 
     def compared() -> tuple[list[NamedLeaf], Any, Leaves]:
         wanted, treedef = named_leaves(like, "load", "like", (TensorSpec,))

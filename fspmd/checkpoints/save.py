@@ -71,12 +71,12 @@ def save(
     >>> latest_step(path)
     20
     """
-    path = checked_path(path, "save")
     crew = crew_of(mesh, "save")
     finish_last()
 
     def prepared() -> tuple[list[NamedLeaf], str, list[Any]]:
         _check_numbers(step, keep)
+        checked_path(path, "save")
         leaves, _ = named_leaves(tree, "save", "tree", ())
         leaves = [_with_state(leaf) for leaf in leaves]
         rows = [(leaf.name, _told(leaf, crew)) for leaf in leaves]
@@ -85,10 +85,15 @@ def save(
     leaves = _agreed(crew, prepared)
     with torch.no_grad():
         leaves = [_settled(leaf) for leaf in leaves]
-    number, unfinished = crew.decide(lambda: (folders.next_step(path) if step is None else step, folders.begin(path)))
-    work = work_of(leaves, crew, asynchronous, path, unfinished, number, inf if keep is None else keep)
+
+    def begun() -> tuple[str, int, str]:
+        steps = checked_path(path, "save")
+        return steps, folders.next_step(steps) if step is None else step, folders.begin(steps)
+
+    steps, number, unfinished = crew.decide(begun)
+    work = work_of(leaves, crew, asynchronous, steps, unfinished, number, inf if keep is None else keep)
     settlement = crew.settlement(os.path.basename(unfinished))
-    handle = SaveHandle(number, path)
+    handle = SaveHandle(number, steps)
     handle.run(lambda: finish(work, settlement), asynchronous)
     return handle
 
