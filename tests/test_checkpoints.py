@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import os
 import pickle
+import random
 import re
 import shutil
 import subprocess
@@ -39,7 +41,8 @@ from fault_shim import FULL, READ_ONLY, Disk, fail_at, watched
 from processes import Processes, forks, free_port
 
 from fspmd import Flat, FspmdError, Mesh, P, TensorSpec, device_put, make_mesh
-from fspmd.checkpoints import latest_step, load, save
+from fspmd.checkpoints import files, latest_step, load, reading, save
+from fspmd.checkpoints.boxes import Cuboid, parts, pieces_of, whole, wrong_cover
 from fspmd.errors import CheckpointError
 
 MESH = make_mesh((2, 2), ("x", "y"), transport="simulation", device="cpu")
@@ -163,8 +166,11 @@ _MESHES = [
 ]
 
 
-@pytest.mark.parametrize("mesh", _MESHES, ids=str)
-def test_every_layout_to_the_bit(tmp_path: Path, mesh: Mesh) -> None:
+@pytest.mark.parametrize(("mesh", "piece"), list(zip(_MESHES, (1 << 20, 48, 7, 64), strict=True)), ids=str)
+def test_every_layout_to_the_bit(tmp_path: Path, mesh: Mesh, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE", piece)
+    monkeypatch.setattr(reading, "PIECE", piece)
+    monkeypatch.setattr(reading, "_AT_ONCE", piece)
     values = {
         name: x for name, x in wholes().items() if x.dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64)
     }
@@ -179,6 +185,37 @@ def test_every_layout_to_the_bit(tmp_path: Path, mesh: Mesh) -> None:
         }
         found = load(tmp_path, like)
         assert [n for n, x in values.items() for i in range(5) if bits(found[n][str(i)]) != bits(x)] == []
+
+
+def test_pieces_and_covers_beside_brute_force() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        shape = [draw.randint(1, 5) for _ in range(draw.randint(0, 3))]
+        starts = [draw.randrange(n) for n in shape]
+        sizes = [draw.randint(1, n - start) for n, start in zip(shape, starts, strict=True)]
+        part, itemsize, begins, piece = (
+            Cuboid((*starts,), (*sizes,)),
+            draw.choice((1, 2, 8)),
+            draw.randrange(200),
+            draw.randint(1, 30),
+        )
+        numbers = torch.arange(math.prod(shape)).view(shape)[part.within(whole(shape))].reshape(-1).tolist()
+        bytes_of_part = {begins + n * itemsize + i for n in numbers for i in range(itemsize)}
+        found = {
+            p for first, n in pieces_of(part, whole(shape), itemsize, begins, piece) for p in range(first, first + n)
+        }
+        assert found == {at // piece for at in bytes_of_part}
+        split = list(parts(part, draw.randint(1, 20)))
+        counts = torch.zeros(shape, dtype=torch.int64)
+        for box in split:
+            counts[box.within(whole(shape))] += 1
+        assert counts.sum() == counts[part.within(whole(shape))].sum() == part.numel
+        boxes = [box for box in parts(whole(shape), draw.randint(1, 9)) if draw.random() < 0.9]
+        boxes += [part] if draw.random() < 0.3 else []
+        held = torch.zeros(shape, dtype=torch.int64)
+        for box in boxes:
+            held[box.within(whole(shape))] += 1
+        assert (wrong_cover(shape, boxes) == "") == bool((held == 1).all())
 
 
 def test_a_rank_reads_the_pieces_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
