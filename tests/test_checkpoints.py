@@ -261,6 +261,9 @@ def test_trees_of_every_kind(tmp_path: Path) -> None:
     assert type(found["parameter"]) is torch.nn.Parameter
     assert found["grad"].requires_grad
     assert (found["sum"].spec, found["flat"].spec) == (tree["sum"].spec, tree["flat"].spec)
+    with torch.device("meta"):  # new tensors are not made there
+        save(tmp_path, tree)
+        assert tree_bits(load(tmp_path, tree)) == tree_bits(tree)
     for alone in (w, 3, [torch.ones(2)]):
         save(tmp_path / "alone", alone)
         assert tree_bits(load(tmp_path / "alone", alone)) == tree_bits(alone)

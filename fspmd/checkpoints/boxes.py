@@ -123,19 +123,19 @@ def pieces_of(part: Cuboid, block: Cuboid, itemsize: int, begins: int, piece: in
     if dims:
         dims -= 1
         run *= part.sizes[dims]
-    starts = torch.full((1,), begins, dtype=torch.int64)
+    starts = torch.full((1,), begins, dtype=torch.int64, device="cpu")
     stride = itemsize
     strides = [0] * len(block.sizes)
     for dim in reversed(range(len(block.sizes))):
         strides[dim], stride = stride, stride * block.sizes[dim]
     for dim, span in enumerate(part.within(block)):
-        index = torch.arange(span.start, span.stop if dim < dims else span.start + 1)
+        index = torch.arange(span.start, span.stop if dim < dims else span.start + 1, device="cpu")
         starts = (starts[:, None] + index * strides[dim]).flatten()
     first, last = starts // piece, (starts + run - 1) // piece
     low, high = int(first.min()), int(last.max())
     if len(starts) == 1:
         return [(low, high - low + 1)]
-    edges = torch.zeros(high - low + 2, dtype=torch.int64)
+    edges = torch.zeros(high - low + 2, dtype=torch.int64, device="cpu")
     edges.index_add_(0, first - low, torch.ones_like(first))
     edges.index_add_(0, last - low + 1, -torch.ones_like(last))
     needed = (edges.cumsum(0) > 0).tolist()

@@ -179,9 +179,7 @@ def _leaves_of(metadata: Any) -> Leaves:
     for name, of in metadata.state_dict_metadata.items():
         path = tuple(paths.get(name, (name,)))
         is_tensor = hasattr(of, "properties")
-        leaves[name] = (
-            SavedLeaf(path, of.properties.dtype, tuple(of.size), "tensor") if is_tensor else SavedLeaf(path, None)
-        )
+        leaves[name] = SavedLeaf(path, of.properties.dtype, tuple(of.size)) if is_tensor else SavedLeaf(path, None)
     for index, of in metadata.storage_data.items():
         if getattr(of, "transform_descriptors", None):
             raise CheckpointError(f"its blocks are stored with {of.transform_descriptors}; fspmd reads plain blocks")

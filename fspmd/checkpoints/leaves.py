@@ -112,7 +112,7 @@ def encoded(value: Any) -> bytes:
 
 def decoded(data: bytes) -> Any:
     """Return the value of bytes. No code runs that they could name."""
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def is_tensor(value: Any) -> bool:

@@ -47,7 +47,7 @@ class Reader:
     def tensor(self, name: str, saved: SavedLeaf, box: Cuboid) -> Tensor:
         """Return a box of a tensor."""
         assert saved.dtype is not None
-        out = torch.empty(box.sizes, dtype=saved.dtype)
+        out = torch.empty(box.sizes, dtype=saved.dtype, device="cpu")
         for block in saved.blocks:
             shared = block.box.overlap(box) if box.numel else None
             if shared is None:
@@ -69,7 +69,7 @@ class Reader:
         first = sum(span.start * step for span, step in zip(spans, strides, strict=True)) * dtype.itemsize
         runs = pieces_of(part, block.box, dtype.itemsize, block.elements, PIECE)
         begin, end = runs[0][0] * PIECE, min((runs[-1][0] + runs[-1][1]) * PIECE, block.length)
-        data = torch.empty(end - begin, dtype=torch.uint8)
+        data = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         view = bytes_of(data)
         for piece, number in runs:
             at, stop = piece * PIECE - begin, min((piece + number) * PIECE, block.length) - begin

@@ -116,7 +116,7 @@ def _data(value: Any, mine: set[Cuboid]) -> list[tuple[Cuboid, Tensor | bytes]]:
             left.remove(box)
             rows.append((box, block))
     if left == {whole(value.shape)}:  # a tensor without elements
-        rows.append((whole(value.shape), torch.empty(value.shape, dtype=value.dtype)))
+        rows.append((whole(value.shape), torch.empty(value.shape, dtype=value.dtype, device="cpu")))
     return rows
 
 
@@ -126,7 +126,7 @@ def _copied(data: Tensor | bytes) -> Tensor | bytes:
         return data
     with torch.no_grad(), DisableTorchFunction():
         x = resolved(data)
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
         return copy.copy_(x, non_blocking=x.is_cuda)
 
 
