@@ -289,7 +289,7 @@ def kill_one_of_two(path: str, rank: int, port: int, victim: int, number: int) -
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from fspmd.checkpoints import crew
 
-    crew._SECONDS = crew._FAREWELL = 2.0  # type: ignore[misc]
+    crew._SECONDS = crew._FAREWELL = 0.5  # type: ignore[misc]
     tree = small_tree(make_mesh((2,), ("x",), device="cpu"), 2)
     try:
         with watched(kill_at(number) if rank == victim else lambda *_: None):

@@ -166,6 +166,7 @@ _MESHES = [
 ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("mesh", "piece"), list(zip(_MESHES, (1 << 20, 48, 7, 64), strict=True)), ids=str)
 def test_every_layout_to_the_bit(tmp_path: Path, mesh: Mesh, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PIECE", piece)
