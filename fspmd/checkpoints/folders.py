@@ -93,9 +93,9 @@ def find(path: str, step: int | None) -> str:
     Raises:
         CheckpointError: there is none. The error names the steps that are there.
     """
-    if os.path.exists(os.path.join(path, METADATA)) and step is None:
-        return path  # a folder of torch.distributed.checkpoint, or of one step
     there = _names(path)
+    if not there and step is None and os.path.exists(os.path.join(path, METADATA)):
+        return path  # a folder of torch.distributed.checkpoint, or of one step
     name = _latest(path) if step is None else next((n for n in reversed(there) if _step(n) == step), None)
     if name is None:
         steps = ", ".join(str(_step(n)) for n in there) or "none"
