@@ -6,7 +6,10 @@ from fspmd import random
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.autodiff.engine import install as _install_module_hooks
 from fspmd.autodiff.transforms import install as _install_transforms
-from fspmd.checkpoints import SaveHandle, latest_step, load, save
+from fspmd.checkpoints.folders import latest_step
+from fspmd.checkpoints.handles import SaveHandle
+from fspmd.checkpoints.load import load
+from fspmd.checkpoints.save import save
 from fspmd.collectives import (
     Handle,
     all_gather,

@@ -13,8 +13,8 @@ from fault_shim import kill_at, watched
 from torch import Tensor
 
 import fspmd
-from fspmd import Flat, Mesh, P, Sharded, TensorSpec, device_get, device_put, make_mesh
-from fspmd.checkpoints import load, save, writing
+from fspmd import Flat, Mesh, P, Sharded, TensorSpec, device_get, device_put, load, make_mesh, save
+from fspmd.checkpoints import writing
 
 
 def bits(x: Any) -> Any:

@@ -40,8 +40,8 @@ from checkpoint_programs import (
 from fault_shim import FULL, READ_ONLY, Disk, fail_at, watched
 from processes import Processes, forks, free_port
 
-from fspmd import Flat, FspmdError, Mesh, P, TensorSpec, device_put, make_mesh
-from fspmd.checkpoints import files, latest_step, load, reading, save
+from fspmd import Flat, FspmdError, Mesh, P, TensorSpec, device_put, latest_step, load, make_mesh, save
+from fspmd.checkpoints import files, reading
 from fspmd.checkpoints.boxes import Cuboid, parts, pieces_of, whole, wrong_cover
 from fspmd.errors import CheckpointError
 
@@ -390,7 +390,7 @@ def test_a_copy_is_saved_and_written_behind_the_back(tmp_path: Path) -> None:
 def test_a_process_that_ends_loses_nothing(tmp_path: Path) -> None:
     code = f"""
 import time, os, torch, fspmd
-from fspmd.checkpoints import save
+from fspmd import save
 real = os.write
 os.write = lambda *args: (time.sleep(0.2), real(*args))[1]
 save({str(tmp_path)!r}, {{"t": torch.arange(5)}}, step=1).wait()

@@ -38,10 +38,12 @@ def told(action: str, path: str) -> Iterator[None]:
         raise CheckpointError(f"cannot {action} {path}: {error.strerror or error}") from error
 
 
-def bytes_of(x: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of the host."""
-    data: Any = x.view(-1).view(torch.uint8).numpy()
-    return memoryview(data)
+def bytes_of(x: Tensor) -> bytearray:
+    """Return the bytes of a contiguous tensor of the host. Torch itself would ask NumPy for them."""
+    data = bytearray(x.nbytes)
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(x.view(-1).view(torch.uint8))
+    return data
 
 
 def sync_folder(path: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.checkpoints.boxes import Cuboid, parts, pieces_of
-from fspmd.checkpoints.files import PIECE, bytes_of, told
+from fspmd.checkpoints.files import PIECE, told
 from fspmd.checkpoints.index import SavedBlock, SavedLeaf
 from fspmd.checkpoints.leaves import decoded, shown
 from fspmd.errors import ArgumentError, CheckpointError
@@ -69,8 +69,8 @@ class Reader:
         first = sum(span.start * step for span, step in zip(spans, strides, strict=True)) * dtype.itemsize
         runs = pieces_of(part, block.box, dtype.itemsize, block.elements, PIECE)
         begin, end = runs[0][0] * PIECE, min((runs[-1][0] + runs[-1][1]) * PIECE, block.length)
-        data = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
-        view = bytes_of(data)
+        memory = bytearray(end - begin)
+        data, view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
         for piece, number in runs:
             at, stop = piece * PIECE - begin, min((piece + number) * PIECE, block.length) - begin
             self._pieces(name, block, piece, view[at:stop])
