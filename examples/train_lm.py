@@ -2,6 +2,10 @@
 
     python examples/train_lm.py                                           # 8 simulated ranks, 2 (dp) x 4 (tp)
     torchrun --nproc-per-node 4 examples/train_lm.py --mesh 2x2           # 4 processes
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_lm.py --mesh 2x2 --checkpoint steps --resume
+
+With --checkpoint the state is saved every few steps, and on SIGTERM, which ends the program. With --resume it goes
+on from the latest step, on any mesh, with the losses of an undisturbed run.
 
 On the mesh ("dp", "tp") the batch is sharded over dp. The heads of attention, the hidden units of the MLP and the 256
 bytes of the vocabulary are sharded over tp (column-parallel in, row-parallel out). Between those, the residual stream
@@ -14,8 +18,10 @@ and the norms are sharded over tp along the sequence. Shapes in the comments are
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -221,16 +227,49 @@ def number(x: Sharded) -> float:
     return float(fspmd.device_get(x))
 
 
+def training_state(args: argparse.Namespace, params: Params, optimizer: torch.optim.Optimizer, losses: list) -> Params:
+    """All that a later run needs. The data's position is the number of losses; nothing else is drawn in a step."""
+    state = optimizer.state_dict()
+    if not losses:  # AdamW makes its tensors in its first step
+        leaves = [x for group in optimizer.param_groups for x in group["params"]]
+        state["state"] = {i: {"step": torch.tensor(0.0), "exp_avg": x, "exp_avg_sq": x} for i, x in enumerate(leaves)}
+    rest = torch.full((args.steps - len(losses),), math.nan, dtype=torch.float64)
+    return {"params": params, "optimizer": state, "losses": torch.cat([torch.tensor(losses).double(), rest])}
+
+
+@torch.no_grad()
+def resume(args: argparse.Namespace, params: Params, optimizer: torch.optim.Optimizer, say: Callable) -> list[float]:
+    """Set the parameters and the optimizer to the latest step that is saved; the losses up to there."""
+    step = fspmd.latest_step(args.checkpoint)
+    if not step:
+        return []
+    state = fspmd.load(args.checkpoint, training_state(args, params, optimizer, []), step=step)
+    for x, saved in zip(optree.tree_leaves(params), optree.tree_leaves(state["params"]), strict=True):
+        x.copy_(saved)
+    optimizer.load_state_dict(state["optimizer"])
+    say(f"resumed at step {step}/{args.steps} of {args.checkpoint}")
+    losses: list[float] = state["losses"][:step].tolist()
+    return losses
+
+
+def is_told_to_stop(told: list[int]) -> bool:
+    """Whether any process was: all of them stop after the same step."""
+    return bool(fspmd.process_allgather(len(told)).any())
+
+
 def train(args: argparse.Namespace, job: Job, params: Params, text: Tensor, say: Callable) -> list[float]:
-    """Update the blocks of ``params`` in place; the losses of all steps."""
+    """Update the blocks of ``params`` in place; the losses of all steps, or of those before SIGTERM."""
     loss_and_grads = fspmd.value_and_grad(job.loss)
     if args.jit:
         loss_and_grads = fspmd.jit(loss_and_grads)
     optimizer = make_optimizer(params)
-    losses: list[float] = []
-    start = time.perf_counter()
-    batches = text_data.random_batches(text, args.batch, args.length, args.seed)
-    for step in range(args.steps):
+    losses = resume(args, params, optimizer, say) if args.resume else []
+    told: list[int] = []  # signals
+    if args.checkpoint:
+        signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    start, first = time.perf_counter(), len(losses)
+    batches = itertools.islice(text_data.random_batches(text, args.batch, args.length, args.seed), first, None)
+    for step in range(first, args.steps):
         batch = fspmd.device_put(next(batches), P("dp"), mesh=job.mesh)
         loss, grads = loss_and_grads(params, batch)  # grads: a tree like params, each leaf laid out like its primal
         scale = min(1.0, CLIP / number(job.norm(grads)))
@@ -240,8 +279,16 @@ def train(args: argparse.Namespace, job: Job, params: Params, text: Tensor, say:
             group["lr"] = learning_rate(step, args.steps, args.lr)
         optimizer.step()
         losses.append(number(loss))
-        speed = (step + 1) * args.batch * args.length / (time.perf_counter() - start)
+        speed = (step + 1 - first) * args.batch * args.length / (time.perf_counter() - start)
         say(report.progress(step + 1, args.steps, f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s"), end="", flush=True)
+        if args.checkpoint:
+            stop = is_told_to_stop(told)
+            if stop or (step + 1) % args.every == 0 or step + 1 == args.steps:
+                state = training_state(args, params, optimizer, losses)
+                fspmd.save(args.checkpoint, state, step=step + 1, keep=2)
+            if stop:
+                say(f"stopped after step {step + 1}; --resume goes on from there")
+                break
     return losses
 
 
@@ -290,10 +337,15 @@ def parse(argv: list[str] | None = None, description: str | None = __doc__) -> a
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
     parser.add_argument("--jit", action="store_true", help="record loss and gradients once, and replay them")
+    parser.add_argument("--checkpoint", metavar="DIR", help="save the state to this folder")
+    parser.add_argument("--every", type=int, default=50, help="save every so many steps (default 50)")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest step in --checkpoint, if any")
     parser.add_argument("--sample", type=int, default=200, help="bytes to generate at the end (default 200)")
     parser.add_argument("--losses", metavar="FILE", help="write all losses to this file as JSON")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
     args = parser.parse_args(argv)
+    if args.resume and not args.checkpoint:
+        parser.error("--resume needs --checkpoint, the folder that the state is saved to")
     dp, tp = args.mesh
     cuts = {"batch": (args.batch, dp), "length": (args.length, tp), "heads": (args.heads, tp), "bytes": (VOCAB, tp)}
     for what, (size, ranks) in cuts.items():
@@ -313,6 +365,8 @@ def run(args: argparse.Namespace, job: Job, params: Params, name: str) -> None:
     say(f"{job.mesh}: {size:,} parameters, {len(train_text):,} bytes to train on, {len(held_out):,} held out")
 
     losses = train(args, job, params, train_text, say)
+    if len(losses) < args.steps:
+        return
     validation = validate(job, params, batches)
     say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")
     if args.sample:

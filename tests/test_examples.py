@@ -9,8 +9,11 @@ import json
 import math
 import os
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,15 +65,18 @@ def on_processes(name: str, arguments: list[str]) -> str:
         return "".join(pool.run(_printed, name, arguments, seconds=120))
 
 
+def _environment() -> dict[str, str]:
+    paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+
+
 def torchrun(cwd: Path, script: Path, *arguments: str) -> str:
     """What a script prints under torchrun with 4 processes on Gloo."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [*command, str(script), *arguments],
         cwd=cwd,
-        env=environment,
+        env=_environment(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -120,6 +126,74 @@ def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
         assert other["validation"] == pytest.approx(alone["validation"], rel=1e-10)
         assert other["bigram"] == alone["bigram"]
     assert (tmp_path / "train_lm.png").stat().st_size > 1000
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of train_lm for a short run that saves every third of 9 steps."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    options = TINY | {"steps": 9, "sample": 0, "layers": 1, "text": EXAMPLES / "train_lm.py", "out": tmp_path}
+    return [*(f"--{name}={value}" for name, value in options.items()), "--every=3"]
+
+
+def _losses(tmp_path: Path, *arguments: str) -> list[float]:
+    file = tmp_path / "losses.json"
+    importlib.import_module("train_lm").main([*arguments, f"--losses={file}"])
+    losses: list[float] = json.loads(file.read_text())["losses"]
+    return losses
+
+
+def test_training_goes_on_from_a_checkpoint(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To the bit on the same mesh, and within rounding on another."""
+    alone, folder = _losses(tmp_path, *job), tmp_path / "steps"
+    assert _losses(tmp_path, *job, f"--checkpoint={folder}", "--resume") == alone
+    assert fspmd.latest_step(folder) == 9
+    for mesh, exact in (("2x4", True), ("1x2", False)):
+        shutil.rmtree(folder / "step-00000009")
+        capsys.readouterr()
+        found = _losses(tmp_path, *job, f"--checkpoint={folder}", "--resume", f"--mesh={mesh}")
+        assert "resumed at step 6/9" in capsys.readouterr().out
+        assert found == (alone if exact else pytest.approx(alone, rel=1e-10))
+
+
+def _workers(process: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def _started(arguments: list[str], folder: Path, *command: str) -> subprocess.Popen[str]:
+    """Train in another process until a step is saved."""
+    process = subprocess.Popen(
+        [sys.executable, *command, str(EXAMPLES / "train_lm.py"), *arguments, f"--checkpoint={folder}", "--resume"],
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    end = time.monotonic() + 120
+    while not (folder / "latest").exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    return process
+
+
+def test_training_goes_on_after_a_rank_was_killed(job: list[str], tmp_path: Path) -> None:
+    """The launcher starts all ranks again, and the losses are those of an undisturbed run, to the bit."""
+    folder, file = tmp_path / "steps", tmp_path / "killed.json"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "1")
+    process = _started([*job, "--mesh=2x2", f"--losses={file}"], folder, *launcher)
+    os.kill(_workers(process)[2], signal.SIGKILL)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert "resumed at step" in printed
+    assert json.loads(file.read_text())["losses"] == _losses(tmp_path, *job, "--mesh=2x2")
+
+
+def test_a_told_process_saves_and_ends(job: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    process = _started([*job, "--steps=100000"], folder)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert f"stopped after step {fspmd.latest_step(folder)}" in printed
 
 
 def test_global_view_has_the_losses_of_train_lm(
