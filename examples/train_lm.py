@@ -233,8 +233,9 @@ def training_state(args: argparse.Namespace, params: Params, optimizer: torch.op
     if not losses:  # AdamW makes its tensors in its first step
         leaves = [x for group in optimizer.param_groups for x in group["params"]]
         state["state"] = {i: {"step": torch.tensor(0.0), "exp_avg": x, "exp_avg_sq": x} for i, x in enumerate(leaves)}
-    rest = torch.full((args.steps - len(losses),), math.nan, dtype=torch.float64)
-    return {"params": params, "optimizer": state, "losses": torch.cat([torch.tensor(losses).double(), rest])}
+    known = torch.full((args.steps,), math.nan, dtype=torch.float64)
+    known[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
+    return {"params": params, "optimizer": state, "losses": known}
 
 
 @torch.no_grad()
