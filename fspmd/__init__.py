@@ -10,6 +10,8 @@ from fspmd.checkpoints.folders import latest_step
 from fspmd.checkpoints.handles import SaveHandle
 from fspmd.checkpoints.load import load
 from fspmd.checkpoints.save import save
+from fspmd.checkpoints.load_huggingface import load_huggingface
+from fspmd.checkpoints.save_huggingface import save_huggingface
 from fspmd.collectives import (
     Handle,
     all_gather,
@@ -222,6 +224,7 @@ __all__ = [
     "latest_step",
     "linspace",
     "load",
+    "load_huggingface",
     "lockstep",
     "make_mesh",
     "measure_topology",
@@ -254,6 +257,7 @@ __all__ = [
     "reshard",
     "rule",
     "save",
+    "save_huggingface",
     "scatter",
     "set_default",
     "set_mesh",
