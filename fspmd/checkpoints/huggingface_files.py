@@ -127,6 +127,7 @@ class NewFolder:
     """A folder that is written under another name, and then renamed: it appears whole, or not at all."""
 
     def __init__(self, folder: Path, what: str) -> None:
+        folder = Path(os.path.abspath(folder))
         self.folder, self.what = folder, what
         self.path = folder.with_name(f".{folder.name}.partial")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -151,7 +152,12 @@ class NewFolder:
         for path in (*self.path.iterdir(), self.path):
             _sync(path)
         os.rename(self.path, self.folder)
-        _sync(self.folder.parent)
+        try:
+            _sync(self.folder.parent)
+        except OSError as error:
+            raise ArgumentError(
+                f"{self.what}: {self.folder} is written, but may be lost if the power fails: {error}; call os.sync()"
+            ) from error
 
     def drop(self) -> None:
         """Remove what was written."""

@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from fspmd.errors import ArgumentError, FspmdError, ShapeError, TreeError
@@ -22,17 +23,18 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A tensor of a file as a box of a parameter."""
+    """A box of a file's tensor that is a box of a parameter."""
 
     name: str
-    shape: Shape  # in the file
+    shape: Shape  # of the file's tensor
     start: Shape  # of the box in the parameter
     dims: tuple[int | None, ...]  # for each dim of the parameter that of the file's tensor; None: the box is one index
+    spans: tuple[tuple[int, int], ...]  # of the box in the file's tensor: from, to
 
     @property
     def extent(self) -> Shape:
-        """The size of the box."""
-        return tuple(1 if dim is None else self.shape[dim] for dim in self.dims)
+        """The size of the box, by the dims of the parameter."""
+        return tuple(1 if dim is None else self.spans[dim][1] - self.spans[dim][0] for dim in self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +55,62 @@ class FileParameter:
 
     def moved(self, dim: int, offset: int) -> FileParameter:
         """The same, further along a dim."""
-        parts = [replace(p, start=(*p.start[:dim], p.start[dim] + offset, *p.start[dim + 1 :])) for p in self.parts]
+        parts = [replace(p, start=_with(p.start, dim, p.start[dim] + offset)) for p in self.parts]
         return FileParameter(self.shape, tuple(parts))
 
     def transposed(self, dim: int, other: int) -> FileParameter:
         """The same with two dims swapped."""
 
         def swap(values: Sequence[Any]) -> tuple[Any, ...]:
-            order = list(values)
-            order[dim], order[other] = order[other], order[dim]
-            return tuple(order)
+            return _with(_with(values, dim, values[other]), other, values[dim])
 
         parts = [replace(p, start=swap(p.start), dims=swap(p.dims)) for p in self.parts]
         return FileParameter(swap(self.shape), tuple(parts))
+
+    def chunks(self, n: int, dim: int) -> list[FileParameter]:
+        """As ``torch.chunk`` cuts it."""
+        size = self.shape[dim]
+        step = max(-(-size // n), 1)
+        return [self._sliced(dim, low, min(low + step, size)) for low in range(0, size, step)]
+
+    def _sliced(self, dim: int, low: int, high: int) -> FileParameter:
+        parts = []
+        for part in self.parts:
+            begin, of = part.start[dim], part.dims[dim]
+            first, last = max(begin, low), min(begin + part.extent[dim], high)
+            if first < last:
+                spans = part.spans
+                if of is not None:
+                    at = spans[of][0] - begin
+                    spans = _with(spans, of, (first + at, last + at))
+                parts.append(replace(part, start=_with(part.start, dim, first - low), spans=spans))
+        return FileParameter(_with(self.shape, dim, high - low), tuple(parts))
+
+
+def _with(values: Sequence[Any], index: int, value: Any) -> tuple[Any, ...]:
+    """The values with another at an index."""
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def whole(name: str, shape: Shape) -> FileParameter:
     """A parameter that the file has as it is.
 
     >>> whole("w", (2, 3)).parts
-    (FilePart(name='w', shape=(2, 3), start=(0, 0), dims=(0, 1)),)
+    (FilePart(name='w', shape=(2, 3), start=(0, 0), dims=(0, 1), spans=((0, 2), (0, 3))),)
     """
-    return FileParameter(shape, (FilePart(name, shape, (0,) * len(shape), tuple(range(len(shape)))),))
+    spans = tuple((0, n) for n in shape)
+    return FileParameter(shape, (FilePart(name, shape, (0,) * len(shape), tuple(range(len(shape))), spans),))
 
 
 def stacked(several: Sequence[FileParameter], dim: int) -> FileParameter:
     """Parameters of one shape along a new dim.
 
     >>> stacked([whole("a", (2,)), whole("b", (2,))], 0).parts[1]
-    FilePart(name='b', shape=(2,), start=(1, 0), dims=(None, 0))
+    FilePart(name='b', shape=(2,), start=(1, 0), dims=(None, 0), spans=((0, 2),))
     """
     _check_alike([x.shape for x in several], several)
     rows = [x.inserted(dim, i) for i, x in enumerate(several)]
-    return FileParameter((*rows[0].shape[:dim], len(rows), *rows[0].shape[dim + 1 :]), _parts(rows))
+    return FileParameter(_with(rows[0].shape, dim, len(rows)), _parts(rows))
 
 
 def concatenated(several: Sequence[FileParameter], dim: int) -> FileParameter:
@@ -95,7 +120,7 @@ def concatenated(several: Sequence[FileParameter], dim: int) -> FileParameter:
     for x in several:
         moved.append(x.moved(dim, at))
         at += x.shape[dim]
-    return FileParameter((*several[0].shape[:dim], at, *several[0].shape[dim + 1 :]), _parts(moved))
+    return FileParameter(_with(several[0].shape, dim, at), _parts(moved))
 
 
 def _parts(several: Iterable[FileParameter]) -> tuple[FilePart, ...]:
@@ -184,13 +209,15 @@ def parameters_of(
         )
         sources[renamed][pattern].append(name)
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    found = {}
+    found: dict[str, FileParameter] = {}
     for name, patterns in sources.items():
         given = {pattern: [whole(one, shapes[one]) for one in names] for pattern, names in patterns.items()}
         direct = given.pop(None, [])
-        if len(direct) > 1 or (direct and given):
-            raise TreeError(f"{what}: the files have several tensors for {name!r}: {quoted(_flat(patterns))}")
-        found[name] = direct[0] if direct else _converted(given, by_pattern, targets.get(name), what, name)
+        made = dict.fromkeys([name], direct[0]) if direct else _converted(given, by_pattern, targets, what, name)
+        if len(direct) > 1 or (direct and given) or found.keys() & made.keys():
+            names = [one for names in patterns.values() for one in names]
+            raise TreeError(f"{what}: the files have several tensors for {name!r}: {_some(names)}")
+        found |= made
     return found
 
 
@@ -216,7 +243,7 @@ def file_names(shapes: Mapping[str, Shape], model: Any, what: str) -> dict[str, 
         except FspmdError as error:
             failure = error
             continue
-        if {name: x.shape for name, x in made.items()} == dict(shapes):
+        if {name: x.shape for name, x in made.items()} == dict(shapes) and _covered(made) == _volumes(names):
             return made
     raise ArgumentError(
         f"{what}: the files of a {type(model).__name__} cannot be named so that the library reads them back"
@@ -224,39 +251,62 @@ def file_names(shapes: Mapping[str, Shape], model: Any, what: str) -> dict[str, 
     )
 
 
+def _volumes(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    return {name: prod(shape) for name, shape in shapes.items() if prod(shape)}
+
+
+def _covered(parameters: Mapping[str, FileParameter]) -> dict[str, int]:
+    """How many elements of each tensor of a file parameters have."""
+    covered: dict[str, int] = defaultdict(int)
+    for part in _parts(parameters.values()):
+        covered[part.name] += prod(part.extent)
+    return {name: n for name, n in covered.items() if n}
+
+
 def _converted(
-    given: dict[Any, list[FileParameter]], converters: Mapping[Any, Any], target: Shape | None, what: str, name: str
-) -> FileParameter:
-    """One parameter of the tensors that its converter collects, by pattern."""
+    given: dict[Any, list[FileParameter]],
+    converters: Mapping[Any, Any],
+    targets: Mapping[str, Shape],
+    what: str,
+    name: str,
+) -> dict[str, FileParameter]:
+    """The parameters that a converter makes of the tensors that it collects, by pattern. ``name`` is the first."""
     (converter,) = {id(one): one for one in map(converters.__getitem__, given)}.values()
     values = [given[pattern] for pattern in converter.source_patterns if pattern in given]
+    patterns = list(converter.target_patterns)
     try:
         for operation in converter.operations:
-            kind = type(operation).__name__
-            if kind == "MergeModulelist":
-                values = [[stacked(several, operation.dim)] for several in values]
-            elif kind == "Concatenate":
-                values = [[concatenated([x for several in values for x in several], operation.dim)]]
-            elif kind == "Transpose" and len(values) == 1 and len(values[0]) == 1:
-                ((x,),) = values
-                if not (operation.check_dims and x.shape == target):
-                    values = [[x.transposed(operation.dim0, operation.dim1)]]
-            else:
-                raise ArgumentError(f"it is made by {described(operation)}, which is not known")
-        if len(values) != 1 or len(values[0]) != 1 or len(converter.target_patterns) != 1:
-            raise ArgumentError("several parameters are made of it")
+            values = _operated(values, operation, len(patterns), targets.get(name))
+        if len(values) != 1 or len(values[0]) != len(patterns) or patterns[0] not in name:
+            raise ArgumentError(f"{len(patterns)} parameters are made of it in a way that is not known")
     except FspmdError as error:
-        sources = [part.name for several in given.values() for x in several for part in x.parts]
+        sources = [part.name for several in given.values() for part in _parts(several)]
         raise type(error)(f"{what}: {name!r} of {_some(sources)}: {error}") from error
-    return values[0][0]
+    before, _, after = name.partition(patterns[0])
+    return {f"{before}{pattern}{after}": x for pattern, x in zip(patterns, values[0], strict=True)}
+
+
+def _operated(
+    values: list[list[FileParameter]], operation: Any, results: int, target: Shape | None
+) -> list[list[FileParameter]]:
+    """What an operation of transformers makes of a list of tensors for each pattern."""
+    kind = type(operation).__name__
+    if kind == "MergeModulelist":
+        return [[stacked(several, operation.dim)] for several in values]
+    if kind == "Concatenate":
+        return [[concatenated([x for several in values for x in several], operation.dim)]]
+    if len(values) == 1 and len(values[0]) == 1:
+        ((x,),) = values
+        if kind == "Transpose":
+            stays = operation.check_dims and x.shape == target
+            return values if stays else [[x.transposed(operation.dim0, operation.dim1)]]
+        if kind == "Chunk" and operation.num_shards_attribute is None:
+            return [x.chunks(results, operation.dim)]
+    raise ArgumentError(f"it is made by {described(operation)}, which is not known here")
 
 
 def _some(names: Sequence[str]) -> str:
     return quoted(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _flat(patterns: Mapping[Any, list[str]]) -> list[str]:
-    return [name for names in patterns.values() for name in names]
 
 
 def _natural(name: str) -> tuple[tuple[int, int, str], ...]:

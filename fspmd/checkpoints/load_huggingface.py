@@ -155,9 +155,11 @@ def _chosen(
     chosen: dict[str, FileParameter] = {}
     twins: list[tuple[str, str, FileParameter]] = []
     failures = []
-    groups = {name: sources.get(name, name) for name in (*specs, *found)}
+    groups: dict[str, list[str]] = {}
+    for name in found:
+        groups.setdefault(sources.get(name, name), []).append(name)
     for name, spec in specs.items():
-        tied = [other for other in found if groups[other] == groups[name]]
+        tied = groups.get(sources.get(name, name), [])
         source = name if name in found else next(iter(tied), None)
         if source is None:
             failures.append(Failure(f"{name!r} is not in the files", TreeError, _MISSING))
@@ -173,9 +175,9 @@ def _chosen(
         elif has is None or not torch.can_cast(has, spec.dtype):
             kind = "a dtype that torch does not have" if has is None else str(has)
             failures.append(Failure(f"{name!r} has {kind} in the files, but like has {wanted}", ArgumentError))
-    known = {groups[name] for name in specs}
+    known = {sources.get(name, name) for name in specs}
     for name in found if strict else ():
-        if groups[name] not in known and not is_ignored(name, model):
+        if sources.get(name, name) not in known and not is_ignored(name, model):
             failures.append(Failure(f"{name!r} is in the files alone", TreeError, _UNEXPECTED))
     if failures:
         refuse(f"{WHAT}: {folder} does not have what like names", failures)
@@ -233,10 +235,10 @@ def _block(source: FileParameter, spec: TensorSpec, at: tuple[int, ...], stored:
 
 def _read(part: FilePart, spans: Sequence[tuple[int, int]], stored: Mapping[str, StoredTensor]) -> Tensor:
     """A box of a part, with the dims of the parameter."""
-    index = [slice(None)] * len(part.shape)
+    index = [slice(low, high) for low, high in part.spans]
     for dim, (low, high) in zip(part.dims, spans, strict=True):
         if dim is not None:
-            index[dim] = slice(low, high)
+            index[dim] = slice(part.spans[dim][0] + low, part.spans[dim][0] + high)
     x = stored[part.name].read(tuple(index))
     x = x.permute([dim for dim in part.dims if dim is not None])
     return x[tuple(None if dim is None else slice(None) for dim in part.dims)] if part.dims else x

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -121,33 +122,45 @@ class _Written:
         self.values = _by_model(params, model)
         shapes = {name: tuple(x.shape) for name, x in self.values.items()}
         self.parts = {name: x.parts for name, x in file_names(shapes, model, WHAT).items()}
-        rows = [(part, self.values[name].dtype) for name in self.values for part in self.parts[name]]
-        self.sizes = {part.name: prod(part.shape) * dtype.itemsize for part, dtype in rows}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, value in self.values.items():
+            for part in self.parts[name]:
+                self.dtypes[part.name] = torch.promote_types(value.dtype, self.dtypes.get(part.name, value.dtype))
+                self.shapes[part.name] = part.shape
+        self.sizes = {name: prod(shape) * self.dtypes[name].itemsize for name, shape in self.shapes.items()}
         self.files = dict(zip(self.sizes, shard_names(list(self.sizes.values()), most), strict=True))
 
     def write(self, new: NewFolder | None) -> FspmdError | None:
         """Bring each parameter to all ranks; the rank with a folder writes it. Return its error, if it fails."""
         failure: FspmdError | None = None
-        pending: dict[str, Tensor] = {}
-        left = {file: [*self.files.values()].count(file) for file in self.files.values()}
+        pending: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        left = Counter(self.files[part.name] for parts in self.parts.values() for part in parts)
         for name, value in self.values.items():
             with torch.no_grad():
                 x = device_get(value.detach()).cpu()
-            if new is None or failure is not None:
-                continue
-            for part in self.parts[name]:
-                pending[part.name] = _cut(x, part)
+            for part in self.parts[name] if new is not None and failure is None else ():
                 file = self.files[part.name]
+                self._put(x, part, pending[file])
                 left[file] -= 1
-                if not left[file] and failure is None:
-                    failure = _failure(functools.partial(new.write, file, pending), new.path / file)
-                    pending = {}
+                if new is not None and not left[file] and failure is None:
+                    failure = _failure(functools.partial(new.write, file, pending.pop(file)), new.path / file)
         if new is not None and failure is None:
             failure = _failure(functools.partial(self._finish, new), new.folder)
         return failure
 
+    def _put(self, x: Tensor, part: FilePart, tensors: dict[str, Tensor]) -> None:
+        """Put a part of a whole parameter into the tensor of the file."""
+        spans = zip(part.start, part.extent, part.dims, strict=True)
+        x = x[tuple(start if dim is None else slice(start, start + n) for start, n, dim in spans)]
+        order = [dim for dim in part.dims if dim is not None]
+        if part.name not in tensors:
+            tensors[part.name] = torch.empty(part.shape, dtype=self.dtypes[part.name])
+        target = tensors[part.name][tuple(slice(low, high) for low, high in part.spans)]
+        target.copy_(x.permute([order.index(i) for i in range(len(order))]))
+
     def _finish(self, new: NewFolder) -> None:
-        elements = sum(prod(part.shape) for parts in self.parts.values() for part in parts)
+        elements = sum(map(prod, self.shapes.values()))
         new.write_index(self.files, {"total_parameters": elements, "total_size": sum(self.sizes.values())})
         dtypes = [x.dtype for x in self.values.values() if x.dtype.is_floating_point]
         config = copy.deepcopy(self.model.config)
@@ -158,14 +171,6 @@ class _Written:
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(str(new.path))
         new.finish()
-
-
-def _cut(x: Tensor, part: FilePart) -> Tensor:
-    """A part of a whole parameter, as the file has it."""
-    spans = zip(part.start, part.extent, part.dims, strict=True)
-    x = x[tuple(start if dim is None else slice(start, start + n) for start, n, dim in spans)]
-    order = [dim for dim in part.dims if dim is not None]
-    return x.permute([order.index(i) for i in range(len(order))]).clone(memory_format=torch.contiguous_format)
 
 
 def _by_model(params: Mapping[str, Any], model: Any) -> dict[str, Any]:

@@ -1,0 +1,416 @@
+"""`load_huggingface` and `save_huggingface`, beside ``save_pretrained`` and ``from_pretrained``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from huggingface_programs import (
+    LAYOUTS,
+    NAMES,
+    bytes_of_blocks,
+    complaints,
+    counted_bytes,
+    difference,
+    errors,
+    files_of,
+    on_processes,
+    rows,
+    specs_of,
+    styled,
+    unsharded,
+    written,
+)
+from model_cases import CASES
+from processes import Processes
+from safetensors.torch import save_file
+
+import fspmd
+from fspmd import (
+    ArgumentError,
+    Flat,
+    FspmdError,
+    Mesh,
+    P,
+    TensorSpec,
+    device_get,
+    device_put,
+    load_huggingface,
+    make_mesh,
+    save_huggingface,
+)
+
+CLOSE = 2e-6  # the models compute their norms in float32
+MODELS = (*NAMES, "tied Llama")
+MOST = 20_000  # bytes of a file, so that there are several
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return make_mesh((2, 4), ("dp", "tp"), transport="simulation")
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    with Processes(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each model, as the library writes it, in several files."""
+    path = tmp_path_factory.mktemp("folders")
+    for name in MODELS:
+        unsharded(name).save_pretrained(path / name, max_shard_size=MOST)
+    return path
+
+
+@pytest.fixture
+def llama(folders: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folders / "Llama", tmp_path / "Llama"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_files_and_logits_those_of_the_model(name: str, folders: Path, mesh: Mesh) -> None:
+    different, error = errors(name, str(folders / name), mesh)
+    assert different == []
+    assert error < CLOSE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_written_folder_is_that_of_save_pretrained(name: str, folders: Path, tmp_path: Path, mesh: Mesh) -> None:
+    for most in (MOST, 10**9):
+        folder = tmp_path / str(most)
+        written(name, str(folder), mesh, most)
+        _check_written(name, folder, folders)
+        sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+        assert (len(sizes) > 5, max(sizes) < 2 * most) == (most == MOST, True)
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def _check_written(name: str, folder: Path, folders: Path) -> None:
+    """The tensors of the files are those of ``save_pretrained``, and ``from_pretrained`` opens them."""
+    found, wanted = files_of(folder), files_of(folders / name)
+    assert found.keys() == wanted.keys()
+    assert [key for key, x in found.items() if not torch.equal(x, wanted[key]) or x.dtype != wanted[key].dtype] == []
+    model = type(unsharded(name)).from_pretrained(folder)
+    assert difference(dict(model.named_parameters()), unsharded(name)) == []
+    body, of_body = hf.AutoModel.from_pretrained(folder), dict(unsharded(name).base_model.named_parameters())
+    assert [key for key, x in body.named_parameters() if key in of_body and not torch.equal(x, of_body[key])] == []
+
+
+def test_processes(four: Processes, folders: Path) -> None:
+    for found in four.run(on_processes, MODELS, str(folders), seconds=300):
+        for different, error in found.values():
+            assert different == []
+            assert error < CLOSE
+    for name in MODELS:
+        _check_written(name, folders / f"{name}, written", folders)
+
+    texts = four.run(complaints, str(folders / "Llama"), str(_truncated(folders / "Llama", folders / "broken")))
+    assert len({tuple(text) for text in texts}) == 1
+    assert "model-00003-of-" in texts[0][0]
+    assert "exists and is not empty" in texts[0][1]
+
+
+# --- what is read ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "styles"])
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPT2"])
+def test_a_rank_reads_no_more_than_its_blocks(name: str, layout: str, folders: Path, mesh: Mesh) -> None:
+    specs, _ = styled(name, mesh)
+    if layout != "styles":
+        specs = specs_of(specs, mesh, LAYOUTS[layout])
+    with counted_bytes() as read:
+        load_huggingface(folders / name, specs)
+    assert sum(read) == bytes_of_blocks(specs, next(iter(specs.values())).dtype.itemsize)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (8,), (2, 3), (2, 2, 2)])
+def test_slices_of_any_layout(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """Every spec of one dim, and of two, among them blocks of a dim that is flat in odd ways."""
+    names = tuple("xyz"[: len(sizes)])
+    mesh = make_mesh(sizes, names, transport="simulation")
+    x = torch.arange(5 * 12.0).view(5, 12)
+    save_file({"x": x, "scalar": torch.tensor(3), "empty": torch.zeros(0, 3)}, tmp_path / "model.safetensors")
+    flats = [Flat((a, first), (b, second), (12 // a // b, third)) for a, b in ((2, 3), (3, 4), (4, 1), (6, 2))
+             for first, second, third in set(itertools.permutations((*names, None, None), 3))]  # fmt: skip
+    entries = [None, *names, names, names[::-1]]
+    specs = [P(row, column) for row, column in itertools.product(entries, [*entries, *flats])
+             if not _axes(row) & _axes(column)]  # fmt: skip
+    specs += [P(unreduced={"x"}), P(None, reduced={"x"})]
+    for spec in specs:
+        like = {"x": TensorSpec(mesh, spec, (5, 12), torch.float64)}
+        found = load_huggingface(tmp_path, like, strict=False)["x"]
+        placed = device_put(x.double(), spec, mesh=mesh)
+        assert found.spec is placed.spec
+        assert all(map(torch.equal, *(getattr(v.local, "shards", [v.local]) for v in (found, placed))))
+    like = {"scalar": TensorSpec(mesh, P(), (), torch.int64), "empty": TensorSpec(mesh, P("x"), (0, 3), torch.float32)}
+    found = device_get(load_huggingface(tmp_path, like, strict=False))
+    assert (int(found["scalar"]), found["empty"].shape) == (3, (0, 3))
+
+
+def _axes(entry: Any) -> set[str]:
+    return set(entry.axes if isinstance(entry, Flat) else [entry] if isinstance(entry, str) else entry or ())
+
+
+# --- dtypes, modules, other classes ----------------------------------------------------------------------------------
+
+
+def test_bfloat16_files_into_float32_and_back(tmp_path: Path, mesh: Mesh) -> None:
+    model = unsharded("Llama", torch.bfloat16)
+    model.save_pretrained(tmp_path / "first")
+    specs = specs_of(dict(model.named_parameters()), mesh, rows, torch.float32)
+    params = load_huggingface(tmp_path / "first", specs)
+    wanted = dict(model.named_parameters())
+    assert [key for key, x in device_get(params).items() if not torch.equal(x, wanted[key].float())] == []
+    for dtype in (torch.bfloat16, torch.float32):
+        save_huggingface(tmp_path / str(dtype), {key: x.to(dtype) for key, x in params.items()}, model)
+        again = type(model).from_pretrained(tmp_path / str(dtype))
+        assert [key for key, x in again.named_parameters() if not torch.equal(x, wanted[key].to(dtype))] == []
+
+
+def test_a_module_with_sharded_parameters_and_buffers(tmp_path: Path, mesh: Mesh) -> None:
+    model = CASES["ResNet"].make()
+    with torch.no_grad():
+        for i, buffer in enumerate(model.buffers()):
+            buffer.add_(i + 1)
+    model.save_pretrained(tmp_path / "first")
+    zeros = {
+        name: (x * 0).detach().requires_grad_(x.requires_grad) for name, x in model.state_dict(keep_vars=True).items()
+    }
+    zeros = device_put(zeros, P(), mesh=mesh)
+    with fspmd.attached(model, zeros):
+        state = load_huggingface(tmp_path / "first", model)
+    assert [x.requires_grad for x in state.values()] == [
+        x.requires_grad for x in model.state_dict(keep_vars=True).values()
+    ]
+    assert all(map(torch.equal, device_get(state).values(), model.state_dict().values()))
+    save_huggingface(tmp_path / "second", state, model)
+    again = type(model).from_pretrained(tmp_path / "second").state_dict()
+    assert all(map(torch.equal, again.values(), model.state_dict().values()))
+
+
+def test_the_body_of_a_model_and_a_model_of_a_body(folders: Path, tmp_path: Path, mesh: Mesh) -> None:
+    model = unsharded("GPT2")
+    body = specs_of(dict(model.base_model.named_parameters()), mesh, rows)
+    params = load_huggingface(folders / "GPT2", body)
+    assert difference(params, model.base_model) == []
+    save_huggingface(tmp_path / "body", params, model.base_model)
+    head = specs_of(dict(model.named_parameters()), mesh, rows)
+    assert difference(load_huggingface(tmp_path / "body", head, model=model), model) == []
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_files_that_have_both_tied_weights(equal: bool, tmp_path: Path, mesh: Mesh) -> None:
+    model = unsharded("tied Llama")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = files_of(tmp_path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0 if equal else torch.eye(96, 32))
+    save_file(tensors, path, metadata={"format": "pt"})
+    specs = specs_of(dict(model.named_parameters()), mesh, rows)
+    both = specs | {"lm_head.weight": specs["model.embed_tokens.weight"]}
+    assert torch.equal(device_get(load_huggingface(tmp_path, both))["lm_head.weight"], tensors["lm_head.weight"])
+    if equal:
+        assert difference(load_huggingface(tmp_path, specs), model) == []
+    else:
+        with pytest.raises(
+            FspmdError, match=r"'model.embed_tokens.weight' and 'lm_head.weight' are tied .* but differ"
+        ):
+            load_huggingface(tmp_path, specs)
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_all_wrong_names_and_shapes_are_in_one_error_before_values_are_read(llama: Path, mesh: Mesh) -> None:
+    specs, _ = styled("Llama", mesh)
+    norm = specs.pop("model.norm.weight")
+    specs["model.norms.weight"] = norm
+    specs["lm_head.weight"] = TensorSpec(mesh, P("tp"), (97, 32), torch.float64)
+    specs["model.layers.0.mlp.up_proj.weight"] = TensorSpec(mesh, P("tp"), (64, 32), torch.int32)
+    with counted_bytes() as read, pytest.raises(FspmdError) as raised:
+        load_huggingface(llama, specs)
+    assert read == []
+    for text in (
+        "'model.norms.weight' is not in the files",
+        "'model.norm.weight' is in the files alone",
+        "'lm_head.weight' has the shape (96, 32) in the files, but like has f64[97@tp, 32]",
+        "'model.layers.0.mlp.up_proj.weight' has torch.float64 in the files, but like has i32[64@tp, 32]",
+        "strict=False",
+    ):
+        assert text in str(raised.value)
+    specs, _ = styled("Llama", mesh)
+    del specs["model.norm.weight"]
+    assert load_huggingface(llama, specs, strict=False).keys() == specs.keys()
+
+
+def _truncated(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    path = _third(to)
+    path.write_bytes(path.read_bytes()[:-7])
+    return to
+
+
+def _third(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[2]
+
+
+def _index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def _name_twice(folder: Path) -> None:
+    shutil.copy(_third(folder), folder / "x.safetensors")
+    _index(folder, lambda index: index.update(x="x.safetensors"))
+
+
+def _config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda f: _third(f).write_bytes(_third(f).read_bytes()[:-7]), r"model-00003-of-.* is damaged"),
+    "empty": (lambda f: _third(f).write_bytes(b""), r"model-00003-of-.* is damaged"),
+    "no head": (lambda f: _third(f).write_bytes(b"\xff" * 64), r"model-00003-of-.* is damaged"),
+    "no file": (lambda f: _third(f).unlink(), r"model-00003-of-.* is missing"),
+    "index is no json": (lambda f: (f / "model.safetensors.index.json").write_text("{"), r"index.json is damaged"),
+    "index is another": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), r"index.json is damaged"),
+    "name that no file has": (
+        lambda f: _index(f, lambda index: index.update(lost=_third(f).name)), r"model-00003-.* lacks 'lost', which",
+    ),
+    "file elsewhere": (lambda f: _index(f, lambda index: index.update(lost="../x")), r"'../x', which is not a file of"),
+    "name twice": (_name_twice, r"both have 'model"),
+    "no index": (lambda f: (f / "model.safetensors.index.json").unlink(), r"has neither model.safetensors nor"),
+    "no class": (lambda f: _config(f, architectures=None), r"configuration names no class"),
+    "other class": (lambda f: _config(f, architectures=["Mine"]), r"names the class 'Mine', which"),
+    "code of its own": (lambda f: _config(f, model_type="mine", auto_map={"AutoConfig": "x.Y"}), r"cannot read"),
+    "config is no json": (lambda f: (f / "config.json").write_text("{"), r"transformers cannot read .*config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_damaged_folders_are_refused(broken: str, llama: Path, mesh: Mesh) -> None:
+    change, text = BROKEN[broken]
+    change(llama)
+    with counted_bytes() as read, pytest.raises(FspmdError, match=text):
+        load_huggingface(llama, styled("Llama", mesh)[0])
+    assert read == []
+
+
+def test_experts_that_do_not_fit_are_refused(folders: Path, tmp_path: Path, mesh: Mesh) -> None:
+    specs, _ = styled("Mixtral", mesh)
+    tensors = files_of(folders / "Mixtral")
+    shutil.copy(folders / "Mixtral" / "config.json", tmp_path)
+    expert = "model.layers.1.block_sparse_moe.experts"
+    wrong = tensors | {f"{expert}.2.w1.weight": torch.zeros(3, 32)}
+    fewer = {name: x for name, x in tensors.items() if not name.startswith(f"{expert}.3.")}
+    for given, text in (
+        (wrong, r"gate_up_proj' of .*: '.*experts.0.w1.weight' makes \(64, 32\) .* '.*2.w1.weight' makes \(3, 32\)"),
+        (fewer, r"gate_up_proj' has the shape \(3, 128, 32\) in the files, but like has f32\[4, "),
+    ):
+        save_file(given, tmp_path / "model.safetensors")
+        with pytest.raises(FspmdError, match=text):
+            load_huggingface(tmp_path, specs)
+
+
+def test_arguments_of_a_wrong_kind(llama: Path, tmp_path: Path, mesh: Mesh) -> None:
+    specs, _ = styled("Llama", mesh)
+    model = unsharded("Llama")
+    params, _ = fspmd.parallelize(dict(model.named_parameters()), {}, mesh)
+    norm = params["model.norm.weight"]
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: load_huggingface(3, specs), "got the int 3 for folder"),  # type: ignore[arg-type]
+        (lambda: load_huggingface(llama, [1]), "for like; give it a dict"),  # type: ignore[arg-type]
+        (lambda: load_huggingface(llama, {"a": 1}), "'a' is the int 1"),
+        (lambda: load_huggingface(llama, model), "is a Parameter|is a tensor of shape"),
+        (lambda: load_huggingface(tmp_path / "none", specs), "has neither"),
+        (lambda: save_huggingface(tmp_path / "x", [], model), "for params; give it a dict"),  # type: ignore[arg-type]
+        (lambda: save_huggingface(tmp_path / "x", {}, model), "no Sharded values"),
+        (lambda: save_huggingface(tmp_path / "x", {"a": norm}, model), "the model has no 'a'"),
+        (lambda: save_huggingface(tmp_path / "x", {"a": norm}, model), "'lm_head.weight' is not in params"),
+        (lambda: save_huggingface(tmp_path / "x", params | {"lm_head.weight": norm}, model), r"shape \(32,\), but the"),
+        (lambda: save_huggingface(tmp_path / "x", params | {"lm_head.weight": 3}, model), "is the int 3, not a tensor"),
+        (lambda: save_huggingface(tmp_path / "x", params, model, max_shard_size=0), "give it a number of bytes"),
+        (lambda: save_huggingface(tmp_path / "x", params, hf.LlamaConfig()), "names no class"),
+        (lambda: save_huggingface(llama, params, model), "exists and is not empty"),
+        (lambda: save_huggingface("/dev/null/x", params, model), "could not write /dev/null/x"),
+    ]
+    for call, text in calls:
+        with pytest.raises(FspmdError, match=text):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["Llama"]
+
+
+@pytest.mark.parametrize("package", ["safetensors", "transformers"])
+def test_a_package_that_is_not_installed(
+    package: str, llama: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs, _ = styled("Llama", mesh)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ArgumentError, match=f"load_huggingface needs the package '{package}': pip install {package}"):
+        load_huggingface(llama, specs)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write, flush and rename fails once; then what a call that was killed has left is in the way."""
+    model = unsharded("Llama")
+    params, _ = fspmd.parallelize(dict(model.named_parameters()), {}, mesh)
+    folder, at, text = tmp_path / "new", 0, "disk full"
+    while text:
+        shutil.rmtree(folder, ignore_errors=True)
+        with monkeypatch.context() as patch:
+            _fail_at(at, patch)
+            text = _complaint(lambda: save_huggingface(folder, params, model, max_shard_size=100_000))
+        assert [*tmp_path.iterdir()] == ([] if "no folder was made" in text else [folder])
+        assert ("disk full" in text) == bool(text)
+        at += 1
+    assert at > 10
+    shutil.rmtree(folder)
+    (tmp_path / ".new.partial").mkdir()
+    (tmp_path / ".new.partial" / "model-00009-of-00009.safetensors").write_bytes(b"half")
+    save_huggingface(folder, params, model)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def _complaint(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except FspmdError as error:
+        return str(error)
+    return ""
+
+
+def _fail_at(number: int, patch: pytest.MonkeyPatch) -> None:
+    """The call of this number, among those that change the disk, fails."""
+    import safetensors.torch
+
+    counter = iter(range(10**6))
+    for owner, name in ((safetensors.torch, "save_file"), (os, "fsync"), (os, "rename"), (Path, "write_text")):
+        call = getattr(owner, name)
+
+        def failing(*args: Any, call: Any = call, **kwargs: Any) -> Any:
+            if next(counter) == number:
+                raise OSError("disk full")
+            return call(*args, **kwargs)
+
+        patch.setattr(owner, name, failing)
