@@ -25,7 +25,8 @@ from fspmd import Mesh, P, ParallelPlan, TensorSpec, device_get, device_put, fun
 
 hf.logging.set_verbosity_error()
 hf.logging.disable_progress_bar()
-NAMES = ("Llama", "Qwen2", "Qwen3", "Mixtral", "GPT2", "Bert")
+MODELS = ("Llama", "Qwen2", "Qwen3", "Mixtral", "GPT2", "Bert", "tied Llama")
+MOST = 20_000  # bytes of a file, so that a model has several
 Layout = Callable[[str, tuple[int, ...]], P]
 
 
@@ -109,7 +110,7 @@ def logits(name: str, params: Any, mesh: Mesh, plan: ParallelPlan | None) -> Ten
     return device_get(functional_call(module, (params, buffers), **batch, styles=plan).logits.detach())  # type: ignore
 
 
-def errors(name: str, folder: str, mesh: Mesh) -> tuple[list[str], float]:
+def errors(name: str, folder: str, mesh: Mesh, layouts: tuple[str, ...] = tuple(LAYOUTS)) -> tuple[list[str], float]:
     """Parameters that differ under any layout, and the largest error of logits, under styles and without."""
     model = unsharded(name)
     exact = model(**batch_of(case_of(name))).logits.detach()
@@ -118,8 +119,8 @@ def errors(name: str, folder: str, mesh: Mesh) -> tuple[list[str], float]:
     assert {key: x.spec for key, x in params.items()} == specs
     found = difference(params, model)
     wrong = [float((logits(name, params, mesh, styles) - exact).abs().max()) for styles in (plan, None)]
-    for layout in LAYOUTS.values():
-        found += difference(fspmd.load_huggingface(folder, specs_of(specs, mesh, layout)), model)
+    for layout in layouts:
+        found += difference(fspmd.load_huggingface(folder, specs_of(specs, mesh, LAYOUTS[layout])), model)
     return found, max(wrong)
 
 
@@ -137,24 +138,79 @@ def files_of(folder: Path) -> dict[str, Tensor]:
     return {name: x for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}
 
 
+def check_written(name: str, folder: Path, wanted: Path) -> None:
+    """The tensors of the files are those of ``save_pretrained``, and ``from_pretrained`` opens them."""
+    found, tensors, model = files_of(folder), files_of(wanted), unsharded(name)
+    assert found.keys() == tensors.keys()
+    assert [key for key, x in found.items() if not torch.equal(x, tensors[key]) or x.dtype != tensors[key].dtype] == []
+    assert difference(dict(type(model).from_pretrained(folder).named_parameters()), model) == []
+    body, of_body = hf.AutoModel.from_pretrained(folder), dict(model.base_model.named_parameters())
+    assert [key for key, x in body.named_parameters() if key in of_body and not torch.equal(x, of_body[key])] == []
+
+
+def save_models(names: tuple[str, ...], folder: Path) -> None:
+    """A folder for each model, as the library writes it, in several files."""
+    for name in names:
+        unsharded(name).save_pretrained(folder / name, max_shard_size=MOST)
+
+
+_SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+#: models of other names: experts of two kinds, qkv and gates that are one tensor in files
+OTHERS: dict[str, Callable[[], Any]] = {
+    "Qwen2Moe": lambda: hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**_SIZES, shared_expert_intermediate_size=40)),
+    "Jamba": lambda: hf.JambaForCausalLM(hf.JambaConfig(**_SIZES, use_mamba_kernels=False)),
+    "NomicBert": lambda: hf.NomicBertForMaskedLM(hf.NomicBertConfig(**_SIZES)),
+    "Dinov2": lambda: hf.Dinov2Model(
+        hf.Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, use_swiglu_ffn=True, image_size=28)
+    ),
+}  # fmt: skip
+
+
+def vision_of_experts() -> Any:
+    """A model whose files may have its experts transposed."""
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 32,
+              "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
+    return hf.Qwen3VLMoeForConditionalGeneration(hf.Qwen3VLMoeConfig(text_config=_SIZES, vision_config=vision)).eval()
+
+
+# --- on processes ----------------------------------------------------------------------------------------------------
+
+
 def on_processes(names: tuple[str, ...], folder: str) -> dict[str, tuple[list[str], float]]:
-    """`errors` of folders of each model, and a folder of each, written."""
+    """`errors` of folders of each model, and a folder of each, written. A rank reads the bytes of its own blocks."""
     mesh = fspmd.make_mesh((2, 2), ("dp", "tp"), device="cpu")
+    at = mesh.coordinate() or ()
     found = {}
     for name in names:
-        found[name] = errors(name, f"{folder}/{name}", mesh)
-        written(name, f"{folder}/{name}, written", mesh, 20_000)
+        found[name] = errors(name, f"{folder}/{name}", mesh, ("rows",))
+        written(name, f"{folder}/{name}, written", mesh, MOST)
+        specs, _ = styled(name, mesh)
+        with counted_bytes() as read:
+            fspmd.load_huggingface(f"{folder}/{name}", specs)
+        assert sum(read) == sum(math.prod(spec.local_shape(at)) * spec.dtype.itemsize for spec in specs.values())
     return found
 
 
-def complaints(folder: str, broken: str) -> list[str]:
-    """What each rank raises, where one rank alone has a damaged folder, and where a folder exists."""
+def complaints(folder: str) -> list[str]:
+    """What each rank raises where one rank has a damaged folder, other names, or a folder that it cannot write."""
     mesh = fspmd.make_mesh((2, 2), ("dp", "tp"), device="cpu")
+    mine = mesh.coordinate() == (1, 0)
     specs, _ = styled("Llama", mesh)
-    mine = broken if mesh.coordinate() == (1, 0) else folder
+    params, _ = fspmd.parallelize(dict(unsharded("Llama").named_parameters()), {}, mesh)
+    fewer = {key: x for key, x in params.items() if not mine or key != "lm_head.weight"}
+    moved = params | ({"lm_head.weight": fspmd.reshard(params["lm_head.weight"], P("tp"))} if mine else {})
+    missing = {key: x for key, x in specs.items() if not mine or key != "lm_head.weight"}
     calls: list[Callable[[], Any]] = [
-        lambda: fspmd.load_huggingface(mine, specs),
-        lambda: written("Llama", folder, mesh, 20_000),
+        lambda: fspmd.load_huggingface(f"{folder}/none" if mine else f"{folder}/Llama", specs),
+        lambda: fspmd.load_huggingface(f"{folder}/Llama", missing),
+        lambda: fspmd.save_huggingface(f"{folder}/Llama", params, unsharded("Llama")),
+        lambda: fspmd.save_huggingface(f"{folder}/new", fewer, unsharded("Llama")),
+        lambda: fspmd.save_huggingface(f"{folder}/new", moved, unsharded("Llama")),
+        lambda: fspmd.save_huggingface("/dev/null/new", params, unsharded("Llama")),
     ]
     texts = []
     for call in calls:
@@ -163,6 +219,9 @@ def complaints(folder: str, broken: str) -> list[str]:
         except fspmd.FspmdError as error:
             texts.append(str(error))
     return texts
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -10,12 +10,15 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from full import FULL
+from huggingface_programs import MODELS, check_written, complaints, save_models
+from huggingface_programs import on_processes as folders_on_processes
 from model_cases import CASES
 from model_programs import Placed, counted, generated, on_processes, unsharded
 from processes import Processes
@@ -148,3 +151,28 @@ def test_processes(four: Processes) -> None:
     for styled in styles:
         for errors in four.run(on_processes, names, styled, seconds=300):
             assert max(map(max, errors.values())) < CLOSE
+
+
+def test_folders_of_hugging_face_on_processes(four: Processes, tmp_path: Path) -> None:
+    names = MODELS if FULL else ("Mixtral", "GPT2", "tied Llama")
+    save_models(("Llama", *names), tmp_path)
+    for found in four.run(folders_on_processes, names, str(tmp_path), seconds=300):
+        assert [name for name, (different, error) in found.items() if different or error > CLOSE] == []
+    for name in names:
+        check_written(name, tmp_path / f"{name}, written", tmp_path / name)
+    texts = four.run(complaints, str(tmp_path))
+    assert len({*map(tuple, texts)}) == 1
+    for text, part in zip(
+        texts[0],
+        (
+            "none has neither model.safetensors nor",
+            "'lm_head.weight' is in the files alone",
+            "exists and is not empty",
+            "'lm_head.weight' is not in params",
+            "ranks have other values: ('lm_head.weight', ",
+            "could not write /dev/null/new",
+        ),
+        strict=True,
+    ):
+        assert part in text
+    assert not (tmp_path / "new").exists()

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from fspmd.checkpoints.huggingface_names import package
-from fspmd.errors import ArgumentError, MeshError
+from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.outside import usable_mesh
 from fspmd.placement.source_rank import hear_all
+from fspmd.tracing import is_recording
 
 Folder = str | os.PathLike[str]
 _ONE: Final = "model.safetensors"
@@ -183,7 +184,9 @@ def folder_path(folder: Any, what: str) -> Path:
 
 
 def check_mesh(mesh: Mesh, what: str) -> None:
-    """Raise `MeshError` if this process has no values on a mesh."""
+    """Raise `MeshError` if this process has no values on a mesh, and `RecordError` within `jit`."""
+    if is_recording():
+        raise RecordError(f"{what} was called within jit, which records no files; call it before the jitted function")
     usable_mesh(mesh, what)
     if mesh.transport == "abstract":
         raise MeshError(f"{what}: {mesh!r} has no values; make a mesh of processes, or a simulation")

@@ -292,6 +292,8 @@ def _operated(
     """What an operation of transformers makes of a list of tensors for each pattern."""
     kind = type(operation).__name__
     if kind == "MergeModulelist":
+        for several in values:
+            _check_numbers([x.parts[0].name for x in several])
         return [[stacked(several, operation.dim)] for several in values]
     if kind == "Concatenate":
         return [[concatenated([x for several in values for x in several], operation.dim)]]
@@ -303,6 +305,14 @@ def _operated(
         if kind == "Chunk" and operation.num_shards_attribute is None:
             return [x.chunks(results, operation.dim)]
     raise ArgumentError(f"it is made by {described(operation)}, which is not known here")
+
+
+def _check_numbers(names: list[str]) -> None:
+    """Check that names that differ by a number have the numbers from 0 on."""
+    for keys in zip(*(name.split(".") for name in names), strict=False):
+        numbers = [int(key) for key in keys if key.isdecimal()]
+        if len(set(keys)) > 1 and len(numbers) == len(keys) and numbers != list(range(len(keys))):
+            raise TreeError(f"they have the numbers {', '.join(keys)}, not those from 0 to {len(keys) - 1}")
 
 
 def _some(names: Sequence[str]) -> str:
