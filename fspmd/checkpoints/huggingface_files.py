@@ -90,7 +90,10 @@ def _listed(folder: Path, what: str) -> dict[Path, list[str] | None]:
     if not index.exists():
         if (folder / _ONE).exists():
             return {folder / _ONE: None}
-        raise ArgumentError(f"{what}: {folder} has neither {_ONE} nor {_INDEX}; give it a folder of save_pretrained")
+        raise ArgumentError(
+            f"{what}: {folder} has neither {_ONE} nor {_INDEX}; give it a folder of save_pretrained, or of "
+            "huggingface_hub.snapshot_download"
+        )
     try:
         weights = json.loads(index.read_text())["weight_map"]
         files = {str(file): [name for name in weights if weights[name] == file] for file in weights.values()}

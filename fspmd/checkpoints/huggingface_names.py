@@ -10,134 +10,15 @@ from __future__ import annotations
 import importlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from fspmd.errors import ArgumentError, FspmdError, ShapeError, TreeError
+import torch
+
+from fspmd.checkpoints.file_parameters import FileParameter, Shape, concatenated, parts_of, stacked, whole
+from fspmd.errors import ArgumentError, FspmdError, TreeError
 from fspmd.messages import described, quoted
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FilePart:
-    """A box of a file's tensor that is a box of a parameter."""
-
-    name: str
-    shape: Shape  # of the file's tensor
-    start: Shape  # of the box in the parameter
-    dims: tuple[int | None, ...]  # for each dim of the parameter that of the file's tensor; None: the box is one index
-    spans: tuple[tuple[int, int], ...]  # of the box in the file's tensor: from, to
-
-    @property
-    def extent(self) -> Shape:
-        """The size of the box, by the dims of the parameter."""
-        return tuple(1 if dim is None else self.spans[dim][1] - self.spans[dim][0] for dim in self.dims)
-
-
-@dataclass(frozen=True, slots=True)
-class FileParameter:
-    """A parameter made of parts, which cover it exactly."""
-
-    shape: Shape
-    parts: tuple[FilePart, ...]
-
-    def inserted(self, dim: int, index: int) -> FileParameter:
-        """The same as one index of a new dim."""
-
-        def widen(values: Sequence[Any], value: Any) -> tuple[Any, ...]:
-            return (*values[:dim], value, *values[dim:])
-
-        parts = [replace(p, start=widen(p.start, index), dims=widen(p.dims, None)) for p in self.parts]
-        return FileParameter(widen(self.shape, 1), tuple(parts))
-
-    def moved(self, dim: int, offset: int) -> FileParameter:
-        """The same, further along a dim."""
-        parts = [replace(p, start=_with(p.start, dim, p.start[dim] + offset)) for p in self.parts]
-        return FileParameter(self.shape, tuple(parts))
-
-    def transposed(self, dim: int, other: int) -> FileParameter:
-        """The same with two dims swapped."""
-
-        def swap(values: Sequence[Any]) -> tuple[Any, ...]:
-            return _with(_with(values, dim, values[other]), other, values[dim])
-
-        parts = [replace(p, start=swap(p.start), dims=swap(p.dims)) for p in self.parts]
-        return FileParameter(swap(self.shape), tuple(parts))
-
-    def chunks(self, n: int, dim: int) -> list[FileParameter]:
-        """As ``torch.chunk`` cuts it."""
-        size = self.shape[dim]
-        step = max(-(-size // n), 1)
-        return [self._sliced(dim, low, min(low + step, size)) for low in range(0, size, step)]
-
-    def _sliced(self, dim: int, low: int, high: int) -> FileParameter:
-        parts = []
-        for part in self.parts:
-            begin, of = part.start[dim], part.dims[dim]
-            first, last = max(begin, low), min(begin + part.extent[dim], high)
-            if first < last:
-                spans = part.spans
-                if of is not None:
-                    at = spans[of][0] - begin
-                    spans = _with(spans, of, (first + at, last + at))
-                parts.append(replace(part, start=_with(part.start, dim, first - low), spans=spans))
-        return FileParameter(_with(self.shape, dim, high - low), tuple(parts))
-
-
-def _with(values: Sequence[Any], index: int, value: Any) -> tuple[Any, ...]:
-    """The values with another at an index."""
-    return (*values[:index], value, *values[index + 1 :])
-
-
-def whole(name: str, shape: Shape) -> FileParameter:
-    """A parameter that the file has as it is.
-
-    >>> whole("w", (2, 3)).parts
-    (FilePart(name='w', shape=(2, 3), start=(0, 0), dims=(0, 1), spans=((0, 2), (0, 3))),)
-    """
-    spans = tuple((0, n) for n in shape)
-    return FileParameter(shape, (FilePart(name, shape, (0,) * len(shape), tuple(range(len(shape))), spans),))
-
-
-def stacked(several: Sequence[FileParameter], dim: int) -> FileParameter:
-    """Parameters of one shape along a new dim.
-
-    >>> stacked([whole("a", (2,)), whole("b", (2,))], 0).parts[1]
-    FilePart(name='b', shape=(2,), start=(1, 0), dims=(None, 0), spans=((0, 2),))
-    """
-    _check_alike([x.shape for x in several], several)
-    rows = [x.inserted(dim, i) for i, x in enumerate(several)]
-    return FileParameter(_with(rows[0].shape, dim, len(rows)), _parts(rows))
-
-
-def concatenated(several: Sequence[FileParameter], dim: int) -> FileParameter:
-    """Parameters one after another along a dim."""
-    _check_alike([(*x.shape[:dim], *x.shape[dim + 1 :]) for x in several], several)
-    at, moved = 0, []
-    for x in several:
-        moved.append(x.moved(dim, at))
-        at += x.shape[dim]
-    return FileParameter(_with(several[0].shape, dim, at), _parts(moved))
-
-
-def _parts(several: Iterable[FileParameter]) -> tuple[FilePart, ...]:
-    return tuple(part for x in several for part in x.parts)
-
-
-def _check_alike(shapes: Sequence[Shape], several: Sequence[FileParameter]) -> None:
-    for shape, x in zip(shapes, several, strict=True):
-        if shape != shapes[0]:
-            first, other = several[0], x
-            raise ShapeError(
-                f"{first.parts[0].name!r} makes {first.shape} of one parameter, but {other.parts[0].name!r} makes "
-                f"{other.shape}, which does not fit beside it"
-            )
-
-
-# --- the names of a model --------------------------------------------------------------------------------------------
 
 
 def package(name: str, what: str) -> Any:
@@ -155,8 +36,6 @@ def package(name: str, what: str) -> Any:
 
 def model_of(config: Any, what: str) -> Any:
     """A model without memory, of the class that its configuration names."""
-    import torch
-
     transformers = package("transformers", what)
     names = getattr(config, "architectures", None) or ()
     model_class = getattr(transformers, names[0], None) if names else None
@@ -227,8 +106,6 @@ def file_names(shapes: Mapping[str, Shape], model: Any, what: str) -> dict[str, 
     Raises:
         ArgumentError: the library would not read either of the two back as these parameters.
     """
-    import torch
-
     loading = package("transformers.core_model_loading", what)
     kept: dict[str, Shape] = {}
     failure: Exception | None = None
@@ -258,7 +135,7 @@ def _volumes(shapes: Mapping[str, Shape]) -> dict[str, int]:
 def _covered(parameters: Mapping[str, FileParameter]) -> dict[str, int]:
     """How many elements of each tensor of a file parameters have."""
     covered: dict[str, int] = defaultdict(int)
-    for part in _parts(parameters.values()):
+    for part in parts_of(parameters.values()):
         covered[part.name] += prod(part.extent)
     return {name: n for name, n in covered.items() if n}
 
@@ -280,7 +157,7 @@ def _converted(
         if len(values) != 1 or len(values[0]) != len(patterns) or patterns[0] not in name:
             raise ArgumentError(f"{len(patterns)} parameters are made of it in a way that is not known")
     except FspmdError as error:
-        sources = [part.name for several in given.values() for part in _parts(several)]
+        sources = [part.name for several in given.values() for part in parts_of(several)]
         raise type(error)(f"{what}: {name!r} of {_some(sources)}: {error}") from error
     before, _, after = name.partition(patterns[0])
     return {f"{before}{pattern}{after}": x for pattern, x in zip(patterns, values[0], strict=True)}

@@ -10,10 +10,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fspmd.checkpoints.file_parameters import FileParameter, FilePart
 from fspmd.checkpoints.huggingface_files import CONFIG, Folder, StoredTensor, agree, check_mesh, folder_path, opened
 from fspmd.checkpoints.huggingface_names import (
-    FileParameter,
-    FilePart,
     is_ignored,
     is_model,
     model_of,
@@ -167,13 +166,14 @@ def _chosen(
         x = chosen[name] = found[source]
         twins += [(name, other, found[other]) for other in tied if other not in specs and other != source]
         wanted = describe(spec.dtype, spec.shape, spec.partition)
-        has = next(stored[part.name].dtype for part in x.parts)
+        dtypes = [stored[part.name].dtype for part in x.parts]
+        unfit = [has for has in dtypes if has is None or not torch.can_cast(has, spec.dtype)]
         if x.shape != spec.shape:
             failures.append(
                 Failure(f"{name!r} has the shape {x.shape} in the files, but like has {wanted}", ShapeError)
             )
-        elif has is None or not torch.can_cast(has, spec.dtype):
-            kind = "a dtype that torch does not have" if has is None else str(has)
+        elif unfit:
+            kind = unfit[0] or "a dtype that torch does not have"
             failures.append(Failure(f"{name!r} has {kind} in the files, but like has {wanted}", ArgumentError))
     known = {sources.get(name, name) for name in specs}
     for name in found if strict else ():
@@ -218,7 +218,7 @@ def _sharded(source: FileParameter, spec: TensorSpec, stored: Mapping[str, Store
 
 def _block(source: FileParameter, spec: TensorSpec, at: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Tensor:
     """The block at a coordinate, read from each part that it overlaps."""
-    block = torch.empty(spec.local_shape(at), dtype=spec.dtype)
+    block = torch.empty(spec.local_shape(at), dtype=spec.dtype, device="cpu")
     for box in itertools.product(*_runs(spec, at)):
         for part in source.parts:
             overlap = [

@@ -14,8 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.checkpoints.file_parameters import FilePart
 from fspmd.checkpoints.huggingface_files import Folder, NewFolder, agree, check_mesh, folder_path, shard_names
-from fspmd.checkpoints.huggingface_names import FilePart, file_names, is_model, model_of, ties_of
+from fspmd.checkpoints.huggingface_names import file_names, is_model, model_of, ties_of
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, TreeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, quoted, refuse
@@ -53,6 +54,16 @@ def save_huggingface(
             that the model does not have, and wrong shapes are all in one error. The folder exists; a package is
             missing; the library could not read the files back. After values moved: a file cannot be written.
         MeshError: values are on several meshes.
+
+    >>> import os, tempfile, transformers
+    >>> from fspmd import P, device_put, make_mesh
+    >>> config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=4, vocab_size=12)
+    >>> model = transformers.GPT2LMHeadModel(config)
+    >>> params = device_put(dict(model.named_parameters()), P("x"), mesh=make_mesh((4,), ("x",)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_huggingface(f"{folder}/gpt2", params, model)
+    ...     sorted(os.listdir(f"{folder}/gpt2"))
+    ['config.json', 'generation_config.json', 'model.safetensors']
     """
     check_outside(WHAT)
     mesh = _one_mesh(params)
@@ -155,7 +166,7 @@ class _Written:
         x = x[tuple(start if dim is None else slice(start, start + n) for start, n, dim in spans)]
         order = [dim for dim in part.dims if dim is not None]
         if part.name not in tensors:
-            tensors[part.name] = torch.empty(part.shape, dtype=self.dtypes[part.name])
+            tensors[part.name] = torch.empty(part.shape, dtype=self.dtypes[part.name], device="cpu")
         target = tensors[part.name][tuple(slice(low, high) for low, high in part.spans)]
         target.copy_(x.permute([order.index(i) for i in range(len(order))]))
 
