@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers as hf
@@ -33,6 +34,7 @@ from huggingface_programs import (
     styled,
     unsharded,
     vision_of_experts,
+    whole,
     written,
 )
 from model_cases import CASES
@@ -183,6 +185,21 @@ def test_the_body_of_a_model_and_a_model_of_a_body(folders: Path, tmp_path: Path
     save_huggingface(tmp_path / "body", params, model.base_model)
     head = specs_of(dict(model.named_parameters()), mesh, rows)
     assert difference(load_huggingface(tmp_path / "body", head, model=model), model) == []
+
+
+def test_a_module_without_memory(folders: Path, mesh: Mesh) -> None:
+    """As the page in docs says: parameters have no memory until they are loaded, buffers have their values."""
+    case, folder = CASES["Llama"], folders / "Llama"
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = hf.AutoModelForCausalLM.from_config(hf.AutoConfig.from_pretrained(folder)).eval()
+    assert all(p.is_meta for p in model.parameters())
+    specs = specs_of(dict(model.named_parameters()), mesh, whole, torch.float64)
+    specs, plan = fspmd.parallelize(specs, case.styles, mesh, axis="tp")
+    params = load_huggingface(folder, specs)
+    buffers = device_put(dict(model.named_buffers()), P(), mesh=mesh)
+    batch = case.batch()["input_ids"]
+    logits = fspmd.functional_call(model, (params, buffers), device_put(batch, P("dp"), mesh=mesh), styles=plan).logits
+    assert float((device_get(logits) - unsharded("Llama")(batch).logits).detach().abs().max()) < CLOSE
 
 
 @pytest.mark.parametrize("name", OTHERS)

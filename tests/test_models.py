@@ -154,11 +154,10 @@ def test_processes(four: Processes) -> None:
 
 
 def test_folders_of_hugging_face_on_processes(four: Processes, tmp_path: Path) -> None:
-    names = MODELS if FULL else ("Mixtral", "GPT2", "tied Llama")
-    save_models(("Llama", *names), tmp_path)
-    for found in four.run(folders_on_processes, names, str(tmp_path), seconds=300):
+    save_models(MODELS, tmp_path)
+    for found in four.run(folders_on_processes, MODELS, str(tmp_path), seconds=300):
         assert [name for name, (different, error) in found.items() if different or error > CLOSE] == []
-    for name in names:
+    for name in MODELS:
         check_written(name, tmp_path / f"{name}, written", tmp_path / name)
     texts = four.run(complaints, str(tmp_path))
     assert len({*map(tuple, texts)}) == 1

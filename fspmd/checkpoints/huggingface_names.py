@@ -177,9 +177,9 @@ def _operated(
     if len(values) == 1 and len(values[0]) == 1:
         ((x,),) = values
         if kind == "Transpose":
-            stays = operation.check_dims and x.shape == target
+            stays = getattr(operation, "check_dims", False) and x.shape == target
             return values if stays else [[x.transposed(operation.dim0, operation.dim1)]]
-        if kind == "Chunk" and operation.num_shards_attribute is None:
+        if kind == "Chunk" and getattr(operation, "num_shards_attribute", None) is None:
             return [x.chunks(results, operation.dim)]
     raise ArgumentError(f"it is made by {described(operation)}, which is not known here")
 
