@@ -84,11 +84,9 @@ def specs_of(
 
 
 def styled(name: str, mesh: Mesh) -> tuple[dict[str, Any], ParallelPlan]:
-    """Specs by the styles of a model, which has no memory."""
+    """Specs by the styles of a model."""
     case = case_of(name)
-    with torch.device("meta"):
-        params = dict(case.make().named_parameters())
-    specs = specs_of(params, mesh, whole)
+    specs = specs_of(dict(case.make().named_parameters()), mesh, whole)
     laid, plan = fspmd.parallelize(specs, case.styles, mesh, axis="tp")
     return laid, plan
 
