@@ -154,7 +154,7 @@ def save_models(names: tuple[str, ...], folder: Path) -> None:
 
 _SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "num_experts": 12, "num_experts_per_tok": 2,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 #: models of other names: experts of two kinds, qkv and gates that are one tensor in files
