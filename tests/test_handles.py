@@ -100,3 +100,50 @@ def test_nothing_waits_before_wait_forward_or_backward(pool: Processes, name: st
     first, *others = pool.run(begin_late, name, check_vma, seconds=30)
     assert others == [["started", "between"]] * 3
     assert first == ["started"] + ["between"] * (not name.startswith(("pmax", "pmin")))
+
+
+def writes_before_wait(transport: Any) -> dict[str, str]:
+    """The error of each collective whose operand is written into before `wait`, forward only and with a gradient."""
+    mesh = make_mesh((4,), ("x",), transport=transport, device="cpu")
+    found = {}
+    ones = torch.ones(4, dtype=torch.int64)
+    into = {
+        "all_gather_into": lambda x: fspmd.all_gather_into(x.new_empty(32, 2), x, "x", wait=False),
+        "psum_scatter_into": lambda x: fspmd.psum_scatter_into(x.new_empty(2, 2), x, "x", wait=False),
+        "ragged_all_to_all": lambda x: fspmd.ragged_all_to_all(
+            x, x.new_zeros(8, 2), torch.arange(4), ones, fspmd.axis_index("x") * ones, ones, axis_name="x", wait=False
+        ),
+    }
+    for name, start in {**STARTED, **into}.items():
+        for with_gradient in (False, True):
+
+            def body(x: Tensor, start: Any = start) -> Tensor:
+                x = x * 1
+                handle = start(x)
+                x.detach()[:1].fill_(-1)  # a view, which shares the memory
+                return fspmd.psum(total(handle.wait()), "x")
+
+            x = torch.linspace(0, 1, 64, dtype=F64).view(32, 2)
+            if name in into and with_gradient:
+                continue
+            try:
+                shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(x.requires_grad_(with_gradient))
+            except fspmd.ArgumentError as error:
+                found[f"{name} {with_gradient}"] = str(error)
+            else:
+                found[f"{name} {with_gradient}"] = ""
+    x = fspmd.device_put(torch.arange(8.0), P("x"), mesh=mesh)
+    handle = fspmd.reshard(x, P(), wait=False)
+    x.mul_(2)
+    try:
+        handle.wait()
+    except fspmd.ArgumentError as error:
+        found["reshard"] = str(error)
+    return found
+
+
+def test_a_write_into_the_operand_before_wait_is_an_error_on_every_transport(pool: Processes) -> None:
+    simulated = writes_before_wait("simulation")
+    assert all("was written into before wait()" in error for error in simulated.values()), simulated
+    assert len(simulated) == 2 * len(STARTED) + 4
+    assert pool.run(writes_before_wait, "process_group") == [simulated] * 4

@@ -85,7 +85,7 @@ def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather:
             pending.wait()
         return out
 
-    return finish() if wait else Handle(finish)
+    return finish() if wait else Handle(finish, (x,))
 
 
 def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gather: bool) -> None:

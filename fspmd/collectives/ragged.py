@@ -106,6 +106,7 @@ def ragged_all_to_all(
     n = math.prod(body.sizes(axes))
     index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
     count = len(index_groups[0]) if index_groups else n
+    lent = operand, output
     with DisableTorchFunction():
         check_alike(body, (*numbers, operand[:0], output[:0]), axes, what)
         _check_shapes(operand, output, numbers, count)
@@ -125,7 +126,7 @@ def ragged_all_to_all(
             result = carriers.where(mask, landed(), output)
             return set_variance(result, after) if body.checked else result
 
-    return finish() if wait else Handle(finish)
+    return finish() if wait else Handle(finish, lent)
 
 
 def _check_kinds(operand: Any, output: Any, numbers: tuple[Any, ...]) -> None:

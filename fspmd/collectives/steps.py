@@ -7,7 +7,7 @@ in *row form* (``[rows, K]``, one row per rank of the group or one row in all) a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NoReturn
 
@@ -21,7 +21,7 @@ from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import Call, Flight, apply, depart, land
 from fspmd.torch_internals import DisableTorchFunction
-from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance
+from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, unwrapped
 
 T = TypeVar("T", default=Any)  # a tree and its result
 
@@ -55,11 +55,13 @@ class HandleAttributeError(ArgumentError, AttributeError):
 class Handle(Generic[T]):
     """A collective in flight, as ``wait=False`` returns it. `wait` gives the result.
 
-    Do not write into the operand before. In backward, communication begins where forward waited for the result, and
-    ends where forward called the collective.
+    Do not write into the operand before, nor into memory that it shares: `wait` refuses the result, on all transports
+    alike. In backward, communication begins where forward waited for the result, and ends where forward called the
+    collective.
 
     Raises:
-        ArgumentError: the handle is used as a tensor, returned from a body, or passed to another collective.
+        ArgumentError: the handle is used as a tensor, returned from a body, or passed to another collective; or an
+            operand was written into before `wait`.
 
     >>> from fspmd import P, device_get, make_mesh, psum, shard_map
     >>> def body(x):
@@ -71,14 +73,19 @@ class Handle(Generic[T]):
     tensor([ 6.,  7., 10., 15.])
     """
 
-    def __init__(self, finish: Callable[[], T]) -> None:
+    def __init__(self, finish: Callable[[], T], operands: Iterable[Any] = ()) -> None:
         self._finish: Callable[[], T] | None = finish
         self._result: Any = None
+        self._lent = [(x, _version(x)) for x in operands if isinstance(x, Tensor)]
 
     def wait(self) -> T:
         """Wait for the result and return it. A second call returns the same object."""
         if self._finish is not None:
-            self._result, self._finish = self._finish(), None
+            result = self._finish()
+            for x, version in self._lent:
+                if _version(x) != version:
+                    _refuse_written(x)
+            self._result, self._finish, self._lent = result, None, []
         return self._result  # type: ignore[no-any-return]
 
     @classmethod
@@ -91,6 +98,22 @@ class Handle(Generic[T]):
             if name.startswith("_") or not hasattr(Tensor, name):
                 raise AttributeError(f"a Handle has no attribute {name!r}")
             _refuse_handle(f".{name}", HandleAttributeError)
+
+
+def _version(x: Tensor) -> int:
+    """Return how often the memory of an operand was written into. Torch counts no writes into inference tensors."""
+    with DisableTorchFunction():
+        x = unwrapped(x)
+        return 0 if x.is_inference() else x._version
+
+
+def _refuse_written(x: Tensor) -> NoReturn:
+    with DisableTorchFunction():
+        shown = show(x)
+    raise ArgumentError(
+        f"the operand {shown} of a collective with wait=False, or memory that it shares, was written into before "
+        "wait(): the write may have been sent or not; write after wait(), or pass the collective a clone()"
+    )
 
 
 def _refuse_handle(operation: str, error: type[ArgumentError] = ArgumentError) -> NoReturn:
@@ -140,7 +163,7 @@ def run(
                         setattr(results[i], ATTRIBUTE, INVARIANT)  # seen, and invariant
         return optree.tree_unflatten(treedef, results)
 
-    return finish() if wait else Handle(finish)
+    return finish() if wait else Handle(finish, leaves)
 
 
 def _packs(body: Body, leaves: list[Any], steps: list[LeafCollective | None]) -> list[list[int]]:

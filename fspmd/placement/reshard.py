@@ -70,11 +70,12 @@ def reshard(
     if wait is True and forward_dtype is None and backward_dtype is None:
         return _laid_out(tree, specs, mesh, "reshard")
     treedef, pending = _begin(tree, specs, mesh, "reshard", _options(forward_dtype, backward_dtype, wait))
+    operands = [leaf.local if isinstance(leaf, Sharded) else leaf for leaf in optree.tree_leaves(tree, _is_value)]
 
     def finish() -> Any:
         return treedef.unflatten(landed() for landed in pending)
 
-    return finish() if wait else Handle(finish)
+    return finish() if wait else Handle(finish, operands)
 
 
 class _MoveOptions(NamedTuple):
