@@ -300,6 +300,26 @@ def test_a_write_into_a_part_does_not_show_in_what_it_was_cut_off(four: Processe
     assert four.run(seen, "process_group") == [[]] * 4
 
 
+def written_after_a_move(transport: str) -> list[list[float]]:
+    """A value with a gradient whose route ends in a slice of what was received, written into without a gradient."""
+    mesh = make_mesh((2, 2), ("x", "y"), transport=transport, device="cpu")
+    found = []
+    for wait in (True, False):
+        x = (reshard(device_put(torch.arange(8.0), P(), mesh=mesh), P(unreduced={"x"})) * 1).requires_grad_()
+        y = reshard(x, P(("x", "y")), wait=wait)
+        y = y if wait else y.wait()
+        with torch.no_grad():
+            y.add_(1)
+        found.append(device_get(y).tolist())
+    return found
+
+
+def test_a_slice_of_what_was_received_may_be_written_into(four: Processes) -> None:
+    expected = [[float(i + 1) for i in range(8)]] * 2
+    assert written_after_a_move("simulation") == expected
+    assert four.run(written_after_a_move, "process_group") == [expected] * 4
+
+
 def test_blocks_and_what_is_taken_off_have_memory_of_their_own(four: Processes) -> None:
     assert shared("simulation") == []
     assert four.run(shared, "process_group") == [[]] * 4

@@ -6,6 +6,7 @@ Every move is a row of the pair table, which also gives the communication of bac
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def begun(
         return lambda: y
     flight = depart(_led((x if one_dtype else x.detach()).to(forward), calls[:-1]), calls[-1])
     if one_dtype:
-        return lambda: land(flight)
+        return lambda: _owned(land(flight), calls)
     return lambda: _Moved.apply(x, lambda *_: land(flight), calls, forward, backward)
 
 
@@ -68,14 +69,29 @@ def _led(x: Tensor, calls: Sequence[Call]) -> Tensor:
 
 
 def moved(x: Tensor, calls: tuple[Call, ...]) -> Tensor:
-    """Apply calls to ``x``. A slice is copied: a write into a view would change ``x``, elsewhere on each rank."""
-    y, kernels = _led(x, calls), _kernels(calls)
-    return y.clone() if "slice" in kernels and kernels <= VIEWS else y
+    """Apply calls to ``x``. The result has its own memory, or that of ``x`` as it is."""
+    return _owned(_led(x, calls), calls)
+
+
+def _owned(y: Tensor, calls: tuple[Call, ...]) -> Tensor:
+    """Return the result of calls. A slice at their end is copied, since it may be written into.
+
+    A write into a slice of an operand would change the operand, elsewhere on each rank. Of another slice torch refuses
+    writes under autograd, and it would keep the memory of the whole.
+    """
+    return y.clone() if _ends_in_slice(calls) else y
 
 
 @functools.lru_cache(maxsize=8192)
 def _kernels(calls: tuple[Call, ...]) -> frozenset[str]:
     return frozenset(step.pair.kernel for step in calls)
+
+
+@functools.lru_cache(maxsize=8192)
+def _ends_in_slice(calls: tuple[Call, ...]) -> bool:
+    """Return whether a slice is among the calls that follow the last one that is no view."""
+    last = itertools.takewhile(lambda step: step.pair.kernel in VIEWS, reversed(calls))
+    return any(step.pair.kernel == "slice" for step in last)
 
 
 class _Moved(torch.autograd.Function):
