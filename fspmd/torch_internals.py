@@ -7,6 +7,9 @@ of torch that are found by public names.
 
 from __future__ import annotations
 
+import datetime
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -303,3 +306,52 @@ def storage_info_class() -> Any:
     import torch.distributed.checkpoint.filesystem
 
     return torch.distributed.checkpoint.filesystem._StorageInfo
+
+
+class _Stores(threading.local):
+    """The store of the ranks as a thread other than the main one uses it, and the store that it is a clone of."""
+
+    clone: Any = None
+    cloned: Any = None
+
+
+_stores = _Stores()
+
+
+def make_group(default: Any, ranks: Sequence[int], name: str) -> Any:
+    """A process group of ranks of the default group, made by its members alone.
+
+    Instead: `new_group(use_local_synchronization=True)`. Members must agree on the name, the prefix of their keys in
+    the store. Torch hashes into it how many groups the process has, which differs where some members have more groups
+    than others, and then they wait for ever (https://github.com/pytorch/pytorch/pull/189073). And one wait for a key
+    holds up all other threads of a store, so each thread has its own.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    backend, store = c10d._world.pg_map[default]
+    if threading.current_thread() is not threading.main_thread():
+        if _stores.cloned is not store:
+            _stores.clone, _stores.cloned = store.clone(), store
+        store = _stores.clone
+    limit = time_limit(default) or c10d._get_default_timeout(backend)
+    place = ranks.index(default.rank())
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), place, list(ranks), backend, store, c10d.GroupName(name), timeout=limit, group_desc="fspmd"
+    )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
+
+
+def time_limit(group: Any) -> datetime.timedelta | None:
+    """The time limit of a group's collectives, or None if its backend tells none; instead: none."""
+    for device in group._device_types:
+        limit: datetime.timedelta | None = getattr(_options(group._get_backend(device)), "_timeout", None)
+        if limit is not None:
+            return limit
+    return None
+
+
+def _options(backend: Any) -> Any:
+    try:
+        return backend.options
+    except (AttributeError, RuntimeError):  # a backend without
+        return None

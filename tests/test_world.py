@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -17,9 +19,11 @@ import torch
 import torch.distributed as dist
 from processes import Processes, free_port
 
+from fspmd import P, axis_index, device_put, shard_map, with_spec
 from fspmd.errors import MeshError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, make_mesh
+from fspmd.torch_internals import time_limit
 from fspmd.transport import Options
 from fspmd.transport.groups import group_of
 
@@ -139,7 +143,7 @@ def test_a_mesh_over_process_groups_loads_where_there_are_none(no_launcher: pyte
 def test_importing_costs_nothing_beyond_torch() -> None:
     """The modules that importing fspmd.meshes adds are fspmd's own and small ones of the standard library."""
     program = (
-        "import sys, types, torch, optree, torch.distributed\n"
+        "import sys, types, torch, optree, torch.distributed, torch.utils._device\n"
         "package = types.ModuleType('fspmd'); package.__path__ = [sys.argv[1]]; sys.modules['fspmd'] = package\n"
         "before = set(sys.modules)\n"
         "import fspmd.meshes.mesh\n"
@@ -158,7 +162,8 @@ def two_gpus(no_launcher: pytest.MonkeyPatch) -> tuple[pytest.MonkeyPatch, list[
     no_launcher.setattr(torch.cuda, "device_count", lambda: 2)
     no_launcher.setattr(torch.cuda, "current_device", lambda: 0)
     no_launcher.setattr(torch.cuda, "set_device", lambda index: asked.append(("set_device", index)))
-    no_launcher.setattr(dist, "init_process_group", lambda backend: asked.append(("init", backend)))
+    no_launcher.setattr(world, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
+    no_launcher.setattr(dist, "init_process_group", lambda backend, **place: asked.append(("init", backend)))
     no_launcher.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return no_launcher, asked
 
@@ -268,13 +273,13 @@ def test_groups_are_not_split_from_a_bound_default_group(
         default = dist.group.WORLD
         assert default is not None
         default.bound_device_id = torch.device("cuda", 0)
-        original = dist.new_group
+        original = world.make_group
 
-        def spy(*args: Any, **kwargs: Any) -> Any:
+        def spy(*args: Any) -> Any:
             seen.append(default.bound_device_id)
-            return original(*args, **kwargs)
+            return original(*args)
 
-        monkeypatch.setattr(dist, "new_group", spy)
+        monkeypatch.setattr(world, "make_group", spy)
         world.process_group((0, 2))
         assert default.bound_device_id == torch.device("cuda", 0)
         default.bound_device_id = None
@@ -287,7 +292,7 @@ def test_gpus_meet_before_some_of_them_transfer(no_launcher: pytest.MonkeyPatch)
     with fake_world(rank=0, size=4):
         groups = [group_of(make_mesh(sizes, names), ("x",), Options()) for sizes, names in _SHARING]
         for group in groups:
-            group.pg = watched
+            group._pg = lambda: watched
             group.meet(torch.device("cpu"))
         assert watched.allreduce.call_count == 0
         for group in groups * 2:
@@ -329,17 +334,17 @@ def test_make_mesh_initialises_gloo_under_a_launcher(pool: Processes) -> None:
 @contextlib.contextmanager
 def _count_new_groups() -> Iterator[list[Any]]:
     calls: list[Any] = []
-    original = dist.new_group
+    original = world.make_group
 
-    def spy(*args: Any, **kwargs: Any) -> Any:
+    def spy(*args: Any) -> Any:
         calls.append(args)
-        return original(*args, **kwargs)
+        return original(*args)
 
-    dist.new_group = spy
+    world.make_group = spy
     try:
         yield calls
     finally:
-        dist.new_group = original
+        world.make_group = original
 
 
 def _shared(port: int) -> list[bool]:
@@ -506,3 +511,99 @@ def test_no_thread_of_a_group_outlives_the_interpreter() -> None:
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
     assert "Warning" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------ worlds one after another, threads
+
+
+def _worlds_of_one_store(port: int, from_launcher: bool) -> list[int]:
+    """Sums over a sub-group in three worlds, whose ranks meet at one port, and in the next attempt of a launcher."""
+    sums = []
+    with mock.patch.dict(os.environ, TORCHELASTIC_USE_AGENT_STORE=str(from_launcher)):
+        for attempt in ("0", "0", "0", "1"):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+            _new_world(port)
+            if attempt == "1":
+                world._initialised = 0  # a process that was started anew
+            sums.append(_all_reduce(make_mesh((2, 2), ("dp", "tp")).process_group("tp"), 10 ** world.rank()))
+        _new_world(port)
+        return sums
+
+
+@pytest.mark.parametrize("from_launcher", [False, True])
+def test_a_new_world_at_the_port_of_the_last_one(pool: Processes, from_launcher: bool) -> None:
+    """A launcher keeps one store for all attempts. Its keys have the addresses of ranks that have ended."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if from_launcher else None
+    results = pool.run(_worlds_of_one_store, free_port() if server is None else server.port, from_launcher)
+    assert results == [[11] * 4, [11] * 4, [1100] * 4, [1100] * 4]
+
+
+def _limits(port: int) -> list[Any]:
+    _new_world(port)
+    mesh = make_mesh((2, 2), ("dp", "tp"), timeout=70)
+    groups = [mesh.process_group(axes) for axes in ("dp", "tp", ("dp", "tp"))]
+    assert make_mesh((4,), ("x",)) == make_mesh((4,), ("x",), timeout=datetime.timedelta(seconds=70))
+    with pytest.raises(MeshError, match=r"timeout=5 s, but torch.distributed is initialised with a time limit of 70 s"):
+        make_mesh((4,), ("x",), timeout=5)
+    return [time_limit(group) for group in groups]
+
+
+def test_groups_have_the_time_limit_of_the_world(pool: Processes) -> None:
+    assert pool.run(_limits, free_port()) == [[datetime.timedelta(seconds=70)] * 3] * 4
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, "60", True, float("nan"), float("inf")])
+def test_a_time_limit_is_a_positive_number_of_seconds(timeout: Any) -> None:
+    with pytest.raises(MeshError, match=r"is no time, give seconds, such as timeout=60"):
+        make_mesh((4,), ("x",), timeout=timeout)
+
+
+def _places(port: int) -> tuple[int, list[float], int]:
+    """What needs this rank's place alone, over other axes first on some ranks; and the number of groups made."""
+    _new_world(port)
+    mesh = make_mesh((2, 2), ("x", "y"))
+    whole = torch.arange(8.0)
+    axes = ("x", "y") if world.rank() in (0, 3) else ("y", "x")
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x + sum(10 ** (axis == "y") * axis_index(axis) for axis in axes)
+
+    with _count_new_groups() as calls:
+        for axis in axes:
+            device_put(whole, P(axis), mesh=mesh)
+            device_put(whole, P(unreduced={axis}), mesh=mesh)
+            with_spec(device_put(whole, P(), mesh=mesh), P(axis))
+        block = shard_map(body, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(("x", "y")))(whole).local
+    return len(calls), block.tolist(), len(world._groups)
+
+
+def test_what_needs_a_place_makes_no_group(pool: Processes) -> None:
+    blocks = [[0.0, 1.0], [12.0, 13.0], [5.0, 6.0], [17.0, 18.0]]
+    assert pool.run(_places, free_port()) == [(0, block, 0) for block in blocks]
+
+
+def _in_threads(port: int) -> dict[str, int]:
+    """Groups over two axes, made by two threads, in another order on half of the ranks."""
+    _new_world(port)
+    mesh = make_mesh((2, 2), ("x", "y"))
+    sums = {}
+
+    def add_over(axis: str) -> None:
+        sums[axis] = _all_reduce(mesh.process_group(axis), 10 ** world.rank())
+
+    threads = [threading.Thread(target=add_over, args=(axis,)) for axis in "xy"]
+    for thread in threads if world.rank() in (0, 3) else reversed(threads):
+        thread.start()
+        time.sleep(0.3)  # it waits for the other members
+    for thread in threads:
+        thread.join()
+    return sums
+
+
+def test_threads_make_groups_in_any_order(pool: Processes) -> None:
+    assert [[found[axis] for axis in "xy"] for found in pool.run(_in_threads, free_port(), seconds=30)] == [
+        [101, 11],
+        [1010, 11],
+        [101, 1100],
+        [1010, 1100],
+    ]

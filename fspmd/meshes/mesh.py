@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -210,6 +211,7 @@ def make_mesh(
     ranks: Sequence[int] | None = None,
     device: str | torch.device | None = None,
     transport: str | None = None,
+    timeout: float | datetime.timedelta | None = None,
 ) -> Mesh:
     """A mesh of named axes over global ranks.
 
@@ -224,9 +226,12 @@ def make_mesh(
         device: "cpu", "cuda" ...; by default "cuda" under a launcher where there are GPUs, else torch's default device.
         transport: "simulation" or "process_group" to force one; "abstract" for ranks that do not exist, and devices
             that need not: for ``jit(f).lower`` and ``auto_spec``.
+        timeout: How long a collective may wait for other ranks, in seconds, for all groups of the world. By default the
+            time limit of torch.distributed: 30 minutes with Gloo. Simulated ranks do not wait.
 
     Raises:
-        MeshError: bad sizes, names or ranks, a mesh larger than the world, or no such device or transport.
+        MeshError: bad sizes, names or ranks, a mesh larger than the world, no such device or transport, or a world with
+            another time limit.
 
     >>> make_mesh((2, 2), ("dp", "tp"), ranks=(0, 2, 1, 3)).groups("tp")
     [(0, 2), (1, 3)]
@@ -238,7 +243,7 @@ def make_mesh(
         raise MeshError(f"{call}: {len(sizes)} sizes but {len(names)} names, give one name for each size")
     if transport not in (None, *_TRANSPORTS):
         raise MeshError(f"{call}: transport={transport!r} is unknown, give one of {_TRANSPORTS}, or none to choose")
-    device_type = _device_type(device, call)
+    device_type, limit = _device_type(device, call), _limit(timeout, call)
     launched = world.launched() if transport is None else transport == "process_group"
     transport = transport or ("process_group" if launched else "simulation")
     world_size = world.world_size() if launched and world.launched() else None
@@ -253,7 +258,7 @@ def make_mesh(
         )
     if launched:
         device_type = device_type or world.default_device_type()
-        world.ensure_initialised(device_type)
+        world.ensure_initialised(device_type, limit)
     elif transport == "simulation" and device_type not in (None, "meta") and not world.available(device_type):
         raise MeshError(
             f'{call}: device={device_type!r}, but torch finds none here: leave it out, or write device="cpu"'
@@ -261,6 +266,15 @@ def make_mesh(
     device_type = device_type or torch.get_default_device().type
     kind = (device_type, transport)
     return Mesh._make(*lay_out(dict(zip(names, sizes, strict=True)), listed), kind)
+
+
+def _limit(timeout: float | datetime.timedelta | None, call: str) -> datetime.timedelta | None:
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
+    if type(seconds) not in (int, float) or not 0 < seconds < math.inf:
+        raise MeshError(f"{call}: timeout={timeout!r} is no time, give seconds, such as timeout=60")
+    return datetime.timedelta(seconds=seconds)
 
 
 def _device_type(device: str | torch.device | None, call: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import hashlib
 import os
 import sys
@@ -13,12 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from fspmd.errors import MeshError
+from fspmd.torch_internals import make_group, time_limit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,9 +47,13 @@ __all__ = [
 
 #: the rank that code on a simulated mesh runs as, set by `simulated_rank` and `rank_map`
 SIMULATED: ContextVar[int | None] = ContextVar("fspmd_simulated_rank", default=None)
-_groups: dict[tuple[int, ...], ProcessGroup] = {}
+#: torch holds a group until it is destroyed. Nothing here outlives it, and neither does the store of the ranks.
+_groups: Final[weakref.WeakValueDictionary[tuple[int, ...], ProcessGroup]] = weakref.WeakValueDictionary()
 _groups_of: weakref.ref[ProcessGroup] | None = None  # the default group under which they were made
-_making = threading.Lock()
+_locks: Final[dict[tuple[int, ...], threading.Lock]] = {}  # for each set of ranks: who makes its group
+_binding = threading.Lock()
+_unbound: Final[list[torch.device | None]] = []  # for each group that is being made: the device of the default group
+_initialised = 0  # how often make_mesh has initialised torch.distributed
 _holders: list[Callable[[], object]] = []  # each makes a cache elsewhere let go of the groups
 _began = False  # whether make_mesh initialised torch.distributed
 
@@ -154,13 +162,15 @@ def local_device(device_type: str) -> torch.device:
     return torch.device(device_type, module.current_device())
 
 
-def ensure_initialised(device: str | None = None) -> None:
+def ensure_initialised(device: str | None = None, timeout: datetime.timedelta | None = None) -> None:
     """Initialise torch.distributed as the launcher says, or take it as found.
 
     On GPUs the backend is NCCL and this process's device the LOCAL_RANK one; on the CPU the backend is Gloo.
+    ``timeout`` is the time limit of collectives, by default torch's.
 
     Raises:
-        MeshError: no launcher, half of its environment, no such device, or no backend for it.
+        MeshError: no launcher, half of its environment, no such device, no backend for it, or torch.distributed is
+            initialised with another time limit.
     """
     device_type = device or default_device_type()
     if not launched():
@@ -177,6 +187,13 @@ def ensure_initialised(device: str | None = None) -> None:
                 f"{device_type!r}: pass device={min(backends())!r}, or initialise with a backend for both, such as "
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
+        limit = time_limit(dist.group.WORLD)
+        if timeout is not None and limit is not None and limit != timeout:
+            raise MeshError(
+                f"make_mesh got timeout={timeout.total_seconds():g} s, but torch.distributed is initialised with a "
+                f"time limit of {limit.total_seconds():g} s: give it to the first make_mesh, or to "
+                "torch.distributed.init_process_group"
+            )
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -184,13 +201,25 @@ def ensure_initialised(device: str | None = None) -> None:
             f"RANK and WORLD_SIZE are set, but {' and '.join(missing)} not: start the program with torchrun, call "
             'torch.distributed.init_process_group first, or pass transport="simulation"'
         )
-    global _began
-    if device_type == "cpu":
-        dist.init_process_group("gloo")
-    else:
+    backend = "gloo"
+    if device_type != "cpu":
         torch.get_device_module(device_type).set_device(_own_index(device_type))
-        dist.init_process_group(dist.get_default_backend_for_device(device_type))
+        backend = dist.get_default_backend_for_device(device_type)
+    _initialise(backend, {} if timeout is None else {"timeout": timeout})
+
+
+def _initialise(backend: str, limit: dict[str, Any]) -> None:
+    """Initialise torch.distributed with keys of this attempt alone.
+
+    The store of a launcher outlives an attempt and a world, and its keys hold addresses of ranks that have ended.
+    """
+    global _began, _initialised
+    store, rank, size = next(rendezvous("env://", **limit))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"fspmd/{attempt}/{_initialised}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
     _began = True
+    _initialised += 1
 
 
 def _own_index(device_type: str) -> int:
@@ -229,8 +258,9 @@ def backends(group: ProcessGroup | None = None) -> dict[str, str]:
 def process_group(ranks: Sequence[int]) -> ProcessGroup:
     """The process group of these ranks: made when first asked for, by its members only, one per set of ranks.
 
-    Ranks within the group are in ascending order. The group of all ranks is the default group. As with every
-    collective, members of several groups must ask for them in one order.
+    Ranks within the group are in ascending order. The group of all ranks is the default group. The time limit is that
+    of the default group. As with every collective, a thread must ask for groups in one order on all their members;
+    other threads may ask for other groups meanwhile.
 
     Raises:
         MeshError: torch.distributed is not initialised, this process is no member, or a rank is outside the world.
@@ -239,7 +269,7 @@ def process_group(ranks: Sequence[int]) -> ProcessGroup:
     key = tuple(sorted(ranks))
     group = groups.get(key)
     if group is None:
-        with _making:
+        with _locks.setdefault(key, threading.Lock()):
             group = groups.get(key)
             if group is None:
                 group = groups[key] = _make_group(key)
@@ -288,7 +318,7 @@ def _clear_defaults() -> None:
             function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
-def _current_groups() -> dict[tuple[int, ...], ProcessGroup]:
+def _current_groups() -> weakref.WeakValueDictionary[tuple[int, ...], ProcessGroup]:
     """Return the groups made under the present default group. A new default group starts a new set."""
     global _groups_of
     default = dist.group.WORLD if dist.is_available() else None
@@ -313,30 +343,26 @@ def _make_group(ranks: tuple[int, ...]) -> ProcessGroup:
     assert default is not None  # _current_groups has seen it
     if len(ranks) == size:
         return default
-    with _local_creation(default, ranks):
-        made: ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="fspmd")
+    name = "fspmd_" + hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    with _without_device(default):
+        made: ProcessGroup = make_group(default, ranks, name)
     return made
 
 
 @contextmanager
-def _local_creation(default: ProcessGroup, ranks: tuple[int, ...]) -> Iterator[None]:
-    """Let only the members call ``new_group``, whatever other groups each of them is in.
+def _without_device(default: ProcessGroup) -> Iterator[None]:
+    """Let only the members make a group: torch splits it from a default group that is bound to a device, by all ranks.
 
-    Members must agree on the group's name, the prefix of their keys in the store. Torch hashes into it how many groups
-    the process has, which differs where some members have more groups than others, and then they wait for ever
-    (https://github.com/pytorch/pytorch/pull/189073): here the name depends on the ranks alone. And where the default
-    group is bound to a device, torch splits new groups from it, by all its ranks together: unbound meanwhile, it
-    does not.
+    The default group is unbound while any thread makes a group.
     """
-    c10d = dist.distributed_c10d
-    name = "fspmd_" + hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
-    name_as_torch, bound = c10d._process_group_name, default.bound_device_id
-    c10d._process_group_name = lambda *args, **kwargs: c10d.GroupName(name)
-    if bound is not None:
-        default.bound_device_id = None
+    with _binding:
+        _unbound.append(_unbound[0] if _unbound else default.bound_device_id)
+        if _unbound[0] is not None:
+            default.bound_device_id = None
     try:
         yield
     finally:
-        c10d._process_group_name = name_as_torch
-        if bound is not None:
-            default.bound_device_id = bound
+        with _binding:
+            bound = _unbound.pop()
+            if bound is not None and not _unbound:
+                default.bound_device_id = bound

@@ -1,4 +1,4 @@
-"""Process groups in the order of a mesh, made at their first use.
+"""Process groups in the order of a mesh, made at their first collective.
 
 c10d ranks a group in the order of global ranks. Where the mesh has another order, blocks are permuted on this side, so
 that equal sets of ranks share one group.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,22 +23,37 @@ _met: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose ranks have met
 
 
 class Group:
-    """A process group in the order of a mesh."""
+    """This rank's place in the order of a mesh, and the process group, which is made when it is first asked for.
 
-    __slots__ = ("back", "hosted", "index", "order", "pg", "size")
+    What communicates nothing asks for places only, for making a group is a rendezvous of its members.
+    """
+
+    __slots__ = ("_pg", "back", "index", "order", "ranks", "size")
 
     def __init__(self, mesh: Mesh, ranks: tuple[int, ...]) -> None:
         ordered = sorted(ranks)
-        self.pg: Any = world.process_group(tuple(ordered))
+        self.ranks = tuple(ordered)
+        self._pg: Callable[[], Any] = _no_group  # torch holds the group, until it is destroyed
         self.size = len(ranks)
         self.index = ranks.index(world.rank())  # our position in the mesh's order
         self.order: list[int] | None = None  # mesh position -> c10d rank; None where they agree
         self.back: list[int] | None = None  # c10d rank -> mesh position
-        #: types of devices whose values pass through the host's memory where ranks send to each other
-        self.hosted = {kind for kind, backend in world.backends(self.pg).items() if backend == "gloo"} - {"cpu"}
         if ordered != list(ranks):
             self.order = [ordered.index(rank) for rank in ranks]
             self.back = [ranks.index(rank) for rank in ordered]
+
+    @property
+    def pg(self) -> Any:
+        """The process group."""
+        pg = self._pg()
+        if pg is None:
+            pg = world.process_group(self.ranks)
+            self._pg = weakref.ref(pg)
+        return pg
+
+    def passes_host(self, device: torch.device) -> bool:
+        """Return whether a device's values pass through the host's memory where ranks send to each other."""
+        return device.type != "cpu" and world.backends(self.pg).get(device.type) == "gloo"
 
     def meet(self, device: torch.device) -> None:
         """Run a first collective, before ranks of the group send to each other.
@@ -53,6 +69,10 @@ class Group:
         return position if self.order is None else self.order[position]
 
 
+def _no_group() -> None:
+    return None
+
+
 @functools.lru_cache(maxsize=1024)
 def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | None, default: Any) -> Group:
     ranks = mesh.group_ranks(axes)
@@ -66,8 +86,9 @@ world.let_go_with_groups(_group.cache_clear)
 
 
 def group_of(mesh: Mesh, axes: tuple[str, ...], o: Options) -> Group:
-    """Return this rank's group along the axes. It is made at its first use."""
-    return _group(mesh, axes, o.index_groups, c10d.GroupMember.WORLD)
+    """Return this rank's group along the axes. Nothing is communicated before its ``pg`` is asked for."""
+    default = c10d.GroupMember.WORLD
+    return _group(mesh, axes, o.index_groups, None if default is None else weakref.ref(default))
 
 
 def in_c10d_order(mesh: Mesh, axes: tuple[str, ...], what: str) -> Group:

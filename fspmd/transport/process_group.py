@@ -347,15 +347,16 @@ def _moved(
 
     Gloo sends the memory of the host alone, and a GPU's address ends the process, so such tensors pass through it.
     """
+    pg = group.pg  # made by all members, also where this rank has nothing to send
     group.meet(device)
-    hosted = device.type in group.hosted
+    hosted = group.passes_host(device)
     kept, operations = [], []
     for operation, peers in ((dist.isend, sends), (dist.irecv, receives)):
         for position, x in peers:
             if x.numel():
                 there = x.cpu() if hosted else x
                 kept.append((operation, x, there))
-                operations.append(dist.P2POp(operation, there, group=group.pg, group_peer=group.peer(position)))
+                operations.append(dist.P2POp(operation, there, group=pg, group_peer=group.peer(position)))
 
     def land(_: None) -> None:
         for operation, x, there in kept:
