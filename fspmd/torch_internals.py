@@ -315,6 +315,7 @@ class _Stores(threading.local):
     cloned: Any = None
 
 
+#: the store of each thread
 _stores = _Stores()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -72,6 +75,36 @@ def filling(leaves: Sequence[Any], treedef: optree.PyTreeSpec) -> Callable[[Sequ
 
 def _is_mutable(leaf: Any) -> bool:
     return isinstance(leaf, (set, bytearray)) or hasattr(type(leaf), "__array_interface__")
+
+
+@functools.lru_cache(maxsize=1024)
+def check_keys(treedef: optree.PyTreeSpec) -> None:
+    """Check that the keys of all dicts have one order, in which every rank takes their leaves.
+
+    Raises:
+        TreeError: The keys of a dict do not sort, so optree takes them in the order in which a rank has put them in.
+    """
+    keys = treedef.entries()
+    if treedef.type in (dict, defaultdict) and len(keys) > 1 and {*map(type, keys)} not in ({str}, {int}):
+        kinds = itertools.groupby(keys, lambda key: type(key).__qualname__)
+        if not _ascend(keys) and not all(_ascend(list(kind)) for _, kind in kinds):
+            shown = ", ".join(map(repr, keys[:_KEYS]))
+            raise TreeError(
+                f"the keys {{{shown}}} of a dict do not sort, so a rank that has put them in in another order would "
+                "take other leaves; use strings or numbers as keys, or make an OrderedDict in one order on all ranks"
+            )
+    if treedef.num_nodes > treedef.num_leaves + 1:
+        for child in treedef.children():
+            if not child.is_leaf():
+                check_keys(child)
+
+
+def _ascend(keys: list[Any]) -> bool:
+    """Return whether each key is less than the next. Sets compare without an error, but have no order."""
+    try:
+        return all(first < second for first, second in itertools.pairwise(keys))
+    except TypeError:
+        return False
 
 
 def flatten_args(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
@@ -158,6 +191,7 @@ def broadcast_prefix(prefix: Any, tree: Any, what: str, where: str, header: str)
         TreeError: The trees differ. The message names every place.
     """
     failures: list[Failure] = []
+    check_keys(optree.tree_structure(tree, none_is_leaf=True))
     result = prefix_over(prefix, tree, what, where, failures)
     if failures:
         refuse(header, failures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib
 import itertools
@@ -16,6 +17,7 @@ import torch
 from processes import Processes
 from torch import Tensor, nn
 
+import fspmd
 from fspmd import (
     FspmdError,
     Mesh,
@@ -612,3 +614,55 @@ def test_an_error_in_the_body_leaves_nothing_behind() -> None:
                 psum(torch.ones(2), "x")
         else:
             assert device_get(f(torch.ones(4), fail)).tolist() == [4.0]
+
+
+# --- keys of dicts --------------------------------------------------------------------------------------------------
+
+
+class _Name(enum.Enum):
+    A = "a"
+    B = "b"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sort"),
+    [
+        (("b", "a"), True),
+        ((2, 1.5), True),
+        (("b", 1, (2, "c")), True),
+        ((_Name.B,), True),
+        ((None, "a"), True),
+        ((_Name.B, _Name.A), False),
+        ((frozenset("a"), frozenset("b")), False),
+        ((object(), object()), False),
+        ((("a", 1), ("a", "b")), False),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_keys_of_dicts_must_sort_before_leaves_are_taken_in_order(
+    keys: tuple[Any, ...], sort: bool, nested: bool
+) -> None:
+    """Optree takes other keys in the order in which each rank has put them in, and leaves would be mixed up."""
+    mesh = make_mesh((2,), ("x",))
+
+    def tree(x: Any) -> Any:
+        made = dict.fromkeys(keys, x)
+        return [x, {"t": (made,)}] if nested else made
+
+    def mapped(body: Any, in_specs: Any, out_specs: Any) -> Any:
+        return shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+    x, laid = torch.arange(4.0), fspmd.device_put(torch.arange(4.0), P("x"), mesh=mesh)
+    for call in (
+        lambda: fspmd.device_put(tree(x), P("x"), mesh=mesh),
+        lambda: fspmd.device_get(tree(laid)),
+        lambda: fspmd.reshard(tree(laid), P()),
+        lambda: mapped(lambda t: x.sum(), P("x"), P())(tree(x)),
+        lambda: mapped(tree, P("x"), P("x"))(x),
+        lambda: mapped(lambda t: fspmd.psum(tree(t), "x") and None, P("x"), None)(x),
+    ):
+        if sort:
+            call()
+        else:
+            with pytest.raises(fspmd.TreeError, match="of a dict do not sort"):
+                call()

@@ -16,6 +16,7 @@ from fspmd.foreign import refuse_misfit
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import Call
 from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.trees import check_keys
 from fspmd.variance import Variance, get_variance, show
 
 AxisName = str | Sequence[str]
@@ -30,6 +31,7 @@ def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
         refuse_misfit(tree, f"{what} got")
         return [tree], _LEAF
     leaves, treedef = optree.tree_flatten(tree)
+    check_keys(treedef)
     failures = []
     for i, leaf in enumerate(leaves):
         refuse_misfit(leaf, f"{what} got")

@@ -22,7 +22,7 @@ from fspmd.outside import usable_mesh
 from fspmd.pairs import Call, call
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.trees import leaf_paths, parameter_names, prefix_over
+from fspmd.trees import check_keys, leaf_paths, parameter_names, prefix_over
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class Plan:
         if out is None and isinstance(self.out_specs, P):
             text = f"result is None, but its spec is {self.out_specs!r}; return a tensor, or write out_specs=None"
             refuse(header, [Failure(text, ArgumentError)])
+        check_keys(optree.tree_structure(out, none_is_leaf=True))
         paths = leaf_paths(out, "result")
         leaves = optree.tree_leaves(out, none_is_leaf=True)
         for x, spec, path in zip(leaves, specs, paths, strict=True):
@@ -104,6 +105,8 @@ def make_plan(
     _check_call(f, args, names, name)
     roots = [*parameter_names(f, len(args) - len(names)), *names]
     specs = _specs_of(f, args, names, in_specs, roots, name)
+    treedef = optree.tree_structure(args, none_is_leaf=True)
+    check_keys(treedef)
     labels = _labels(args, roots)
     in_order = labels if labels == roots else _labels(args, roots, in_order=True)  # leaves alone have one order
     leaves = optree.tree_leaves(args, none_is_leaf=True)
@@ -125,7 +128,7 @@ def make_plan(
     ]
     return Plan(
         body=body,
-        treedef=optree.tree_structure(args, none_is_leaf=True),
+        treedef=treedef,
         entries=entries,
         labels=labels,
         partitions=specs,

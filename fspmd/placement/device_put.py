@@ -23,7 +23,7 @@ from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
-from fspmd.trees import adopt, broadcast_prefix, flatten_values, leaf_paths
+from fspmd.trees import adopt, broadcast_prefix, check_keys, flatten_values, leaf_paths
 
 
 def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:
@@ -136,6 +136,8 @@ def device_get(tree: Any) -> Any:
     """
     check_outside("device_get")
     adopt()
+    if not isinstance(tree, Sharded):
+        check_keys(optree.tree_structure(tree, none_is_leaf=True))
     return optree.tree_map(lambda x: _get(x.local, x.spec) if isinstance(x, Sharded) else x, tree, none_is_leaf=True)
 
 
