@@ -13,6 +13,8 @@ from fspmd.errors import ArgumentError
 IS: Final = "torch keeps in blocks of its own"
 ADVICE: Final = "write x = fspmd.from_dtensor(x) first, a Sharded of the same blocks, for which nothing moves"
 DENSE: Final = "make it dense: x.to_dense(), x.dequantize() or torch.nested.to_padded_tensor(x, 0.0)"
+NARROW: Final = "pack its elements into bytes: a torch.uint8 tensor"
+_NARROW: Final = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
 _NAMES: Final = frozenset(("DTensor", "ShardedTensor"))  # names, so that their modules need not be imported
 
 
@@ -55,9 +57,11 @@ def misfit(x: Any) -> tuple[str, str] | None:
     """
     if foreign := _foreign(x):
         return foreign
-    if isinstance(x, Tensor) and (kind := loose_kind(x)):
+    if not isinstance(x, Tensor):
+        return None
+    if kind := loose_kind(x):
         return f"a {kind}, which has no dense blocks", DENSE
-    return None
+    return (f"a {x.dtype} tensor, which torch can neither copy nor add", NARROW) if x.dtype in _NARROW else None
 
 
 def refuse_misfit(x: Any, what: str) -> None:

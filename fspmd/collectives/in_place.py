@@ -13,6 +13,7 @@ from fspmd.body import Body, bound_body, resolve_axes, state
 from fspmd.collectives.checks import check_alike
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.foreign import refuse_misfit
 from fspmd.messages import as_axis_name
 from fspmd.pairs import call, watched
 from fspmd.torch_internals import DisableTorchFunction, is_batched
@@ -92,6 +93,7 @@ def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gathe
     for name, value in (("out", out), ("x", x)):
         if not isinstance(value, Tensor):
             raise ArgumentError(f"{what} got {name} of type {type(value).__name__}; expected a torch.Tensor")
+        refuse_misfit(value, f"{what} got for {name}")
         if not value.is_contiguous():
             raise ShapeError(
                 f"{what}: {name}, {show(value)} with strides {tuple(value.stride())}, is not contiguous: moving it in "

@@ -15,6 +15,7 @@ from fspmd.collectives.checks import check_alike, check_index_groups, where
 from fspmd.collectives.operands import AxisName, Groups, as_varying, varying_operand
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.foreign import refuse_misfit
 from fspmd.messages import described
 from fspmd.pairs import Call, apply, depart, land
 from fspmd.torch_internals import DisableTorchFunction, is_batched
@@ -133,6 +134,7 @@ def _check_kinds(operand: Any, output: Any, numbers: tuple[Any, ...]) -> None:
     for name, value in zip(("operand", "output", *_NAMES), (operand, output, *numbers), strict=True):
         if not isinstance(value, Tensor):
             raise ArgumentError(f"ragged_all_to_all got {described(value)} for {name}; pass a torch.Tensor")
+        refuse_misfit(value, f"ragged_all_to_all got for {name}")
     for name, value in zip(_NAMES, numbers, strict=True):
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool:
             raise ArgumentError(f"ragged_all_to_all got {name}, {show(value)}; pass integers")
