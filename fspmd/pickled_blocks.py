@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
-from typing import Final
+from typing import Any, Final
 
-from fspmd.errors import MeshError, TreeError
+from torch import Tensor
+
+from fspmd.errors import MeshError, ShapeError, TreeError
+from fspmd.foreign import misfit
 from fspmd.meshes import world
-from fspmd.spec import TensorSpec
+from fspmd.messages import described
+from fspmd.spec import TensorSpec, describe
 
 Place = tuple[tuple[str, int], ...]  # the index of a block on each axis along which blocks differ
 
+_DAMAGED: Final = "the file is damaged, or was not written by fspmd: load another copy"
 _INSTEAD: Final = (
     "save and load a file per rank: torch.save(tree, f'{path}.{rank}'); or write device_get(tree) before torch.save, "
     "and device_put(tree, specs) after torch.load; or use torch.distributed.checkpoint, which keeps blocks apart"
@@ -37,7 +44,55 @@ def place_of(spec: TensorSpec) -> Place:
     return tuple((axis, index) for axis, index in here if axis in differ)
 
 
-def check_place(spec: TensorSpec, place: Place) -> None:
+def check_block(local: Any, spec: TensorSpec, place: Place) -> None:
+    """Check what a pickle says of one block, before anybody takes it for ours.
+
+    Raises:
+        ShapeError: The block is not the one of its spec at its place.
+        MeshError: It was saved by another rank, or among more processes.
+    """
+    if type(spec) is not TensorSpec or type(place) is not tuple or not all(_is_index(spec, entry) for entry in place):
+        raise ShapeError(f"a saved block says that its layout is {spec!r} and its place {place!r}; {_DAMAGED}")
+    at = dict(place)
+    _check_contents(local, spec, tuple(at.get(axis, 0) for axis in spec.mesh.axis_names))
+    _check_place(spec, place)
+
+
+def check_blocks(spec: TensorSpec, axes: tuple[str, ...], blocks: list[Any]) -> None:
+    """Check what a pickle says of the blocks that a simulation has saved, of its ranks along ``axes``.
+
+    Raises:
+        ShapeError: Blocks are missing, or are not those of the spec.
+    """
+    mesh = spec.mesh if type(spec) is TensorSpec else None
+    named = mesh is not None and type(axes) is tuple and axes == mesh.ordered(frozenset(axes) & {*mesh.axis_names})
+    if mesh is None or not named:
+        raise ShapeError(f"saved blocks say that their layout is {spec!r} and differs over {axes!r}; {_DAMAGED}")
+    sizes = [mesh.shape[axis] for axis in axes]
+    if type(blocks) is not list or len(blocks) != math.prod(sizes) or not spec.partition.axes <= {*axes}:
+        raise ShapeError(f"{described(blocks)} was saved as the blocks over {axes!r} of Sharded {spec!r}; {_DAMAGED}")
+    for block, index in zip(blocks, itertools.product(*map(range, sizes)), strict=True):
+        at = dict(zip(axes, index, strict=True))
+        _check_contents(block, spec, tuple(at.get(axis, 0) for axis in mesh.axis_names))
+
+
+def _is_index(spec: TensorSpec, entry: Any) -> bool:
+    if type(entry) is not tuple or len(entry) != 2:
+        return False
+    axis, index = entry
+    return axis in spec.mesh.axis_names and type(index) is int and 0 <= index < spec.mesh.shape[axis]
+
+
+def _check_contents(block: Any, spec: TensorSpec, coordinate: tuple[int, ...]) -> None:
+    expected = spec.local_shape(coordinate)
+    if not isinstance(block, Tensor) or misfit(block) or tuple(block.shape) != expected or block.dtype != spec.dtype:
+        raise ShapeError(
+            f"{described(block)} was saved as the block of Sharded {spec!r} at {coordinate}, which is "
+            f"{describe(spec.dtype, expected)}; {_DAMAGED}"
+        )
+
+
+def _check_place(spec: TensorSpec, place: Place) -> None:
     """Raise `MeshError` for a block that was saved by another rank, or among more processes."""
     mesh = spec.mesh
     if mesh.transport != "process_group":

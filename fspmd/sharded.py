@@ -17,7 +17,7 @@ from fspmd.foreign import refuse_misfit
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.pairs import apply, call
-from fspmd.pickled_blocks import Place, check_place, place_of, refuse_checkpoint
+from fspmd.pickled_blocks import Place, check_block, check_blocks, place_of, refuse_checkpoint
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
@@ -653,7 +653,7 @@ def _take_memory(x: Sharded, y: Sharded) -> None:
 
 def _of_block(local: Tensor, spec: TensorSpec, place: Place, *lies: Any) -> Sharded:
     """Load the block that a process has saved. Only a process at the same place of the mesh may load it."""
-    check_place(spec, place)
+    check_block(local, spec, place)
     return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
 
 
@@ -661,6 +661,7 @@ def _of_blocks(
     spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool, *lies: Any
 ) -> Sharded:
     """Load the blocks that a simulation has saved."""
+    check_blocks(spec, axes, blocks)
     local = local_tensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad)
     return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
 

@@ -284,3 +284,67 @@ def test_saved_parameters_are_parameters(weights_only: bool) -> None:
                 assert isinstance(one, kind)
                 assert (one.layer, one.requires_grad, one.spec) == (3, x.requires_grad, x.spec)
                 assert torch.equal(device_get(one.detach()), PLAIN)
+
+
+# --- damaged and crafted files ----------------------------------------------------------------------------------------
+
+
+class _Crafted:
+    """Pickles as a call of a function of a library, which ``weights_only=True`` allows."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def _crafted() -> dict[str, Callable[[], Any]]:
+    x = device_put(torch.arange(5.0), P("x"), mesh=LINE)
+    load_blocks, (spec, axes, blocks, grad, *lies), *_ = x.__reduce__()
+    load_block, (block, whole, place, *_), *_ = device_put(torch.ones(4), P(), mesh=LINE).__reduce__()
+    load, (version, layouts, offset, ranks, device, transport) = LINE.__reduce__()
+
+    def saved(**other: Any) -> _Crafted:
+        given = {"spec": spec, "axes": axes, "blocks": blocks} | other
+        return _Crafted(load_blocks, given["spec"], given["axes"], given["blocks"], grad, *lies)
+
+    def mesh(**other: Any) -> _Crafted:
+        given = {"layouts": layouts, "offset": offset, "ranks": ranks, "transport": transport} | other
+        named = [given[name] for name in ("layouts", "offset", "ranks")]
+        return _Crafted(load, version, *named, device, given["transport"])
+
+    return {
+        "a block of 1000 elements": lambda: saved(blocks=[torch.ones(1000), *blocks[1:]]),
+        "a block of another place": lambda: saved(blocks=blocks[::-1]),
+        "a block too few": lambda: saved(blocks=blocks[:-1]),
+        "no tensor": lambda: saved(blocks=[1.0, *blocks[1:]]),
+        "another dtype": lambda: saved(blocks=[b.double() for b in blocks]),
+        "sparse blocks": lambda: saved(blocks=[b.to_sparse() for b in blocks]),
+        "no axes": lambda: saved(axes=(), blocks=blocks[:1]),
+        "another axis": lambda: saved(axes=("y",)),
+        "axes twice": lambda: saved(axes=("x", "x"), blocks=blocks * 4),
+        "no spec": lambda: saved(spec="f32[4]"),
+        "a whole of 1000 elements": lambda: _Crafted(load_block, torch.ones(1000), whole, place),
+        "a place beyond the mesh": lambda: _Crafted(load_block, torch.ones(1), spec, (("x", 4),)),
+        "a place on no axis": lambda: _Crafted(load_block, torch.ones(2), spec, (("z", 0),)),
+        "a place that is none": lambda: _Crafted(load_block, block, whole, {"x": 0}),
+        "overlapping ranks": lambda: mesh(layouts={"x": ((4,), (0,))}),
+        "one rank twice": lambda: mesh(ranks=(0, 1, 1, 3)),
+        "ranks too few": lambda: mesh(ranks=(0, 1, 2)),
+        "a negative rank": lambda: mesh(ranks=(0, 1, -1, 3)),
+        "a negative offset": lambda: mesh(offset=-1),
+        "a transport that is none": lambda: mesh(transport="mail"),
+        "no name": lambda: mesh(layouts={"": ((4,), (1,))}),
+        "no sizes": lambda: mesh(layouts={"x": ((0,), (1,))}),
+    }
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("name", _crafted())
+def test_a_file_that_holds_no_sharded_value_is_an_error(name: str, weights_only: bool) -> None:
+    raw = io.BytesIO()
+    torch.save(_crafted()[name](), raw)
+    with pytest.raises(Exception, match=r"damaged|a saved mesh|integers >= 1") as caught:
+        torch.load(io.BytesIO(raw.getvalue()), weights_only=weights_only)
+    assert isinstance(caught.value, (FspmdError, pickle.UnpicklingError))

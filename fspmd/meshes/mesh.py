@@ -195,12 +195,33 @@ def mesh_advice(given: object) -> str:
     return "Mesh.from_device_mesh(mesh)" if type(given).__name__ == "DeviceMesh" else "make_mesh((4,), ('x',))"
 
 
+def _check_saved(layouts: Mapping[str, Layout], offset: Any, ranks: Any, transport: Any) -> None:
+    """Raise `MeshError` if a pickle holds no mesh: equal meshes are one object, so it would stand for ours."""
+    call = "a saved mesh"
+    check_names(layouts, call)
+    whole = concat(*layouts.values())
+    reach, overlap = 1, False
+    for size, stride in sorted(whole.modes, key=lambda mode: mode[1]):
+        if size > 1:
+            reach, overlap = size * stride, overlap or stride < reach
+    if type(offset) is not int or offset < 0 or overlap or transport not in _TRANSPORTS:
+        raise MeshError(
+            f"{call} has the layouts {whole!r} from {offset!r} on, and the transport {transport!r}: no mesh"
+        )
+    if ranks is not None:
+        listed = integers(ranks, call, "ranks")
+        check_ranks(listed, (len(listed),), None, call)
+        if offset + whole.cosize > len(listed):
+            raise MeshError(f"{call} has {len(listed)} ranks, but places up to {offset + whole.cosize}: no mesh")
+
+
 def load_mesh(version: int, *state: Any) -> Mesh:
     """Return the mesh of a pickle."""
     if version != _VERSION:
         raise MeshError(f"a mesh was pickled in version {version} of the format, this fspmd reads version {_VERSION}")
     axes, offset, ranks, device_type, transport = state
     layouts = {name: Layout(shape, stride) for name, (shape, stride) in axes.items()}
+    _check_saved(layouts, offset, ranks, transport)
     return Mesh._make(layouts, offset, None if ranks is None else RankMap(ranks), (device_type, transport))
 
 
