@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf, prod
 from typing import Any, Final
@@ -126,7 +127,7 @@ def _fill(
     put = object.__setattr__
     sharding = [name for axes in dims for name in axes]
     named = [*sharding, *unreduced, *reduced]
-    repeated = sorted({name for name in named if named.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(named).items() if count > 1)
     put(spec, "entries", entries)
     put(spec, "unreduced", unreduced)
     put(spec, "reduced", reduced)

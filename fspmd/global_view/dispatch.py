@@ -5,16 +5,16 @@ All of this runs above autograd, which follows the call on the blocks.
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from types import MethodType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import optree
 import torch
 from torch import Tensor
 
 from fspmd.body import RUNNING, state
+from fspmd.cache import Cache, CacheInfo
 from fspmd.copies import as_copies, refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.forms import Laid, Strided, packed
@@ -47,66 +47,39 @@ def _plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPl
     return with_strides(cheaper(plan, func, args, kwargs), func, args, kwargs)
 
 
-class CacheInfo(NamedTuple):
-    """Statistics of the plan cache, with the fields of ``functools.lru_cache``."""
+def _plan(key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
+    """Plan a call that is not in the cache.
 
-    hits: int
-    misses: int
-    maxsize: int
-    currsize: int
-
-
-class _Cache:
-    """The counters and the limit of the plan cache. Above ``maxsize`` plans, the oldest goes first."""
-
-    __slots__ = ("hits", "maxsize", "misses")
-
-    def __init__(self) -> None:
-        self.hits = self.misses = 0
-        self.maxsize = 65536
-
-    def plan(self, key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-        """Plan a call that is not in the cache.
-
-        Planning leaves inference mode, in which torch does not say which results are views.
-        """
-        by_default = (torch.get_default_dtype(), *key)
-        plan = _plans.get(by_default)
-        if plan is not None:
-            self.hits += 1
-            return plan
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            plan = _plan_call(func, args, kwargs)
-        self.misses += 1
-        _plans[by_default if _by_default_dtype(plan, key) else key] = plan
-        if len(_plans) > self.maxsize:
-            self.shrink()
+    Planning leaves inference mode, in which torch does not say which results are views.
+    """
+    by_default = (torch.get_default_dtype(), *key)
+    plan = _plans.get(by_default)
+    if plan is not None:
+        _plans.hits += 1
         return plan
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        plan = _plan_call(func, args, kwargs)
+    _plans.misses += 1
+    _plans[by_default if _by_default_dtype(plan, key) else key] = plan
+    return plan
 
-    def shrink(self) -> None:
-        """Drop the oldest plans above the limit."""
-        for key in list(itertools.islice(_plans, max(0, len(_plans) - self.maxsize))):
-            _plans.pop(key, None)  # another thread may have dropped it
 
-
-_cache = _Cache()
-_plans: dict[Any, OpPlan] = {}
+_plans: Final[Cache[Any, OpPlan]] = Cache()
 
 
 def propagation_cache_info() -> CacheInfo:
     """Return hits, misses and size of the cache of plans for torch functions on `Sharded` values."""
-    return CacheInfo(_cache.hits, _cache.misses, _cache.maxsize, len(_plans))
+    return _plans.info()
 
 
 def propagation_cache_clear() -> None:
     """Forget all plans, and set the counters to zero."""
     _plans.clear()
-    _cache.hits = _cache.misses = 0
 
 
 def forget_plans() -> None:
     """Forget all plans because a rule or the topology has changed."""
-    _plans.clear()
+    dict.clear(_plans)  # the counters stay
     forget_functions()
 
 
@@ -114,15 +87,15 @@ replan_with(forget_plans)
 
 
 def propagation_cache_resize(maxsize: int) -> None:
-    """Keep at most ``maxsize`` plans (default: 65536); 0 turns the cache off. The oldest plans go first.
+    """Keep at most ``maxsize`` plans (default: 4096); 0 turns the cache off. The oldest plans go first.
 
     Raises:
         ArgumentError: ``maxsize`` is not an int, or is negative.
     """
     if type(maxsize) is not int or maxsize < 0:
         raise ArgumentError(f"propagation_cache_resize got {described(maxsize)}; give it a number of plans, 0 or more")
-    _cache.maxsize = maxsize
-    _cache.shrink()
+    _plans.maxsize = maxsize
+    _plans.shrink()
 
 
 def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -185,13 +158,13 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
         cached, blocks = tuple(key), tuple(blocks)  # f(*tuple) is quicker than f(*list)
     try:
         plan = _plans[cached]
-        _cache.hits += 1
+        _plans.hits += 1
     except KeyError:
         plan = None
     except TypeError:  # an argument has no hash
         return _with_arrays(func, args, kwargs or {})
     if plan is None:
-        plan = _cache.plan(cached, func, args, kwargs or {})
+        plan = _plan(cached, func, args, kwargs or {})
     casts = None
     if not plan.at_once:
         if plan.whole is not None:

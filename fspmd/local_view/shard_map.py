@@ -12,6 +12,7 @@ from torch import Tensor, strided
 
 from fspmd import collectives
 from fspmd.body import RUNNING, state
+from fspmd.cache import Cache
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.foreign import misfit
 from fspmd.local_view.closures import holds_trainable, now, sum_closures
@@ -112,6 +113,8 @@ def shard_map(
     moves nor is cut, its block is a view of it, and a write into the block on each rank writes into the argument. Other
     blocks are copies.
 
+    The mapped function keeps a plan per structure of arguments, at most 4096. Its ``cache_info()`` counts them.
+
     Raises:
         SpecError, TreeError, MeshError, ArgumentError: Before any communication, naming every leaf that fails.
         VarianceError: An output varies over an axis that its spec does not name.
@@ -131,7 +134,7 @@ def shard_map(
         )
     _check_options(f, mesh, in_specs, out_specs, check_vma)
     manual = None if axis_names is None else _axis_set(axis_names)
-    plans: dict[Any, Plan] = {}
+    plans: Cache[Any, Plan] = Cache()
     function = f
 
     @wraps(f)
@@ -148,12 +151,16 @@ def shard_map(
             key = structure, names, outer, _ambient(mesh)
         plan = plans.get(key)
         if plan is None:
+            plans.misses += 1
             plan = plans[key] = make_plan(function, args, names, mesh, in_specs, out_specs, manual, check_vma, outer)
+        else:
+            plans.hits += 1
         flat = type(structure) is tuple
         if not flat and plan.order is not None:  # all ranks move leaves in one order
             leaves = [leaves[i] for i in plan.order]
         return run(plan, function, leaves, names, flat)
 
+    mapped.cache_info = plans.info  # type: ignore[attr-defined]
     leave_to_python(mapped, "what shard_map runs is compiled by jit(f, backend='inductor')")
     return mapped
 

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 from fspmd.body import state
+from fspmd.cache import Cache
 from fspmd.errors import ArgumentError, RecordError
 from fspmd.first_use import begin
 from fspmd.inspection.watch import hears_of_records, tell
@@ -187,20 +188,19 @@ def jit(
     return _Checked(recordable) if check else Jitted(recordable)
 
 
-class _Records(dict[Any, Record]):
+class _Records(Cache[Any, Record]):
     """The records of one function by their keys.
 
-    ``hits`` counts the calls that found a record, ``misses`` the others. ``near`` finds the latest records without a
-    key: it maps the part of a key that excludes the leaves to pairs of a `guard` of leaves and a record.
+    ``near`` finds the latest records without a key: it maps the part of a key that excludes the leaves to pairs of a
+    `guard` of leaves and a record.
     """
 
-    __slots__ = ("hits", "misses", "near", "recordable")
+    __slots__ = ("near", "recordable")
 
     def __init__(self, recordable: Recordable) -> None:
         super().__init__()
         self.recordable = recordable
-        self.near: dict[Any, list[tuple[Callable[..., bool], Record]]] = {}
-        self.hits = self.misses = 0
+        self.near: Cache[Any, list[tuple[Callable[..., bool], Record]]] = Cache()
 
     def called(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], around: Any, watched: bool
@@ -252,7 +252,7 @@ class _Records(dict[Any, Record]):
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
             self.near[around] = [(is_alike, record), *self.near.get(around, ())][:_NEAR]
 
-    def info(self) -> JitCacheInfo:
+    def counts(self) -> JitCacheInfo:
         """The counts for ``cache_info``."""
         return JitCacheInfo(self.hits, self.misses, len(self))
 
@@ -260,7 +260,6 @@ class _Records(dict[Any, Record]):
         """Forget all records, and count from zero."""
         super().clear()
         self.near.clear()
-        self.hits = self.misses = 0
 
 
 class Jitted(Generic[Q, R]):
@@ -334,7 +333,7 @@ class Jitted(Generic[Q, R]):
 
     def cache_info(self) -> JitCacheInfo:
         """The numbers of replays, of recorded calls and of records."""
-        return self._records.info()
+        return self._records.counts()
 
     def clear_cache(self) -> None:
         """Forget all records, and count from zero."""

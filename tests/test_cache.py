@@ -1,0 +1,69 @@
+"""Caches of plans and records: one limit, the oldest entry goes first, and counters for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fspmd
+from fspmd import P, device_get, device_put, make_mesh
+from fspmd.cache import LIMIT, Cache
+
+MESH = make_mesh((2,), ("x",), transport="simulation")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The limit of new caches is 3."""
+    monkeypatch.setattr(Cache.__init__, "__defaults__", (3,))
+    return 3
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_plans_of_a_mapped_function_are_limited_and_counted(small: int) -> None:
+    mapped: Any = fspmd.shard_map(lambda tree: double(tree["a"]), mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    for _ in range(2):
+        for n in range(5):
+            tree = {"a": torch.arange(4.0), **{f"b{i}": torch.ones(2) for i in range(n)}}
+            for _ in range(2):
+                assert torch.equal(device_get(mapped(tree)), torch.arange(4.0) * 2)
+    assert mapped.cache_info() == (10, 10, small, small)
+
+
+def test_records_are_limited(small: int) -> None:
+    recorded = fspmd.jit(double)
+    for _ in range(2):
+        for n in range(5):
+            assert torch.equal(recorded(torch.arange(float(n))), torch.arange(float(n)) * 2)
+    assert recorded.cache_info().currsize == small
+
+
+def test_all_caches_have_one_limit() -> None:
+    mapped: Any = fspmd.shard_map(double, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    assert mapped.cache_info().maxsize == fspmd.propagation_cache_info().maxsize == LIMIT
+    before = fspmd.propagation_cache_info().misses
+    x = device_put(torch.arange(4.0), P("x"), mesh=MESH)
+    fspmd.propagation_cache_resize(2)
+    try:
+        for n in range(5):
+            assert torch.equal(device_get(x + n), torch.arange(4.0) + n)
+            device_get(x.view(1, *(1,) * n, 4) * 2)
+        assert fspmd.propagation_cache_info().currsize <= 2
+    finally:
+        fspmd.propagation_cache_resize(LIMIT)
+    assert fspmd.propagation_cache_info().misses > before
+
+
+@pytest.mark.parametrize("n", [2, 20_000])
+def test_repeated_names_of_many_are_told(n: int) -> None:
+    names = [f"n{i}" for i in range(n)]
+    assert P(*names).axes == frozenset(names)
+    for repeated in (lambda: P(*names, names[1]), lambda: P(*names, unreduced={names[1]})):
+        with pytest.raises(fspmd.SpecError, match=names[1]):
+            repeated()
