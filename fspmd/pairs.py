@@ -28,6 +28,7 @@ from fspmd.torch_internals import (
 from fspmd.tracing import refuse_traced
 from fspmd.transport import Options, Pending, transport_of
 from fspmd.transport.carriers import FLOATS
+from fspmd.transport.pending import begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,7 +440,7 @@ def depart(x: Tensor, call: Call) -> Flight:
         elif x.requires_grad and _grad_enabled():
             flight.token = _Depart.apply(x, flight)
         else:
-            flight.pending = flight.trip.call.start(x)
+            flight.pending = begin(flight.trip.call.start(x))
     return flight
 
 
@@ -456,7 +457,7 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
         ctx.trip = flight.trip
-        flight.pending = flight.trip.call.start(x)
+        flight.pending = begin(flight.trip.call.start(x))
         return x.new_empty(0)  # carries the graph; the data travels in the flight
 
     @staticmethod

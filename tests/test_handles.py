@@ -8,6 +8,9 @@ each other until the time limit of the pool.
 from __future__ import annotations
 
 import datetime
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +18,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Processes
+from processes import Processes, free_port
 from torch import Tensor
 
 import fspmd
@@ -147,3 +150,48 @@ def test_a_write_into_the_operand_before_wait_is_an_error_on_every_transport(poo
     assert all("was written into before wait()" in error for error in simulated.values()), simulated
     assert len(simulated) == 2 * len(STARTED) + 4
     assert pool.run(writes_before_wait, "process_group") == [simulated] * 4
+
+
+#: rank 0 begins a collective and ends. Rank 1 never joins it, and ends after rank 0, when its input does.
+LEFT_ALONE = """
+import sys, torch, fspmd
+from fspmd import P
+from fspmd.meshes import world
+world._PATIENCE = 0.5
+mesh = fspmd.make_mesh((2,), ("x",))
+device = fspmd.device_get(fspmd.device_put(torch.ones(2), P("x"), mesh=mesh))
+kept = []
+def body(x):
+    if world.rank() == 0:
+        kept.append(fspmd.all_gather(x, "x", wait=False))
+    return x
+fspmd.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(2))
+print("begun", flush=True)
+if world.rank() == 1:
+    sys.stdin.read()
+"""
+
+
+def test_a_collective_that_nobody_joins_does_not_hold_up_the_end_of_a_program() -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEFT_ALONE],
+            env=os.environ | place | {"RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, told = ranks[0].communicate(timeout=120)
+        assert (ranks[0].returncode, out) == (0, "begun\n"), told
+        assert "rank 0 ends with 1 collective(s) under way that other ranks have not joined" in told
+        assert ranks[1].poll() is None  # it was there all the time
+        assert "begun" in ranks[1].communicate("", timeout=60)[0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(20)

@@ -18,6 +18,7 @@ from fspmd.messages import as_axis_name
 from fspmd.pairs import call, watched
 from fspmd.torch_internals import DisableTorchFunction, is_batched
 from fspmd.transport.local_tensor import held_frame
+from fspmd.transport.pending import begin
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
 
 
@@ -77,6 +78,8 @@ def _into(what: str, out: Tensor, x: Tensor, axis_name: Any, wait: bool, gather:
         _check(what, body, axes, out, x, gather)
         moves = watched(x, call("all_gather" if gather else "psum_scatter", body.mesh, axes))
         pending = moves.into(x.detach(), out.detach())
+        if not wait:
+            begin(pending)
         if body.checked:
             before = get_variance(x)
             set_variance(out, Variance(before.varying | frozenset(axes), before.unreduced, before.reduced))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import datetime
 import hashlib
 import os
@@ -32,6 +33,7 @@ __all__ = [
     "adopt_group",
     "available",
     "default_device_type",
+    "end_after",
     "ensure_initialised",
     "initialised",
     "launched",
@@ -53,6 +55,8 @@ _groups_of: weakref.ref[ProcessGroup] | None = None  # the default group under w
 _locks: Final[dict[tuple[int, ...], threading.Lock]] = {}  # for each set of ranks: who makes its group
 _binding = threading.Lock()
 _unbound: Final[list[torch.device | None]] = []  # for each group that is being made: the device of the default group
+_collectives: Callable[[], list[Any]] = list  # returns those that have begun and are not over
+_PATIENCE = 10.0  # how many seconds the end of the process waits for them
 _initialised = 0  # how often make_mesh has initialised torch.distributed
 _holders: list[Callable[[], object]] = []  # each makes a cache elsewhere let go of the groups
 _began = False  # whether make_mesh initialised torch.distributed
@@ -290,6 +294,19 @@ def let_go_with_groups(clear: Callable[[], object]) -> None:
     _holders.append(clear)
 
 
+def end_after(under_way: Callable[[], list[Any]]) -> None:
+    """Let the end of the process wait, for some seconds, until ``under_way`` returns no collectives."""
+    global _collectives
+    _collectives = under_way
+
+
+def _under_way() -> list[Any]:
+    end = time.monotonic() + _PATIENCE
+    while (under_way := _collectives()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return under_way
+
+
 def _let_go() -> None:
     _groups.clear()
     for clear in _holders:
@@ -298,7 +315,20 @@ def _let_go() -> None:
 
 @atexit.register
 def _leave_world() -> None:
-    """Release all groups, and destroy the default group if fspmd made it. Threads in use get time to come to rest."""
+    """Release all groups, and destroy the default group if fspmd made it. Threads in use get time to come to rest.
+
+    The end of a group waits for the collectives that have begun, and a rank that does not join them would hold up the
+    end of this process. Then the groups, and the tensors that their threads use, stay until the process is gone.
+    """
+    if _began and initialised() and (under_way := _under_way()):
+        kept = [*_groups.values(), dist.group.WORLD, under_way]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # never freed
+        print(
+            f"fspmd: rank {process_rank()} ends with {len(under_way)} collective(s) under way that other ranks have "
+            "not joined; call wait() on each handle of a collective with wait=False",
+            file=sys.stderr,
+        )
+        return
     _let_go()
     if _began and initialised():
         _clear_defaults()
