@@ -38,11 +38,14 @@ from fspmd.errors import (
     AxisError,
     CheckpointError,
     CommunicationError,
+    DeadlineError,
     DonationError,
     FspmdError,
     LockstepError,
     MeshError,
+    PeerError,
     RecordError,
+    ReplicaError,
     ShapeError,
     SpecError,
     TreeError,
@@ -55,10 +58,13 @@ from fspmd.global_view.methods import install as _install_methods
 from fspmd.global_view.refusals import NoRuleError
 from fspmd.global_view.rule import rule
 from fspmd.inspection.communication_log import CommunicationLog, communication_log
+from fspmd.inspection.deadlines import deadline, debug
+from fspmd.inspection.deadlines import install as _install_debug
 from fspmd.inspection.explain_rule import explain_rule
 from fspmd.inspection.explicit import GradientSumWarning, ImplicitCommunicationWarning, explicit, set_default
 from fspmd.inspection.implicit import Implicit
 from fspmd.inspection.lockstep import lockstep
+from fspmd.inspection.lost_peers import install as _install_lost_peers
 from fspmd.inspection.watch import Communication
 from fspmd.layout_search.auto_spec import auto_spec
 from fspmd.layout_search.found_layouts import Layouts
@@ -105,6 +111,7 @@ from fspmd.placement.dtensors import from_dtensor, to_dtensor
 from fspmd.placement.measure import measure_topology
 from fspmd.placement.pictures import visualize_sharding
 from fspmd.placement.processes import assert_equal, barrier, from_process_local, process_allgather
+from fspmd.placement.replicas import check_replicas
 from fspmd.placement.reshard import Explanation, explain, reshard, with_spec
 from fspmd.programs.cache_misses import CacheMiss, explain_cache_misses
 from fspmd.programs.debug_print import debug_print
@@ -114,6 +121,7 @@ from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
+from fspmd.programs.replay_check import replay_check
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.rules import BodyLayout, Site
 from fspmd.sharded import Sharded
@@ -124,6 +132,8 @@ from fspmd.value_types import typeof
 _install_methods()
 _install_upper()
 _install_chunks()
+_install_lost_peers()
+_install_debug()
 _at_first_use(
     _install_meta, _install_hooks, _install_transforms, _install_module_hooks, _install_optim, _install_wrappers
 )
@@ -146,6 +156,7 @@ __all__ = [
     "CommunicationError",
     "CommunicationLog",
     "Cost",
+    "DeadlineError",
     "DonationError",
     "Explanation",
     "Flat",
@@ -166,11 +177,13 @@ __all__ = [
     "Overlap",
     "P",
     "ParallelPlan",
+    "PeerError",
     "PrepareInput",
     "PrepareOutput",
     "Price",
     "Recompute",
     "RecordError",
+    "ReplicaError",
     "Replicated",
     "RowwiseParallel",
     "SaveHandle",
@@ -197,10 +210,13 @@ __all__ = [
     "axis_size",
     "barrier",
     "broadcast",
+    "check_replicas",
     "checkpoint",
     "clip_by_global_norm",
     "communication_log",
     "current_mesh",
+    "deadline",
+    "debug",
     "debug_print",
     "device_get",
     "device_put",
@@ -254,6 +270,7 @@ __all__ = [
     "random",
     "randperm",
     "rank_map",
+    "replay_check",
     "reshard",
     "rule",
     "save",

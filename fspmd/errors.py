@@ -52,6 +52,18 @@ class LockstepError(FspmdError):
     """Ranks that reached different collectives within ``lockstep``, or a rank that reached none."""
 
 
+class PeerError(FspmdError, RuntimeError):
+    """A collective that failed because another process has ended or failed. It is also torch's RuntimeError."""
+
+
+class DeadlineError(FspmdError):
+    """A collective for which ranks did not come within the time of ``deadline``."""
+
+
+class ReplicaError(FspmdError):
+    """Copies of a value that differ between ranks (`check_replicas`), or between two runs (`replay_check`)."""
+
+
 class RecordError(FspmdError):
     """An action that ``jit`` cannot record: it would become a constant of the record, or be missing from it."""
 

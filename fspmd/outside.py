@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fspmd.body import state
-from fspmd.errors import ArgumentError, MeshError
+from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described
-from fspmd.tracing import refuse_traced
+from fspmd.tracing import is_recording, refuse_traced
 
 
 def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
@@ -48,3 +48,11 @@ def check_member(mesh: Mesh, what: str, error: Exception | None = None) -> None:
             f"{what}: this process is not a member of {mesh!r}; call it on members only: "
             "if mesh.coordinate() is not None: ..."
         ) from error
+
+
+def refuse_recorded(what: str) -> None:
+    """Raise `RecordError` while `jit` records, for the function named ``what``, which needs values."""
+    if is_recording():
+        raise RecordError(
+            f"{what} was called within jit, where values are unknown; call it before or after the jitted function"
+        )

@@ -107,6 +107,7 @@ class Call:
         "__weakref__",
         "_transposed",
         "axes",
+        "facts",
         "idle",
         "in_place",
         "kernel",
@@ -131,6 +132,7 @@ class Call:
         self.in_place: Any = getattr(transport, f"{self.pair.kernel}_in_place") if has_in_place else None
         self.results: dict[Any, Any] = {}  # type of the operand -> type of the result, for the hot path
         self._transposed: Call | None = None
+        self.facts: Any = None  # what a watcher knows of the call
 
     def __repr__(self) -> str:
         return f"{self.pair.name} over {self.axes}"

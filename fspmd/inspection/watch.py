@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from fspmd.inspection.causes import Cause, Trace, trace
+from fspmd.inspection.lines import UserLine, line_of, user_line
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
@@ -26,6 +28,7 @@ from fspmd.transport.windows import is_idle, traffic
 
 _lock: Final = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()
+_note: Note | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def add(watcher: Watcher) -> None:
     global _watchers
     with _lock:
         _watchers = (*_watchers, watcher)
-        watch_with(_watched)
+        watch_with(_watcher())
 
 
 def remove(watcher: Watcher) -> None:
@@ -80,16 +83,46 @@ def remove(watcher: Watcher) -> None:
     with _lock:
         last = max(i for i, other in enumerate(_watchers) if other is watcher)
         _watchers = _watchers[:last] + _watchers[last + 1 :]
-        watch_with(_watched if _watchers else None)
+        watch_with(_watcher())
+
+
+class Note(Protocol):
+    """A light watcher. It knows the user's line of each call, and not its cause, so a call costs a microsecond."""
+
+    def call(self, call: Call, x: Tensor, line: UserLine) -> None:
+        """A call of the pair table begins, in forward or backward, on any thread."""
+
+    def record(self, communications: Sequence[Communication]) -> None:
+        """The collectives of a recorded program begin. It gets the same tuple in each replay."""
+
+
+def note_with(note: Note | None) -> None:
+    """Let a light watcher hear of each call; with None, none."""
+    global _note
+    with _lock:
+        _note = note
+        watch_with(_watcher())
+
+
+def _watcher() -> Callable[[Any, Call], Call] | None:
+    return _watched if _watchers else None if _note is None else _noted
 
 
 def hears_of_records() -> bool:
     """Whether there are watchers, and `on_communication` is enough for all of them when a recorded program runs."""
-    return bool(_watchers) and watches_with(_watched) and all(watcher.of_records for watcher in _watchers)
+    if not _watchers:
+        return _note is not None and watches_with(_noted)
+    return watches_with(_watched) and all(watcher.of_records for watcher in _watchers)
 
 
-def tell(communications: Iterable[Communication]) -> None:
+def tell(communications: Sequence[Communication]) -> None:
     """Tell the watchers of the collectives that a recorded program runs."""
+    if _note is not None:
+        _note.record(communications)
+    _tell_all(communications)
+
+
+def _tell_all(communications: Iterable[Communication]) -> None:
     for watcher in _watchers:
         for communication in communications:
             watcher.on_communication(communication)
@@ -123,10 +156,54 @@ class _Watched(StandIn):
         return record_function(label(self.plain, self.by))
 
     def _announce(self, x: Tensor) -> None:
+        if _note is not None:
+            _note.call(self.plain, x, line_of(self.by.where))
         if _watchers and communicates(self):
             shape = tuple(blocks_of(x)[0].shape)
             cost = price_of(self, shape, x.dtype)
             _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by)
+
+
+class _Noted(StandIn):
+    """A call that knows the user's line, and tells the note when it begins."""
+
+    __slots__ = ()
+    by: UserLine
+
+    def start(self, x: Tensor) -> Pending:
+        self._tell(x)
+        return self.plain.start(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        self._tell(x)
+        return self.plain.run(x)
+
+    def into(self, x: Tensor, out: Tensor) -> Pending:
+        self._tell(x)
+        return self.plain.into(x, out)
+
+    def _tell(self, x: Tensor) -> None:
+        if _note is not None:
+            _note.call(self.plain, x, self.by)
+
+
+_KEPT: Final = 8192
+_stand_ins: Final[dict[tuple[int, int], _Noted]] = {}  # by the id of the call, which they hold, and the line
+
+
+def _noted(x: Any, call: Call) -> Call:
+    """The call with the user's line."""
+    if type(call) is _Noted:
+        return call
+    line = user_line(sys._getframe(2))
+    known = _stand_ins.get((id(call), line.number))
+    if known is None:
+        known = _Noted(call, line)
+        if call.options.routes is None:  # else each call is another one
+            if len(_stand_ins) >= _KEPT:
+                _stand_ins.clear()
+            _stand_ins[id(call), line.number] = known
+    return known
 
 
 def label(call: Call, cause: Cause) -> str:
@@ -155,13 +232,15 @@ def _tell(
     cause: Cause,
 ) -> None:
     backward = current_autograd_node() is not None
-    tell([Communication(kind, mesh, axes, shape, dtype, cost, backward, cause)])
+    _tell_all([Communication(kind, mesh, axes, shape, dtype, cost, backward, cause)])
 
 
 def _watched(x: Any, call: Call) -> Call:
     """The call with its cause."""
     if type(call) is _Watched:
         return call
+    if type(call) is _Noted:  # its transpose, where the other watchers have come meanwhile
+        call = call.plain
     origin = trace()
     if current_autograd_node() is None:
         for watcher in _watchers:

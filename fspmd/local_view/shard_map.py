@@ -44,7 +44,9 @@ from fspmd.torch_internals import (
     transforms_active,
 )
 from fspmd.tracing import is_traced, refuse_traced
+from fspmd.transport import known_values
 from fspmd.transport.local_tensor import BLOCKS
+from fspmd.transport.reports import tell_failure
 from fspmd.trees import flatten, flatten_args
 from fspmd.wrapping import wraps
 
@@ -179,6 +181,9 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             continue
         if not (is_plain(x) and x.dim() >= fewest) or misfit(x):
             plan.refuse_arguments(leaves)
+    if known_values.hear is not None and outer is None:
+        for i, _ in plan.plain:
+            known_values.hear(body.mesh, f"{plan.labels[i]} of {body.name}", leaves[i])
     args = list(map(call, plan.entries, leaves))
     widen = plan.widen
     start = 0 if widen is None else now()
@@ -227,11 +232,13 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         else:
             results = exits(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
-    except BaseException:
+    except BaseException as error:
         try:
             restore_modes(above, mode)
         finally:
             restore_modes(above, mode)
+        if body.mesh.transport == "process_group" and outer is None and isinstance(error, Exception):
+            tell_failure(error, f"raised in {body.name}")
         raise
     finally:
         state.body, state.tracker, state.mode = outer, outer_tracker, outer_mode

@@ -45,6 +45,7 @@ from fspmd.ops.traits import OPS, Traits, learn
 from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import is_dead_wrapper, transforms_active
+from fspmd.transport import known_values
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
 from fspmd.transport.rank_draws import draw_per_rank
@@ -284,6 +285,8 @@ class Tracker(BodyMode):
     def _random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], axes: tuple[str, ...]) -> Any:
         """Draws from one stream per coordinate over axes, on every transport alike."""
         body, seed = self.body, draw_seed(kwargs.get("generator"))
+        if known_values.hear is not None:
+            known_values.hear(body.mesh, f"the seed of {getattr(func, '__name__', func)}", seed)
         kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         if self.simulated:
             copies = call("per_rank", body.mesh, axes)

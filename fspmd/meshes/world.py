@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import datetime
 import hashlib
 import os
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SIMULATED",
+    "abandon_groups",
     "adopt_group",
     "available",
     "default_device_type",
@@ -44,6 +44,7 @@ __all__ = [
     "rank",
     "simulated",
     "simulated_rank",
+    "start_keeper",
     "world_size",
 ]
 
@@ -307,6 +308,31 @@ def _under_way() -> list[Any]:
     return under_way
 
 
+def abandon_groups(*others: object) -> None:
+    """Keep all groups until the process ends, since one has a collective that will not end.
+
+    Gloo's destructor of a group waits for its collectives, so that the process could not end. Python never frees what
+    the frame of a daemon thread holds.
+    """
+    start_keeper()
+    _kept.extend([*_groups.values(), dist.group.WORLD, *others])
+
+
+_kept: Final[list[object]] = []
+
+
+def start_keeper() -> None:
+    """Start the thread that keeps what is abandoned: Python starts no threads while it ends."""
+    global _keeper
+    if _keeper is None:
+        never = threading.Event()
+        _keeper = threading.Thread(target=lambda _: never.wait(), args=(_kept,), name="fspmd groups", daemon=True)
+        _keeper.start()
+
+
+_keeper: threading.Thread | None = None
+
+
 def _let_go() -> None:
     _groups.clear()
     for clear in _holders:
@@ -321,8 +347,7 @@ def _leave_world() -> None:
     end of this process. Then the groups, and the tensors that their threads use, stay until the process is gone.
     """
     if _began and initialised() and (under_way := _under_way()):
-        kept = [*_groups.values(), dist.group.WORLD, under_way]
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # never freed
+        abandon_groups(under_way)
         print(
             f"fspmd: rank {process_rank()} ends with {len(under_way)} collective(s) under way that other ranks have "
             "not joined; call wait() on each handle of a collective with wait=False",

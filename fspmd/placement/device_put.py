@@ -20,7 +20,7 @@ from fspmd.placement.source_rank import source_of
 from fspmd.redistribution.redistribute import borrowed_blocks, from_blocks, redistribute
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec, complain, short_dtype
-from fspmd.transport import transport_of
+from fspmd.transport import known_values, transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.trees import adopt, broadcast_prefix, check_keys, flatten_values, leaf_paths
@@ -98,6 +98,10 @@ def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     leaves, treedef = flatten_values(tree)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     check_leaves(leaves, partitions, leaf_paths(tree, "tree"), [mesh] * len(leaves), what, (Tensor, TensorSpec))
+    if known_values.hear is not None:
+        for leaf, partition, label in zip(leaves, partitions, leaf_paths(tree, "tree"), strict=True):
+            if partition is not None and type(leaf) is not Sharded:
+                known_values.hear(mesh, f"{label} of {what}", leaf)
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
         for leaf, partition in zip(leaves, partitions, strict=True)

@@ -4,24 +4,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError, RecordError, ShapeError, TreeError, VarianceError
+from fspmd.digests import digests
+from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.local_view.exit import spec_of_layouts, where_is
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted
-from fspmd.outside import the_mesh
+from fspmd.outside import refuse_recorded, the_mesh
 from fspmd.placement.device_put import device_get, put
 from fspmd.placement.scatter import check_leaves
 from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded
 from fspmd.spec import P
-from fspmd.torch_internals import DisableTorchFunction
-from fspmd.tracing import is_recording
 from fspmd.transport import Options, transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of
@@ -166,7 +165,7 @@ def from_process_local(tree: Any, specs: Any, *, mesh: Mesh | None = None, check
     labels = leaf_paths(tree, "tree")
     if mesh.transport != "process_group":
         return put(treedef.unflatten(map(_of_array, leaves, labels)), specs, mesh, None, what)
-    _refuse_record(what)
+    refuse_recorded(what)
     partitions: list[Any] = []
 
     def reports_of_leaves() -> Any:
@@ -325,23 +324,9 @@ def _of_array(leaf: Any, label: str) -> Any:
         raise ArgumentError(f"{label} is an array that is no tensor: {error}") from error
 
 
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-_FACTORS: Final = (-0x61C8864680B583EB, -0x4B47D1B3A1E0D4A5)  # odd, as in splitmix64
-
-
 def _digest(x: Tensor) -> tuple[int, ...]:
     """64 bits for each block. They differ where values or their order differ, up to chance."""
-    with torch.no_grad(), DisableTorchFunction():
-        return tuple(map(_sum_by_place, blocks_of(x)))
-
-
-def _sum_by_place(x: Tensor) -> int:
-    """The sum, modulo 2⁶⁴, of the bits of each value times a hash of its place."""
-    flat = x.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    numbers = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    place = torch.arange(1, len(numbers) + 1, device=x.device).mul_(_FACTORS[0])
-    place = place.bitwise_xor_(place >> 29).mul_(_FACTORS[1]).bitwise_or_(1)
-    return int((numbers * place).sum())
+    return tuple(digests(blocks_of(x)))
 
 
 # --- the processes of a call ------------------------------------------------------------------------------------------
@@ -349,7 +334,7 @@ def _sum_by_place(x: Tensor) -> int:
 
 def _processes(mesh: Mesh | None, what: str) -> Mesh:
     """The mesh of a call. By default its ranks are all processes."""
-    _refuse_record(what)
+    refuse_recorded(what)
     if mesh is None and current_mesh() is None:
         mesh = make_mesh((world.world_size(),), ("process",))
     return the_mesh(mesh, what)
@@ -359,10 +344,3 @@ def _coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     """The coordinate of each process on a mesh, row-major. A simulation has one process."""
     coordinates = list(frame(mesh, mesh.axis_names).coordinates())
     return coordinates if mesh.transport == "process_group" else coordinates[:1]
-
-
-def _refuse_record(what: str) -> None:
-    if is_recording():
-        raise RecordError(
-            f"{what} was called within jit, where values are unknown; call it before or after the jitted function"
-        )

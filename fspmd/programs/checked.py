@@ -44,9 +44,9 @@ def side_by_side(name: str, function: Call, plain: Call, passed: Call, args: tup
             or, before passes, in collectives.
     """
     begin = kept_states()
-    expected = _run(function, *_copied((args, named)))
+    expected = _run(function, *copied((args, named)))
     go_on(begin)
-    before = _run(plain, *_copied((args, named)))
+    before = _run(plain, *copied((args, named)))
     _compare_collectives(name, before.log, expected.log)  # passes may change collectives
     _compare(name, "result", before.out, expected.out)
     _compare(name, "arguments", before.arguments, expected.arguments)
@@ -64,7 +64,7 @@ def _run(function: Call, args: tuple[Any, ...], named: dict[str, Any]) -> _Obser
     return _Observed(out, (args, named), kept_states().states, log)
 
 
-def _copied(tree: Any) -> Any:
+def copied(tree: Any) -> Any:
     """A tree with copies of its tensors."""
     leaves, treedef = flatten_in_order(tree)
     copies = iter(copies_of(x for x in leaves if isinstance(x, Tensor)))

@@ -18,6 +18,7 @@ from fspmd.sharded import Sharded, pair
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import VmapInterpreter, running_transforms, transforms_active
 from fspmd.tracing import outside_transforms
+from fspmd.transport import known_values
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.randomness import draw_seed
@@ -99,6 +100,8 @@ def drawn(
         return Sharded(viewed(view.local, view.spec, spec), spec)
     make = drawing(spec.dtype, law, device, then)  # a wrong dtype is an error before the generator advances
     seed = shared_seed(generator) if key is None else key
+    if known_values.hear is not None:
+        known_values.hear(spec.mesh, "the seed of a new value", seed)
     return fill(spec, lambda block: make(block, seed), device)
 
 

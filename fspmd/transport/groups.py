@@ -18,6 +18,7 @@ from fspmd.errors import ShapeError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Options, Sizes
+from fspmd.transport.pending import wait_for
 
 _met: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose ranks have met
 
@@ -62,7 +63,7 @@ class Group:
         """
         if device.type != "cpu" and self.pg not in _met:
             _met.add(self.pg)
-            self.pg.allreduce([torch.zeros(1, device=device)]).wait()
+            wait_for((self.pg.allreduce([torch.zeros(1, device=device)]),))
 
     def peer(self, position: int) -> int:
         """Return the c10d rank of a mesh position."""
@@ -113,6 +114,6 @@ def gather_integers(mine: list[int], mesh: Mesh) -> list[list[int]]:
     if group.size == 1:
         return [mine]
     received = sent.new_empty((group.size * len(mine),))
-    group.pg._allgather_base(received, sent).wait()
+    wait_for((group.pg._allgather_base(received, sent),))
     rows: list[list[int]] = received.view(group.size, -1).tolist()
     return rows if group.order is None else [rows[i] for i in group.order]

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
 
 from torch import Tensor
 
 from fspmd.meshes import world
+
+_Waiter = Callable[[Any], None]
+_waiter: _Waiter | None = None
+_explain: Callable[[RuntimeError], Exception | None] | None = None
+
+
+def wait_with(waiter: _Waiter | None) -> None:
+    """Let ``waiter`` wait for each work of c10d; with None, its own ``wait``."""
+    global _waiter
+    _waiter = waiter
+
+
+def explain_with(explain: Callable[[RuntimeError], Exception | None]) -> None:
+    """Let ``explain`` make the error of a work that has failed from torch's; None leaves torch's."""
+    global _explain
+    _explain = explain
 
 
 class Pending:
@@ -20,10 +37,20 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """Wait until the data has arrived, and return it. On NCCL the current stream waits, not the process."""
+        """Wait until the data has arrived, and return it. On NCCL the current stream waits, not the process.
+
+        Raises:
+            PeerError: another process has ended, or the backend has failed.
+        """
         if self._works:
-            for work in self._works:
-                work.wait()
+            if _waiter is None:
+                try:
+                    for work in self._works:
+                        work.wait()
+                except RuntimeError as error:
+                    _fail(error)
+            else:
+                wait_for(self._works)
             self._works = ()
             _begun.pop(id(self), None)
         if self._finish is not None:
@@ -38,6 +65,45 @@ class Pending:
         return all(work.is_completed() for work in self._works) and (type(inner) is not Pending or inner.is_completed())
 
 
+class Message:
+    """A work of c10d that sends to one peer, or receives from one.
+
+    Gloo ends all works of a group if a message does not come within the time of a timed wait.
+    """
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self.work.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether it has arrived."""
+        return bool(self.work.is_completed())
+
+
+def wait_for(works: tuple[Any, ...]) -> None:
+    """Wait for works of c10d, and for collectives under way."""
+    try:
+        for work in works:
+            if _waiter is None or type(work) is Pending:
+                work.wait()
+            else:
+                _waiter(work)
+    except RuntimeError as error:
+        _fail(error)
+
+
+def _fail(error: RuntimeError) -> NoReturn:
+    """Raise the error of a work that has failed."""
+    if _explain is None or (explained := _explain(error)) is None:
+        raise error
+    raise explained from error
+
+
 _begun: Final[dict[int, Pending]] = {}
 _MANY: Final = 64
 
@@ -47,6 +113,7 @@ def begin(pending: Pending) -> Pending:
     if len(_begun) >= _MANY:
         _under_way()
     if not pending.is_completed():
+        world.start_keeper()
         _begun[id(pending)] = pending
     return pending
 

@@ -18,7 +18,7 @@ from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits, neutral_like, nothing
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
-from fspmd.transport.pending import Pending
+from fspmd.transport.pending import Message, Pending, wait_for
 from fspmd.transport.windows import flow, is_idle
 
 _OPS: dict[str, Any] = {
@@ -279,7 +279,7 @@ class ProcessGroupTransport(Transport):
         if group.size == 1:
             return complaint
         first = torch.tensor([group.index if complaint else group.size], device=mesh.device)
-        group.pg.allreduce([first], _ALLREDUCE["min"]).wait()
+        wait_for((group.pg.allreduce([first], _ALLREDUCE["min"]),))
         place = int(first)
         return "" if place == group.size else self.tell(complaint.encode(), mesh, place).decode()
 
@@ -301,12 +301,12 @@ class ProcessGroupTransport(Transport):
         options = c10d.BroadcastOptions()
         options.rootRank = group.peer(source)
         length = torch.tensor([len(message)], device=mesh.device)
-        group.pg.broadcast([length], options).wait()
+        wait_for((group.pg.broadcast([length], options),))
         if group.index == source:
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
         else:
             data = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
-        group.pg.broadcast([data], options).wait()
+        wait_for((group.pg.broadcast([data], options),))
         return bytes(data.cpu().tolist())
 
     def transfer(
@@ -363,7 +363,8 @@ def _moved(
             if operation is dist.irecv:
                 x.copy_(there)
 
-    return Pending(None, tuple(dist.batch_isend_irecv(operations)) if operations else (), land if hosted else None)
+    works = tuple(map(Message, dist.batch_isend_irecv(operations))) if operations else ()
+    return Pending(None, works, land if hosted else None)
 
 
 def _exchange_evenly(x: Tensor, group: Group, o: Options) -> Pending:

@@ -1,0 +1,113 @@
+"""`deadline` bounds the waits of a block, and `debug` compares the collectives of all ranks as they go."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fspmd.errors import ArgumentError
+from fspmd.inspection.monitor import Monitor
+from fspmd.messages import described
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Within the block a collective that waits for more than ``seconds`` raises an error on each rank that waits.
+
+    The error says at which collective the rank stood: its kind, axes, mesh, dtype and shape, and the user's line; in
+    backward also the line of its forward call. For each other rank of the group it says where that rank stood when it
+    last told: at another collective, outside of collectives, in a block that an error has ended, or nowhere, since it
+    has ended or is stopped. A rank that waits for one whose block was ended by an error raises `PeerError` at once.
+
+    The collective cannot be taken back: after the error, end the process, or destroy the process group. Blocks may be
+    nested; each wait ends with the shortest time. In a simulation, where nobody waits, the block does nothing.
+
+    A call of a collective costs some 2 µs more within the block. A thread tells the others twice a second that this
+    rank lives. With NCCL, the host waits for each collective within the block.
+
+    Args:
+        seconds: The time that a wait may take.
+
+    Communication: none but messages through the store of torch.distributed.
+
+    Raises:
+        DeadlineError: within the block, a wait took longer.
+        PeerError: within the block, another rank has left its block by an error.
+        ArgumentError: ``seconds`` is no number above 0.
+
+    >>> with deadline(30):
+    ...     pass
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ArgumentError(f"deadline got seconds={described(seconds)}; give it a number above 0")
+    yield from _monitored(Monitor(seconds, 0))
+
+
+@contextmanager
+def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
+    """Within the block the ranks of each group compare their collectives as they go, and raise an error if they differ.
+
+    Each rank keeps a running hash of the collectives of each group: the row of the pair table, the axes, the mesh, the
+    options, the shape, the dtype and the user's line. Shapes that may be uneven do not count. Ranks that run the same
+    collective at different lines count as different, so write it once, after the `if`. Ranks compare after every
+    ``every`` collectives of a group, at the end of the block, and when a rank waits for long. Within about two seconds
+    of a difference all ranks of the group raise an error at their next collective, or in the one that they wait for. It
+    has the first collective that differs, with its line, on each rank.
+
+    `lockstep` compares before each collective, which is slow, but no wrong number is computed. Here a call costs some
+    2 µs more; what was computed since ranks parted is wrong. A recorded program (`jit`) counts as its collectives. The
+    environment variable ``FSPMD_DEBUG=N`` does the same for the whole process, as ``debug(every=N)``.
+
+    Values that all processes must have alike are compared in the same way, by digests: plain tensors that enter
+    `shard_map` and `device_put`, and seeds of random functions. That reads each such tensor once.
+
+    All ranks enter the block around the same calls. In a simulation it does nothing. Collectives of parts of an axis
+    (``axis_index_groups``) and moves between meshes are not compared.
+
+    Args:
+        every: After how many collectives of a group its ranks compare. The error shows where they parted if that is
+            among the last 4,096.
+        seconds: The time that a wait may take, as with `deadline`. By default there is no bound; ranks meet at the end
+            of the block within 60 seconds.
+
+    Communication: a few messages through the store of torch.distributed, by a thread.
+
+    Raises:
+        LockstepError: within the block or at its end, ranks have run different collectives.
+        DeadlineError, PeerError: as with `deadline`.
+        ArgumentError: ``every`` is no integer above 0, or ``seconds`` no number above 0.
+
+    >>> with debug(every=10):
+    ...     pass
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ArgumentError(f"debug got every={described(every)}; give it an integer above 0")
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0):
+        raise ArgumentError(f"debug got seconds={described(seconds)}; give it a number above 0, or None")
+    yield from _monitored(Monitor(seconds, every))
+
+
+def _monitored(monitor: Monitor) -> Iterator[None]:
+    monitor.enter()
+    try:
+        yield
+    except BaseException as error:
+        monitor.leave(error)
+        raise
+    else:
+        monitor.leave()
+
+
+def install() -> None:
+    """Begin `debug` for the whole process, if the environment says so."""
+    given = os.environ.get("FSPMD_DEBUG", "")
+    if given in ("", "0"):
+        return
+    if not given.isdecimal():
+        raise ArgumentError(f"the environment variable FSPMD_DEBUG is {given!r}; set it to an integer, such as 100")
+    monitor = Monitor(None, int(given) if int(given) > 1 else 100)
+    monitor.enter()
+    atexit.register(lambda: monitor.leave(getattr(sys, "last_value", None)))

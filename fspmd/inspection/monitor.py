@@ -1,0 +1,586 @@
+"""A monitor of this rank: it knows the rank's last collectives, tells other ranks of them, and bounds its waits.
+
+A thread beside the program tells the other ranks every half second, through the store of torch.distributed, that this
+rank lives and where it stands. While this rank waits for long, the thread listens to the others. So a wait that has
+taken too long ends with an error that says where all ranks stand.
+
+A monitor that *compares* keeps for each group a running hash of its collectives. The first rank of the group tells its
+hash after every N-th, and the other ranks compare. If one differs, all ranks of the group tell their last collectives,
+which show where they parted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fspmd.digests import digests
+from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
+from fspmd.inspection.lines import UserLine, line_of, user_line
+from fspmd.inspection.lost_peers import told_by
+from fspmd.inspection.positions import collective_text, position
+from fspmd.inspection.watch import Communication, Note, communicates, note_with
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import counted
+from fspmd.pairs import Call
+from fspmd.spec import describe
+from fspmd.torch_internals import store_of_ranks, transforms_active
+from fspmd.tracing import is_recording
+from fspmd.transport.known_values import hear_with
+from fspmd.transport.pending import Message, wait_with
+from fspmd.transport.reports import failure_text, within
+
+_PERIOD: Final = 0.25  # seconds between two signs of life
+_RING: Final = 4096  # the last collectives of a group that are kept
+_SHOWN: Final = 16  # ranks
+_KEPT: Final = 64  # hashes of each group that stay in the store
+_MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
+_numbers: Final = itertools.count()
+_DTYPES: Final = {
+    dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+}
+_DIGEST: Final = "with the bits"  # a word of the text of a value
+#: facts of a call that moves nothing between processes
+_SILENT: Final = (0, "", False)
+
+PARTED: Final = (
+    "all ranks must make the same calls in the same order, on equal shapes: take the calls of one rank alone out of "
+    "their `if`, or make them on all ranks"
+)
+_VALUES: Final = (
+    "give all ranks the same seed and the same tensors: broadcast(tree, src=0), device_put(tree, specs, src=0), or "
+    "from_process_local for parts that each rank has loaded"
+)
+LATE: Final = (
+    "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
+    "lockstep() the first line where they part"
+)
+
+
+class _History:
+    """The collectives of this rank in a group."""
+
+    __slots__ = ("count", "due", "hash", "key", "ranks", "ring")
+
+    def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
+        self.key, self.ranks = key, ranks
+        self.count = self.hash = 0
+        self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape
+        self.due: deque[tuple[int, int]] = deque()  # counts and hashes that were not compared yet
+
+
+class Monitor(Note):
+    """The monitor of a block of code.
+
+    Args:
+        seconds: The time that a wait may take; None for no bound.
+        every: After how many collectives of a group its ranks compare; 0 for no comparison.
+    """
+
+    def __init__(self, seconds: float | None, every: int) -> None:
+        self.seconds, self.every = seconds, every
+        self.period = min(_PERIOD, seconds / 8) if seconds else _PERIOD
+        self.slice = timedelta(seconds=self.period)
+        self.number = next(_numbers)
+        self.groups: dict[str, _History] = {}
+        self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
+        self.last: tuple[Any, ...] | None = None  # the last collective, as in a ring, and its time
+        self.waiting: float | None = None  # since when this rank waits
+        self.failure = ""  # ranks have parted
+        self.thread: threading.Thread | None = None
+        self.ended = threading.Event()
+        self.heard: dict[int, tuple[float, dict[str, Any]]] = {}  # by rank: when it changed, what it told
+        self.gone: dict[int, str] = {}  # ranks that left by an error
+        self.answered = 0.0  # when the store did
+        self.outer: Monitor | None = None
+        self.store: Any = None
+        self.timed = True
+
+    # --- what the program does --------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Begin to monitor this process."""
+        global _active
+        self.outer, _active = _active, self
+        note_with(self)
+        wait_with(self.wait)
+        self._hear_values()
+        if world.initialised():
+            self.begin()
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """End. A monitor that compares meets the other ranks first, unless there is an error."""
+        global _active
+        try:
+            if self.thread is not None and self.every and error is None:
+                self._meet()
+        except BaseException as late:
+            error = late
+            raise
+        finally:
+            _active = self.outer
+            note_with(_active)
+            wait_with(None if _active is None else _active.wait)
+            self._hear_values()
+            self.ended.set()
+            if self.thread is not None:
+                text = f"has left the block with {failure_text(error)}" if error else ""
+                within(1.0, lambda: self._last_words(text))
+
+    def _hear_values(self) -> None:
+        """Hear of values if this monitor compares, or one around it does."""
+        monitor = _active
+        while monitor is not None and not monitor.every:
+            monitor = monitor.outer
+        hear_with(None if monitor is None else monitor.value)
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self.answered = time.monotonic()
+        self.timed = set(world.backends().values()) <= {"gloo"}
+        self.thread = threading.Thread(target=self._run, name="fspmd-monitor", daemon=True)
+        self.thread.start()
+
+    def call(self, call: Call, x: Tensor, line: UserLine) -> None:
+        facts = call.facts
+        if facts is None:
+            facts = call.facts = _facts_of(call)
+        number, key, is_even = facts
+        if not number:
+            return
+        if self.failure:
+            raise LockstepError(self.failure)
+        group = self.groups.get(key)
+        if group is None:
+            group = self._group(call.mesh, call.axes, key)
+        shape, dtype = x.shape, x.dtype
+        group.hash = now = hash((group.hash, number, line.number, shape if is_even else 0, _DTYPES[dtype]))
+        group.count = count = group.count + 1
+        self.last = entry = (count, now, call, line, dtype, shape, time.monotonic())
+        group.ring.append(entry)
+        if self.every and not count % self.every:
+            group.due.append((count, now))
+        if self.outer is not None:
+            self.outer.call(call, x, line)
+
+    def value(self, mesh: Mesh, label: str, x: Any) -> None:
+        """A value that must be equal on all processes of a mesh comes in. Its digest counts as a collective."""
+        if mesh.transport != "process_group" or mesh.coordinate() is None or mesh.size == 1 or is_recording():
+            return
+        if isinstance(x, Tensor):
+            if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta or transforms_active():
+                return
+            text, number = f"{label}, {describe(x.dtype, x.shape)}", digests([x])[0]
+        elif isinstance(x, int):
+            text, number = label, x
+        else:
+            return
+        if self.failure:
+            raise LockstepError(self.failure)
+        line, key = user_line(sys._getframe(1)), _key_of(mesh, ())
+        group = self.groups.get(key) or self._group(mesh, (), key)
+        group.hash = now = hash((group.hash, number, zlib.crc32(text.encode()), line.number))
+        group.count = count = group.count + 1
+        value = f"{text}, {_DIGEST} {number & (1 << 64) - 1:016x}"
+        group.ring.append((count, now, value, line, None, (), time.monotonic()))
+        if not count % self.every:
+            group.due.append((count, now))
+
+    def record(self, communications: Sequence[Communication]) -> None:
+        known = self.facts.get((id(communications),))
+        if known is None:
+            known = communications, [_fact_of(each) for each in communications]
+            if isinstance(communications, tuple):
+                self.facts[(id(communications),)] = known
+        for number, key, each, line in known[1]:
+            if not number:
+                continue
+            if self.failure:
+                raise LockstepError(self.failure)
+            group = self.groups.get(key)
+            if group is None:
+                group = self._group(each.mesh, each.axes, key)
+            group.hash = now = hash((group.hash, number))
+            group.count = count = group.count + 1
+            self.last = entry = (count, now, each, line, each.dtype, each.shape, time.monotonic())
+            group.ring.append(entry)
+            if self.every and not count % self.every:
+                group.due.append((count, now))
+        if self.outer is not None:
+            self.outer.record(communications)
+
+    def _group(self, mesh: Mesh, axes: tuple[str, ...], key: str) -> _History:
+        if self.thread is None:
+            self.begin()
+        ranks = tuple(sorted(mesh.group_ranks(axes or mesh.axis_names)))
+        group = self.groups[key] = _History(key, ranks)
+        return group
+
+    def wait(self, work: Any) -> None:
+        """Wait for a work of c10d."""
+        if self.thread is None:
+            self.begin()
+        begin = time.monotonic()
+        self._set_waiting(begin)
+        is_over = False
+        try:
+            if type(work) is Message and self.timed:
+                self._wait_beside(work, begin)
+            else:
+                self._wait_in_slices(work.work if type(work) is Message else work, begin)
+            is_over = True
+        except RuntimeError as error:
+            is_over = not isinstance(error, PeerError)  # the work has failed
+            raise
+        finally:
+            if not is_over:
+                world.abandon_groups()
+            self._set_waiting(None)
+
+    def _wait_in_slices(self, work: Any, begin: float) -> None:
+        pause = 2e-5
+        while not (self.timed and self._waited(work)) and not work.is_completed():
+            if not self.timed:
+                time.sleep(pause)
+                pause = min(2 * pause, self.period / 4)
+            self.check(begin)
+        work.wait()
+
+    def _wait_beside(self, work: Any, begin: float) -> None:
+        """Wait in a thread, since the wait must not be timed."""
+        failed: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        thread.join(self.period)
+        while thread.is_alive():
+            self.check(begin)
+            thread.join(self.period)
+        if failed:
+            raise failed[0]
+
+    def _waited(self, work: Any) -> bool:
+        """Wait for a work of Gloo for a while. Return whether it has ended well."""
+        try:
+            work.wait(self.slice)
+        except RuntimeError:  # it has failed, or time is up
+            return False
+        return True
+
+    def _set_waiting(self, begin: float | None) -> None:
+        self.waiting = begin
+        if self.outer is not None:
+            self.outer._set_waiting(begin)
+
+    def check(self, begin: float) -> None:
+        """Raise the error of a wait that goes on for too long, or in vain."""
+        if self.failure:
+            raise LockstepError(self.failure)
+        waited = time.monotonic() - begin
+        if self.gone and (self.seconds is None or waited + 2 * self.period < self.seconds):
+            where, _ = position()
+            head = f"rank {world.process_rank()} waits in vain at {where}:"
+            raise PeerError(join_failures(head, [f"rank {rank} {text}" for rank, text in sorted(self.gone.items())]))
+        if self.seconds is not None and waited > self.seconds:
+            raise DeadlineError(self._report(waited))
+        if self.outer is not None:
+            self.outer.check(begin)
+
+    # --- what is said of ranks --------------------------------------------------------------------------------------
+
+    def _report(self, waited: float) -> str:
+        where, ranks = position()
+        me, now = world.process_rank(), time.monotonic()
+        lines = []
+        silence = now - self.answered
+        if silence > 3 * self.period + 1:
+            lines.append(
+                f"the store of torch.distributed has not answered for {silence:.1f} s: the process that holds it, rank "
+                "0 without torchrun, has ended or is stopped"
+            )
+        others = [rank for rank in ranks or range(world.world_size()) if rank != me]
+        lines += [f"rank {rank} {self._state(rank, now)}" for rank in others[:_SHOWN]]
+        lines += [f"and {counted(len(others) - _SHOWN, 'other rank')}"] if len(others) > _SHOWN else []
+        lines += told_by(tuple(others), waited + 60)
+        head = f"rank {me} has waited {waited:.1f} s at {where}, longer than the deadline of {self.seconds} s:"
+        return join_failures(head, lines, LATE)
+
+    def _state(self, rank: int, now: float) -> str:
+        if rank in self.gone:
+            return self.gone[rank]
+        if rank not in self.heard:
+            return "has told nothing: it has not come to this block, or has ended"
+        changed, told = self.heard[rank]
+        age = now - changed
+        where = f"it was last at {told['at']}" if told["at"] else "it has come to no collective there"
+        if told["left"]:
+            return f"has left the block; {where}"
+        if age > max(0.6, 4 * self.period) and age > now - self.answered + self.period:
+            return f"has given no sign of life for {age:.1f} s: it has ended, or is stopped; {where}"
+        if told["waits"] is not None:
+            return f"has waited {told['waits'] + age:.1f} s; {where}"
+        return f"runs outside of collectives; {where}"
+
+    def _told(self, left: bool = False) -> str:
+        """What this rank tells the others."""
+        last, waiting, now = self.last, self.waiting, time.monotonic()
+        at = "" if last is None else f"{_text_of(last)}, {now - last[-1]:.1f} s ago"
+        waits = None if waiting is None else now - waiting
+        return json.dumps({"at": at, "waits": waits, "left": left, "time": now})
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        me = world.process_rank()
+        try:
+            self.store = _store(f"fspmd.monitor/{self.number}")
+        except Exception:
+            return
+        while True:
+            try:
+                self.store.set(f"at/{me}", self._told())
+                waiting = self.waiting
+                is_long = waiting is not None and time.monotonic() - waiting > 2 * self.period
+                if is_long:
+                    self._hear(me)
+                if self.every and not self.failure:
+                    self._compare(me, is_long)
+                self.answered = time.monotonic()
+            except Exception:
+                if self.ended.is_set():
+                    return
+            if self.ended.wait(self.period):
+                return
+
+    def _hear(self, me: int) -> None:
+        """Read what other ranks tell."""
+        size = world.world_size()
+        ranks = range(size) if size <= 64 or self.last is None else self._last_group().ranks
+        for rank in ranks:
+            if rank != me and self.store.check([f"at/{rank}"]):
+                told = json.loads(self.store.get(f"at/{rank}"))
+                if rank not in self.heard or self.heard[rank][1] != told:
+                    self.heard[rank] = (time.monotonic(), told)
+                if self.store.check([f"left/{rank}"]):
+                    self.gone[rank] = self.store.get(f"left/{rank}").decode()
+
+    def _last_group(self) -> _History:
+        assert self.last is not None
+        call = self.last[2]
+        return self.groups[_key_of(call.mesh, call.axes)]
+
+    def _compare(self, me: int, is_long: bool) -> None:
+        """Compare the hashes that are due, or if this rank waits for long, the last collectives of its group."""
+        store = self.store
+        for group in list(self.groups.values()):
+            parts = False
+            while group.due:
+                count, mine = group.due[0]
+                key = f"hash/{group.key}/{count}"
+                if group.ranks[0] == me:
+                    store.set(key, str(mine))
+                    store.delete_key(f"hash/{group.key}/{count - _KEPT * self.every}")
+                elif not store.check([key]):
+                    break
+                elif int(store.get(key)) != mine:
+                    parts = True
+                group.due.popleft()
+            if is_long and self.last is not None and group is self._last_group():
+                store.set(f"ring/{group.key}/{me}", _ring_text(group))
+                parts = parts or self._has_parted(group, me)
+            if parts or store.check([f"parted/{group.key}"]):
+                self._part(group, me)
+
+    def _has_parted(self, group: _History, me: int) -> bool:
+        """Whether the last collectives of a waiting rank of the group are others, or a rank has ended with fewer."""
+        mine = {count: number for count, number, *_ in group.ring}
+        for rank in group.ranks:
+            if rank == me:
+                continue
+            if self.store.check([f"ring/{group.key}/{rank}"]):
+                theirs = _ring_of(self.store.get(f"ring/{group.key}/{rank}"))
+                if any(mine.get(count, number) != number for count, (number, _) in theirs.items()):
+                    return True
+            if self.store.check([f"end/{rank}"]):
+                count, _ = json.loads(self.store.get(f"end/{rank}")).get(group.key, (0, 0))
+                if count < group.count:
+                    return True
+        return False
+
+    def _part(self, group: _History, me: int) -> None:
+        """Tell the last collectives to all ranks of a group, and make the error of theirs."""
+        store = self.store
+        store.set(f"ring/{group.key}/{me}", _ring_text(group))
+        store.set(f"parted/{group.key}", "")
+        store.set(f"told/{group.key}/{me}", "")
+        keys = {rank: f"told/{group.key}/{rank}" for rank in group.ranks}
+        end = time.monotonic() + 6 * _PERIOD
+        while time.monotonic() < end and not store.check(list(keys.values())):
+            store.set(f"at/{me}", self._told())
+            time.sleep(0.02)
+        rings = {
+            rank: _ring_of(store.get(f"ring/{group.key}/{rank}")) if store.check([keys[rank]]) else {}
+            for rank in group.ranks
+        }
+        self.failure = _parting_text(rings)
+
+    def _meet(self) -> None:
+        """Wait for all ranks of this rank's groups, and compare once more."""
+        me, limit = world.process_rank(), self.seconds or _MEETING
+        counts = {group.key: (group.count, group.hash) for group in self.groups.values()}
+        ranks = sorted({rank for group in self.groups.values() for rank in group.ranks} - {me})
+        end = time.monotonic() + limit
+        while self.store is None and time.monotonic() < end:
+            time.sleep(0.001)
+        store = self.store
+        if store is None:
+            return
+        store.set(f"end/{me}", json.dumps(counts))
+        late = list(ranks)
+        while late:
+            late = [rank for rank in late if not store.check([f"end/{rank}"])]
+            if self.failure:
+                raise LockstepError(self.failure)
+            if not late:
+                break
+            if gone := [rank for rank in late if store.check([f"left/{rank}"])]:
+                lines = [f"rank {rank} {store.get(f'left/{rank}').decode()}" for rank in gone]
+                raise PeerError(join_failures(f"rank {me} has come to the end of the block alone:", lines))
+            if time.monotonic() > end:
+                self._hear(me)
+                now = time.monotonic()
+                lines = [f"rank {rank} {self._state(rank, now)}" for rank in late[:_SHOWN]]
+                head = f"rank {me} has waited {limit} s at the end of the block for {counted(len(late), 'rank')}:"
+                raise DeadlineError(join_failures(head, lines, LATE))
+            time.sleep(0.005)
+        ends = {rank: json.loads(store.get(f"end/{rank}")) for rank in ranks}
+        for group in list(self.groups.values()):
+            mine = [group.count, group.hash]
+            if any(ends[rank].get(group.key, [0, 0]) != mine for rank in group.ranks if rank != me):
+                self._part(group, me)
+                raise LockstepError(self.failure)
+
+    def _last_words(self, text: str) -> None:
+        me = world.process_rank()
+        store = _store(f"fspmd.monitor/{self.number}")
+        if text:
+            store.set(f"left/{me}", text)
+        store.set(f"at/{me}", self._told(left=True))
+        _store(f"fspmd.monitor/{self.number - 2}").delete_key(f"at/{me}")
+
+
+_active: Monitor | None = None
+_clones: Final[list[tuple[Any, Any]]] = []  # the store, and a connection of our own to it
+
+
+def _store(prefix: str) -> Any:
+    """The store of all ranks under a prefix, over a connection of our own. A connection serves one thread at a time."""
+    store = store_of_ranks("")
+    base = store.underlying_store
+    if not _clones or _clones[0][0] is not base:
+        try:
+            _clones[:] = [(base, base.clone())]
+        except (AttributeError, RuntimeError):
+            _clones[:] = [(base, base)]
+    return type(store)(prefix, _clones[0][1])
+
+
+def _key_of(mesh: Mesh, axes: tuple[str, ...]) -> str:
+    """A short name of the ranks of a group."""
+    ranks = sorted(mesh.group_ranks(axes or mesh.axis_names))
+    return f"{len(ranks)}-{zlib.crc32(repr(ranks).encode()):08x}-{ranks[0]}"
+
+
+def _facts_of(call: Call) -> tuple[int, str, bool]:
+    """A number for a call that all ranks of its group agree on, the name of the group, and whether blocks are even."""
+    mesh, o = call.mesh, call.options
+    if mesh.transport != "process_group" or mesh.coordinate() is None or not communicates(call):
+        return _SILENT
+    if o.index_groups is not None or o.move is not None:  # its ranks are not those of axes
+        return _SILENT
+    is_even = o.sizes is None and o.concat_sizes is None and o.routes is None
+    given = call.pair.name, call.axes, mesh.axis_names, tuple(mesh.shape.values()), tuple(mesh.ranks), o.op, o.dim
+    text = repr((*given, o.sizes, o.concat_dim, o.concat_sizes, o.perm, o.root))
+    return zlib.crc32(text.encode()) + 1, _key_of(mesh, call.axes), is_even
+
+
+def _fact_of(each: Communication) -> tuple[int, str, Communication, UserLine]:
+    """The same of a collective in a record, with its line. Shapes of blocks may be uneven, so they do not count."""
+    mesh, line = each.mesh, line_of(each.cause.where)
+    if mesh.transport != "process_group" or mesh.coordinate() is None or each.kind == "reblock":
+        return 0, "", each, line
+    text = repr((each.kind, each.axes, mesh.axis_names, tuple(mesh.shape.values()), tuple(mesh.ranks), str(each.dtype)))
+    key = _key_of(mesh, each.axes)
+    return zlib.crc32(f"{text} {each.backward} {len(each.shape)} {line.where}".encode()) + 1, key, each, line
+
+
+def _text_of(entry: tuple[Any, ...]) -> str:
+    _, _, call, line, dtype, shape, _ = entry
+    if isinstance(call, str):  # a value
+        return f"{call} ({line.where})"
+    kind = call.pair.name if isinstance(call, Call) else call.kind
+    if isinstance(call, Call) and call.options.op != "sum":
+        kind += f" ({call.options.op})"
+    return f"{collective_text(kind, call.mesh, call.axes, dtype, tuple(shape))} ({line.where})"
+
+
+def _ring_text(group: _History) -> str:
+    """The last collectives of a group: texts, and for each collective its count, hash, and the place of its text."""
+    places: dict[str, int] = {}
+    ring = [(entry[0], entry[1], places.setdefault(_text_of(entry), len(places))) for entry in list(group.ring)]
+    return json.dumps((list(places), ring))
+
+
+def _ring_of(text: bytes) -> dict[int, tuple[int, str]]:
+    """By count the hash and the text of each collective."""
+    texts, ring = json.loads(text)
+    return {count: (number, texts[place]) for count, number, place in ring}
+
+
+def _parting_text(rings: dict[int, dict[int, tuple[int, str]]]) -> str:
+    """The error for ranks of a group whose last collectives differ."""
+    told = {rank: ring for rank, ring in rings.items() if ring}
+    counts = sorted({count for ring in told.values() for count in ring})
+    oldest = max((min(ring) for ring in told.values()), default=0)
+    first = next((c for c in counts if c >= oldest and _differ(told, rings, c)), counts[-1] if counts else 0)
+    known = first == 1 or all(first - 1 in ring for ring in told.values() if first in ring)
+    ordinal = f"collective number {first} of their group in this block"
+    head = f"ranks ran different collectives, from {ordinal} on:" if known else f"ranks parted before {ordinal}:"
+    lines = []
+    for rank in list(rings)[:_SHOWN]:
+        ring = told.get(rank)
+        if ring is None:
+            text = "has told of no collective of this group"
+        elif first in ring:
+            text = ring[first][1]
+        else:
+            text = f"none; the last was {ring[max(ring)][1]}"
+        lines.append(f"rank {rank}: {text}")
+    if known and len(told) == len(rings) and all(_DIGEST in ring.get(first, (0, ""))[1] for ring in told.values()):
+        head = "ranks pass other values where all must pass one global value:"
+        return join_failures(head, lines, _VALUES)
+    return join_failures(head, lines, PARTED)
+
+
+def _differ(told: dict[int, dict[int, tuple[int, str]]], rings: dict[int, Any], count: int) -> bool:
+    """Whether ranks differ in the collective with this number."""
+    numbers = {ring[count][0] if count in ring else None for ring in told.values()}
+    return len(numbers) > 1 or len(told) < len(rings)

@@ -1,0 +1,43 @@
+"""The position of this rank in its program: the collective that runs, and the user's line. It is read off the stack."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+from fspmd.inspection.causes import LIBRARIES, trace
+from fspmd.messages import quoted
+from fspmd.pairs import Call, StandIn, land
+from fspmd.spec import describe
+from fspmd.torch_internals import current_autograd_node
+
+
+def collective_text(kind: str, mesh: Any, axes: tuple[str, ...], dtype: Any, shape: Any) -> str:
+    """``psum over 'x' of mesh(x=4), f32[4]``."""
+    return f"{kind} over {quoted(axes or mesh.axis_names)} of {mesh!r}, {describe(dtype, shape)}"
+
+
+def position() -> tuple[str, tuple[int, ...]]:
+    """The text of the collective that this thread runs, and the ranks of its group; () if it is of no mesh."""
+    frame: FrameType | None = sys._getframe(1)
+    call: Call | None = None
+    forward, operand = "", None
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        named = frame.f_locals
+        found = named["flight"].trip.call if frame.f_code is land.__code__ else named.get("call", named.get("self"))
+        if isinstance(found, StandIn) and not forward:
+            forward = f", for {found.by.where}"
+        if call is None and isinstance(found, Call):
+            call, operand = found, named.get("x")
+        frame = frame.f_back
+    cause = trace().cause
+    backward = current_autograd_node() is not None
+    here = f" ({'backward, ' * backward}{cause.where}{forward if backward else ''})"
+    if call is None:
+        return f"{cause.what}{here}", ()
+    axes = call.axes or call.mesh.axis_names
+    if operand is None:
+        return f"{call.pair.name} over {quoted(axes)} of {call.mesh!r}{here}", call.mesh.group_ranks(axes)
+    text = collective_text(call.pair.name, call.mesh, call.axes, operand.dtype, tuple(operand.shape))
+    return text + here, call.mesh.group_ranks(axes)

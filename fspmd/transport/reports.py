@@ -1,0 +1,90 @@
+"""Short texts that processes leave for each other in the store of torch.distributed, beside the collectives.
+
+A rank that fails tells the others, so that their errors can say why they waited in vain. Nothing is sent before there
+is an error. The store may have ended with its process, so each function takes a failure of the store for silence.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import optree
+import torch
+
+from fspmd.meshes import world
+from fspmd.torch_internals import store_of_ranks
+
+_HERE: Final = str(Path(__file__).parents[1])
+_LIBRARIES: Final = (_HERE, *(str(Path(module.__file__).parent) for module in (torch, optree) if module.__file__))
+_PATIENCE: Final = 2.0  # seconds for an answer of the store
+_told: list[BaseException] = []  # the last error that this process told
+
+
+def within(seconds: float, ask: Callable[[], Any], otherwise: Any = None) -> Any:
+    """The result of ``ask``, or ``otherwise`` if it raises or takes longer. A stopped store never answers."""
+    found = [otherwise]
+
+    def run() -> None:
+        try:
+            found[0] = ask()
+        except Exception:
+            return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0]
+
+
+def tell_failure(error: BaseException, where: str = "") -> None:
+    """Tell the other processes of an error on this one. An error is told once."""
+    if not world.initialised() or (_told and _told[0] is error):
+        return
+    _told[:] = [error]
+    line = user_line(error)
+    text = f"{where or 'raised'} {failure_text(error)}" + (f" ({line})" if line else "")
+    rank, now = world.process_rank(), time.time()
+    within(_PATIENCE, lambda: store_of_ranks("fspmd.failures").set(str(rank), f"{now} {text}"))
+
+
+def failures(ranks: Iterable[int]) -> dict[int, tuple[float, str]]:
+    """The last failure that each of some ranks has told: the seconds since then, and the text."""
+
+    def ask() -> dict[int, tuple[float, str]]:
+        store, found = store_of_ranks("fspmd.failures"), {}
+        for rank in ranks:
+            if store.check([str(rank)]):
+                then, _, text = store.get(str(rank)).decode().partition(" ")
+                found[rank] = (time.time() - float(then), text)
+        return found
+
+    return within(_PATIENCE, ask, {})  # type: ignore[no-any-return]
+
+
+def failure_text(error: BaseException) -> str:
+    """``KeyError: 'x'``: the class of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(":")
+
+
+def user_line(error: BaseException) -> str:
+    """``train.py:12``: the innermost line of the user in a traceback; "" if there is none."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if not file.startswith(_LIBRARIES):
+            return f"{Path(file).name}:{line}"
+    return ""
+
+
+@atexit.register
+def _tell_end() -> None:
+    """Tell the other processes that this one ends by an error."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException):
+        tell_failure(error, "has ended with")

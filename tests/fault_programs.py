@@ -1,0 +1,293 @@
+"""Programs for `test_faults.py`: four processes do the same, but for one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fspmd
+from fspmd import (
+    FspmdError,
+    Mesh,
+    P,
+    Sharded,
+    all_gather,
+    deadline,
+    debug,
+    device_put,
+    jit,
+    make_mesh,
+    pmax,
+    ppermute,
+    psum,
+    reshard,
+    shard_map,
+)
+
+
+def fresh(port: int, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("x",)) -> tuple[Mesh, int]:
+    """A mesh on a new default group, and this process's rank. The last program may have broken its groups."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)
+    mesh = make_mesh(shape, names, device="cpu")
+    return mesh, int(os.environ["RANK"])
+
+
+def outcome(act: Callable[[], object], context: AbstractContextManager[Any]) -> tuple[str, float]:
+    """The error of ``act`` within a context, and the seconds until then."""
+    begin = time.monotonic()
+    try:
+        with context:
+            act()
+    except (FspmdError, KeyError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "", time.monotonic() - begin
+
+
+def _x(mesh: Mesh) -> Sharded:
+    return device_put(torch.linspace(0, 1, 8, dtype=torch.float64), P(mesh.axis_names[0]), mesh=mesh)
+
+
+def _sum(mesh: Mesh, x: Any, axis: str = "x") -> Any:
+    return shard_map(lambda b: psum(b, axis), mesh=mesh, in_specs=P("x"), out_specs=P("x" if axis != "x" else None))(x)
+
+
+# --- each of these returns the error and the seconds -----------------------------------------------------------------
+
+
+def another_kind(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for i in range(400):
+            reduce = pmax if i == 5 and rank == 1 else psum
+            shard_map(lambda b: reduce(b, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)  # noqa: B023 - called now
+
+    return outcome(act, debug(every=4))
+
+
+def one_more(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for i in range(4):
+            if i == 2 and rank == 1:
+                shard_map(lambda b: psum(b, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)  # alone
+            _sum(mesh, x)
+
+    return outcome(act, debug())
+
+
+def another_shape(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for i in range(20):
+            n = 3 if i == 7 and rank == 3 else 2
+            shard_map(lambda b: psum(b.repeat(n), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)  # noqa: B023
+
+    return outcome(act, debug(every=1))
+
+
+def another_order(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    x = _x(mesh)
+    _sum(mesh, x), _sum(mesh, x, "y")
+
+    def act() -> None:
+        for axis in ("y", "x") if rank in (0, 3) else ("x", "y"):  # each waits for the next one of a circle
+            _sum(mesh, x, axis)
+
+    return outcome(act, debug(seconds=1.5))
+
+
+def in_a_record(port: int) -> tuple[str, float]:
+    """One rank replays another record."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+    step, other = jit(lambda x: (x * x).sum()), jit(lambda x: torch.cat([x, x]).max())
+
+    def act() -> None:
+        for i in range(30):
+            (other if i == 9 and rank == 2 else step)(x)
+            _sum(mesh, x)
+
+    return outcome(act, debug(every=2))
+
+
+def another_tensor(port: int) -> tuple[str, float]:
+    """One rank passes another plain tensor."""
+    mesh, rank = fresh(port)
+
+    def act() -> None:
+        for i in range(100):
+            t = torch.full((8,), 1.5 if i == 4 and rank == 2 else 1.0)
+            shard_map(lambda given: psum(given, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(t)
+
+    return outcome(act, debug(every=5))
+
+
+def another_leaf(port: int) -> tuple[str, float]:
+    """One rank lays out another plain tensor. Nothing is sent."""
+    mesh, rank = fresh(port)
+
+    def act() -> None:
+        device_put({"w": torch.ones(3), "b": torch.ones(8) * (1 + (rank == 3))}, P(), mesh=mesh)
+
+    return outcome(act, debug())
+
+
+def another_seed(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+
+    def act() -> None:
+        torch.manual_seed(rank // 3)
+        fspmd.randn(8, spec=P("x"), mesh=mesh)
+
+    return outcome(act, debug())
+
+
+def in_step(port: int) -> tuple[str, float]:
+    """Nothing is wrong: uneven blocks, gradients, records, two axes."""
+    mesh, _ = fresh(port, (2, 2), ("x", "y"))
+    x = device_put(torch.ones(7, 5), P("x"), mesh=mesh).requires_grad_()
+    w = device_put(torch.ones(5, 3), P(None, "y"), mesh=mesh).requires_grad_()
+    step = jit(lambda x, w: (x @ w).square().sum())
+
+    def act() -> None:
+        for _ in range(10):
+            ((x @ w).square().sum() + step(x, w)).backward()
+            reshard(x.detach(), P()), _sum(mesh, _x(mesh)), _sum(mesh, _x(mesh), "y")
+            shard_map(lambda b: all_gather(b, "x"), mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(8))
+
+    with deadline(20), debug(every=3), deadline(10):
+        inner = outcome(act, nullcontext())
+    return inner
+
+
+def in_backward(port: int) -> tuple[str, float]:
+    """One rank does not come to a collective of backward."""
+    mesh, rank = fresh(port)
+    w = device_put(torch.ones(8), P(), mesh=mesh).requires_grad_()
+
+    def act() -> None:
+        y = (_x(mesh).float() * w).square()  # forward
+        loss = y.sum()
+        if rank != 2:
+            loss.backward()
+            [float(g) for g in w.grad.local[:1]]
+        else:
+            time.sleep(2.5)
+
+    return outcome(act, deadline(1))
+
+
+def stopped(port: int) -> tuple[str, float]:
+    """One rank is stopped for a while, longer than the deadline. It finds itself alone."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for i in range(5):
+            if i == 3 and rank == 2:
+                seconds = f"import os, signal, time; time.sleep(4); os.kill({os.getpid()}, signal.SIGCONT)"
+                waker = subprocess.Popen([sys.executable, "-c", seconds])
+                os.kill(os.getpid(), signal.SIGSTOP)
+                waker.wait()
+            _sum(mesh, x)
+
+    return outcome(act, deadline(2))
+
+
+def slow(port: int) -> tuple[str, float]:
+    """One rank is slow, but within the deadline."""
+    mesh, rank = fresh(port)
+
+    def act() -> None:
+        x = _x(mesh)
+        for f in (
+            lambda b: psum(b, "x"),
+            lambda b: ppermute(b, "x", [(0, 1), (1, 2), (2, 3), (3, 0)]),
+            lambda b: b * 2,
+        ):
+            time.sleep(1 if rank == 2 else 0)
+            shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)(x)
+        _sum(mesh, x)
+
+    return outcome(act, deadline(10))
+
+
+def no_message(port: int) -> tuple[str, float]:
+    """One rank does not send."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        if rank == 2:
+            time.sleep(2)
+        else:
+            step = shard_map(lambda b: ppermute(b, "x", [(2, 1), (1, 3)]), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+            step(x)
+
+    return outcome(act, deadline(1))
+
+
+def raised(port: int) -> tuple[str, float]:
+    """A body raises on one rank."""
+    mesh, rank = fresh(port)
+
+    def body(b: Tensor) -> Tensor:
+        if rank == 2:
+            raise KeyError("mine")
+        return psum(b, "x")
+
+    def act() -> None:
+        shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(_x(mesh))
+
+    return outcome(act, deadline(30))
+
+
+def killed(port: int) -> None:
+    """One rank ends without a word. The others fail with what they have been told."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        _sum(mesh, x)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)
+        _sum(mesh, x)
+
+    raise AssertionError(outcome(act, deadline(1.5)))
+
+
+def left_alone() -> None:
+    """A program: rank 1 is stopped for good, and rank 0 ends by an error."""
+    mesh = make_mesh((2,), ("x",), device="cpu")
+    x = _x(mesh)
+    _sum(mesh, x)
+    with deadline(3):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            print("stopped", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        _sum(mesh, x)
+
+
+if __name__ == "__main__":
+    left_alone()

@@ -1,0 +1,185 @@
+"""One of four processes does another thing than the rest: all are told within seconds which one, and at which line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fault_programs
+import pytest
+from processes import Processes, free_port
+
+from fspmd import ArgumentError, deadline, debug
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    with Processes(4) as pool:
+        yield pool
+
+
+def _line(text: str) -> int:
+    """The number of the line of the programs that ends with a text."""
+    lines = Path(fault_programs.__file__).read_text().splitlines()
+    (found,) = [i for i, line in enumerate(lines, 1) if line.endswith(text)]
+    return found
+
+
+def _run(four: Processes, program: Callable[[int], Any], within: float) -> list[str]:
+    found = four.run(program, free_port(), seconds=30)
+    assert max(seconds for _, seconds in found) < within
+    return [error for error, _ in found]
+
+
+SUM = "psum over 'x' of mesh(x=4), f64[2] (fault_programs.py:"
+PARTED = [
+    (fault_programs.another_kind, 6, 1, "psum (max) over 'x' of mesh(x=4), f64[2]", SUM),
+    (fault_programs.one_more, 3, 1, f"{SUM}{_line('  # alone')})", SUM),
+    (fault_programs.another_shape, 8, 3, "psum over 'x' of mesh(x=4), f64[6]", SUM.replace("[2]", "[4]")),
+    (fault_programs.in_a_record, 10, 2, "ragged_all_to_all over 'x'", SUM),
+]
+
+
+@pytest.mark.parametrize(("program", "number", "rank", "mine", "others"), PARTED)
+def test_another_collective_is_told_on_all_ranks(
+    four: Processes, program: Callable[[int], Any], number: int, rank: int, mine: str, others: str
+) -> None:
+    first, *rest = _run(four, program, within=10)
+    assert rest == [first] * 3
+    head, *lines, advice = first.splitlines()
+    assert head.startswith(f"LockstepError: ranks ran different collectives, from collective number {number} of their ")
+    assert advice.startswith("all ranks must make the same calls in the same order")
+    assert len(lines) == 4
+    for i, line in enumerate(lines):
+        assert line.startswith(f"  * rank {i}: ")
+        assert (mine if i == rank else others) in line, line
+    assert lines[rank].partition(": ")[2] not in first.replace(lines[rank], "")
+
+
+@pytest.mark.parametrize(
+    ("program", "rank", "label"),
+    [
+        (fault_programs.another_tensor, 2, "given of shard_map(<lambda>), f32[8], with the bits "),
+        (fault_programs.another_leaf, 3, "tree['b'] of device_put, f32[8], with the bits "),
+        (fault_programs.another_seed, 3, "the seed of a new value, with the bits "),
+    ],
+)
+def test_another_value_is_told(four: Processes, program: Callable[[int], Any], rank: int, label: str) -> None:
+    first, *rest = _run(four, program, within=10)
+    assert rest == [first] * 3
+    head, *lines, _ = first.splitlines()
+    assert head == "LockstepError: ranks pass other values where all must pass one global value:"
+    texts = [line.removeprefix(f"  * rank {i}: {label}") for i, line in enumerate(lines)]
+    bits = [text.partition(" (fault_programs.py:")[0] for text in texts]
+    assert all(len(text) == 16 for text in bits), first
+    assert [text == bits[0] for text in bits] == [i != rank for i in range(4)]
+
+
+def test_a_circle_of_ranks_is_told(four: Processes) -> None:
+    """Each waits for another one over another axis: no hash differs."""
+    for rank, error in enumerate(_run(four, fault_programs.another_order, within=10)):
+        axis = "y" if rank in (0, 3) else "x"
+        assert error.startswith(f"DeadlineError: rank {rank} has waited 1."), error
+        assert f" s at psum over '{axis}' of mesh(x=2, y=2), f64[4] (fault_programs.py:" in error
+        assert f"s; it was last at psum over '{'x' if axis == 'y' else 'y'}' of mesh(x=2, y=2)" in error
+
+
+def test_a_message_that_does_not_come_is_told(four: Processes) -> None:
+    errors = _run(four, fault_programs.no_message, within=10)
+    assert errors[0] == errors[2] == errors[3] == ""
+    assert errors[1].startswith("DeadlineError: rank 1 has waited 1."), errors[1]
+    assert "s at ppermute over 'x' of mesh(x=4), f64[2] (fault_programs.py:" in errors[1]
+
+
+def test_backward_names_the_line_of_forward(four: Processes) -> None:
+    forward = _line("  # forward")
+    for rank, error in enumerate(_run(four, fault_programs.in_backward, within=10)):
+        if rank == 2:
+            assert error == ""
+            continue
+        assert error.startswith(f"DeadlineError: rank {rank} has waited 1.")
+        assert f"(backward, fault_programs.py:{_line('loss.backward()')}, for fault_programs.py:{forward})" in error
+        assert "  * rank 2 runs outside of collectives; it has come to no collective there" in error
+
+
+def test_a_stopped_rank_is_told(four: Processes) -> None:
+    errors = _run(four, fault_programs.stopped, within=15)
+    for rank in (0, 1, 3):
+        assert errors[rank].startswith(f"DeadlineError: rank {rank} has waited 2."), errors[rank]
+        assert "  * rank 2 has given no sign of life for " in errors[rank]
+    assert errors[2].startswith("PeerError: rank 2 waits in vain at psum over 'x'"), errors[2]
+    assert "  * rank 0 has left the block with DeadlineError: rank 0 has waited 2." in errors[2]
+
+
+def test_an_error_of_one_rank_is_told(four: Processes) -> None:
+    errors = _run(four, fault_programs.raised, within=10)
+    assert errors.pop(2) == "KeyError: 'mine'"
+    for error in errors:
+        assert error.startswith("PeerError: rank "), error
+        assert "waits in vain at psum over 'x' of mesh(x=4), f64[2] (fault_programs.py:" in error
+        assert "  * rank 2 has left the block with KeyError: 'mine'" in error
+
+
+@pytest.mark.parametrize("program", [fault_programs.in_step, fault_programs.slow])
+def test_who_does_nothing_wrong_hears_nothing(four: Processes, program: Callable[[int], Any]) -> None:
+    assert _run(four, program, within=20) == [""] * 4
+
+
+def test_a_killed_rank_is_told() -> None:
+    with Processes(4) as pool, pytest.raises(AssertionError) as caught:
+        pool.run(fault_programs.killed, free_port(), seconds=30)
+    told = str(caught.value)
+    assert "rank 2: the process ended" in told
+    for rank in (0, 1, 3):
+        assert (
+            f"rank {rank} failed at psum over 'x'" in told
+            or f"rank {rank} has waited " in told
+            or (f"rank {rank} waits in vain at psum over 'x'" in told)
+        ), told
+    assert "PeerError: rank " in told
+
+
+def test_a_process_ends_although_another_is_stopped() -> None:
+    """Its group has a collective that never ends. The environment has begun `debug`, too."""
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "fault_programs.py")],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "FSPMD_DEBUG": "10"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[1].stdout is not None
+        assert ranks[1].stdout.readline() == "stopped\n"
+        begin = time.monotonic()
+        _, error = ranks[0].communicate(timeout=40)
+        assert time.monotonic() - begin < 20
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[0].returncode == 1, error
+    assert "DeadlineError: rank 0 has waited 3." in error, error
+    assert "  * rank 1 has given no sign of life for " in error
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "1", float("nan"), None])
+def test_seconds_and_counts_are_above_zero(wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match="deadline got seconds="), deadline(wrong):
+        pass
+    if wrong is not None:
+        with pytest.raises(ArgumentError, match="debug got seconds="), debug(seconds=wrong):
+            pass
+    with pytest.raises(ArgumentError, match="debug got every="), debug(wrong):
+        pass
