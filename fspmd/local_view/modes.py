@@ -76,7 +76,9 @@ def pop_ended_modes() -> None:
 
 def frame_callback() -> Any:
     """Return the callback of Dynamo in this thread, None outside of compiled functions."""
-    return _get_callback() if hasattr(modules.get(_DYNAMO), "_stance") else _NOT_IMPORTED  # or half imported
+    if _DYNAMO in modules and hasattr(modules[_DYNAMO], "_stance"):  # another thread may be importing it
+        return _get_callback()
+    return _NOT_IMPORTED
 
 
 def push_mode(mode: BodyMode, callback: Any) -> None:

@@ -46,10 +46,11 @@ class Group:
     @property
     def pg(self) -> Any:
         """The process group."""
-        pg = self._pg()
-        if pg is None:
-            pg = world.process_group(self.ranks)
-            self._pg = weakref.ref(pg)
+        return self._pg() or self._made()
+
+    def _made(self) -> Any:
+        pg = world.process_group(self.ranks)
+        self._pg = weakref.ref(pg)
         return pg
 
     def passes_host(self, device: torch.device) -> bool:

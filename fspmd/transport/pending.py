@@ -52,7 +52,8 @@ class Pending:
             else:
                 wait_for(self._works)
             self._works = ()
-            _begun.pop(id(self), None)
+            if _begun:
+                _begun.pop(id(self), None)
         if self._finish is not None:
             self._value = self._finish(self._value)
             self._finish = None
