@@ -296,6 +296,7 @@ class Monitor(Note):
             raise LockstepError(self.failure)
         waited = time.monotonic() - begin
         if self.gone and (self.seconds is None or waited + 2 * self.period < self.seconds):
+            self._raise_if_parted()
             where, _ = position()
             head = f"rank {world.process_rank()} waits in vain at {where}:"
             raise PeerError(join_failures(head, [f"rank {rank} {text}" for rank, text in sorted(self.gone.items())]))
@@ -442,6 +443,18 @@ class Monitor(Note):
         }
         self.failure = _parting_text(rings)
 
+    def _raise_if_parted(self) -> None:
+        """Raise the error of ranks that have parted, which this rank's thread may be about to make.
+
+        A rank that has left with it is then no news.
+        """
+        if self.every and any(self.store.check([f"parted/{group.key}"]) for group in list(self.groups.values())):
+            end = time.monotonic() + 10 * _PERIOD
+            while not self.failure and time.monotonic() < end:
+                time.sleep(0.005)
+        if self.failure:
+            raise LockstepError(self.failure)
+
     def _meet(self) -> None:
         """Wait for all ranks of this rank's groups, and compare once more."""
         me, limit = world.process_rank(), self.seconds or _MEETING
@@ -462,6 +475,7 @@ class Monitor(Note):
             if not late:
                 break
             if gone := [rank for rank in late if store.check([f"left/{rank}"])]:
+                self._raise_if_parted()
                 lines = [f"rank {rank} {store.get(f'left/{rank}').decode()}" for rank in gone]
                 raise PeerError(join_failures(f"rank {me} has come to the end of the block alone:", lines))
             if time.monotonic() > end:
