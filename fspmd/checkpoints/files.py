@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from typing import Any, Final, Self
 from zlib import crc32
 
-import torch
-from torch import Tensor
-
 from fspmd.errors import ArgumentError, CheckpointError
 from fspmd.messages import described
 
@@ -38,22 +35,19 @@ def told(action: str, path: str) -> Iterator[None]:
         raise CheckpointError(f"cannot {action} {path}: {error.strerror or error}") from error
 
 
-def bytes_of(x: Tensor) -> bytearray:
-    """Return the bytes of a contiguous tensor of the host. Torch itself would ask NumPy for them."""
-    data = bytearray(x.nbytes)
-    if data:
-        torch.frombuffer(data, dtype=torch.uint8).copy_(x.view(-1).view(torch.uint8))
-    return data
+def sync(path: str | os.PathLike[str]) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: str) -> None:
     """Make the names in a folder durable."""
     with told("sync the folder", path):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 def write_file(path: str, data: bytes) -> None:

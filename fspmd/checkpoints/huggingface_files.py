@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.checkpoints.files import sync
 from fspmd.checkpoints.huggingface_names import package
 from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh
@@ -154,10 +155,10 @@ class NewFolder:
     def finish(self) -> None:
         """Give the folder its name, once all of it is on the disk."""
         for path in (*self.path.iterdir(), self.path):
-            _sync(path)
+            sync(path)
         os.rename(self.path, self.folder)
         try:
-            _sync(self.folder.parent)
+            sync(self.folder.parent)
         except OSError as error:
             raise ArgumentError(
                 f"{self.what}: {self.folder} is written, but may be lost if the power fails: {error}; call os.sync()"
@@ -166,14 +167,6 @@ class NewFolder:
     def drop(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------

@@ -168,9 +168,7 @@ def _own_boxes(spec: TensorSpec) -> Iterator[Cuboid]:
         else:
             yield Cuboid(spec.offset(coordinate), spec.local_shape(coordinate))
         return
-    held = frame(mesh, spec.partition.axes)
-    for index in held.coordinates():
-        coordinate = tuple((dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, index, strict=True))).values())
+    for coordinate in frame(mesh, spec.partition.axes).mesh_coordinates():
         yield Cuboid(spec.offset(coordinate), spec.local_shape(coordinate))
 
 

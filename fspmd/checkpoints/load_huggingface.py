@@ -27,7 +27,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, describe
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import local_tensor
+from fspmd.transport.local_tensor import blocks_of, local_tensor
 
 WHAT: Final = "load_huggingface"
 
@@ -192,7 +192,7 @@ _UNEXPECTED: Final = "to leave tensors of the files out, write strict=False"
 
 
 def _check_equal(x: Sharded, name: str, other: Sharded, twin: str) -> None:
-    blocks, others = ([*getattr(one.local, "shards", [one.local])] for one in (x, other))
+    blocks, others = (blocks_of(one.local) for one in (x, other))
     if not all(map(torch.equal, blocks, others)):
         raise TreeError(
             f"{WHAT}: {name!r} and {twin!r} are tied in the model, but differ in the files; write "
@@ -206,11 +206,7 @@ def _sharded(source: FileParameter, spec: TensorSpec, stored: Mapping[str, Store
     settled = spec.with_partition(P(*partition, reduced=partition.reduced))
     if mesh.transport == "simulation":
         held = frame(mesh, partition.axes)
-        blocks = []
-        for index in held.coordinates():
-            at = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, index, strict=True))
-            blocks.append(_block(source, settled, tuple(at.values()), stored))
-        local = local_tensor(blocks, held)
+        local = local_tensor([_block(source, settled, at, stored) for at in held.mesh_coordinates()], held)
     else:
         local = _block(source, settled, mesh.coordinate() or (), stored)
     return Sharded(redistribute(local, settled, spec), spec)

@@ -14,10 +14,11 @@ from torch import Tensor
 from fspmd.checkpoints import folders
 from fspmd.checkpoints.boxes import boxed
 from fspmd.checkpoints.crew import Crew, crew_of
-from fspmd.checkpoints.files import PathLike, bytes_of, checked_path
+from fspmd.checkpoints.files import PathLike, checked_path
 from fspmd.checkpoints.handles import SaveHandle, finish_last
 from fspmd.checkpoints.leaves import NamedLeaf, encoded, kind_of, named_leaves
 from fspmd.checkpoints.writing import finish, is_spread, plain_block, work_of
+from fspmd.digests import bytes_of
 from fspmd.errors import ArgumentError, MeshError, TreeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described

@@ -254,8 +254,7 @@ def _complaint(
     mesh = body.mesh
     at = mesh.coordinate() or ()
     if held is not None:
-        coordinate = list(held.coordinates())[place]
-        at = tuple((dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, coordinate, strict=True))).values())
+        at = list(held.mesh_coordinates())[place]
     return (
         f"ragged_all_to_all: on {where(mesh, at)} {wrong}; recv_sizes is all_to_all(send_sizes, axis_name, 0, 0, "
         "tiled=True), and offsets and sizes must stay within the tensors"

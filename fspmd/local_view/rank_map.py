@@ -99,9 +99,8 @@ def _simulated(
     columns = [unbind(x, held) if isinstance(x, Tensor) else (x,) * held.volume for x in leaves]
     rows, outer = [], world.SIMULATED.get()
     try:
-        for i, at in enumerate(held.coordinates()):
-            full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(held.axes, at, strict=True))
-            world.SIMULATED.set(mesh.rank_at(tuple(full.values())))
+        for i, at in enumerate(held.mesh_coordinates()):
+            world.SIMULATED.set(mesh.rank_at(at))
             with one_stream(seed, i):
                 rows.append(_called(fn, [column[i] for column in columns], treedef, mesh.device))
     finally:  # by one call of C, as an interrupt may end a function of Python at its start

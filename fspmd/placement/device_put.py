@@ -210,7 +210,7 @@ def from_callback(
     layout = TensorSpec(mesh, spec, shape, torch.float32)
     simulated = mesh.transport == "simulation"
     block_frame = frame(mesh, layout.partition.axes | layout.partition.unreduced if simulated else mesh.axis_names)
-    coordinates = [_coordinate(mesh, block_frame.axes, index) for index in block_frame.coordinates()]
+    coordinates = list(block_frame.mesh_coordinates())
     if simulated:
         results = [_call_for_block(fn, layout, coordinate) for coordinate in coordinates]
         layouts = [(x.dtype, tuple(x.shape)) if is_plain(x) else None for x in results]
@@ -228,12 +228,6 @@ def from_callback(
     blocks = [x.to(mesh.device) for x in results if is_plain(x)]
     local = local_tensor(blocks, block_frame) if simulated else blocks[0]
     return Sharded(local, TensorSpec(mesh, spec, shape, local.dtype))
-
-
-def _coordinate(mesh: Mesh, axes: tuple[str, ...], index: tuple[int, ...]) -> tuple[int, ...]:
-    """The mesh coordinate with an index along some axes, and 0 along the others."""
-    full = dict.fromkeys(mesh.axis_names, 0) | dict(zip(axes, index, strict=True))
-    return tuple(full.values())
 
 
 def _call_for_block(fn: Callable[[tuple[slice, ...]], Tensor], layout: TensorSpec, coordinate: tuple[int, ...]) -> Any:

@@ -70,9 +70,7 @@ def _places(spec: TensorSpec) -> tuple[Frame, tuple[_Place, ...]]:
     """The frame of a value in a simulation, and the places of its blocks in the frame's order."""
     mesh = spec.mesh
     value_frame = frame(mesh, spec.partition.axes | spec.partition.unreduced)
-    origin = dict.fromkeys(mesh.axis_names, 0)
-    coordinates = (origin | dict(zip(value_frame.axes, index, strict=True)) for index in value_frame.coordinates())
-    return value_frame, tuple(_place(spec, tuple(coordinate.values())) for coordinate in coordinates)
+    return value_frame, tuple(_place(spec, coordinate) for coordinate in value_frame.mesh_coordinates())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -34,6 +34,12 @@ class Frame:
     def coordinates(self) -> Iterable[tuple[int, ...]]:
         """Return every coordinate over the axes of the frame, row-major."""
         return itertools.product(*map(range, self.sizes))
+
+    def mesh_coordinates(self) -> Iterator[tuple[int, ...]]:
+        """Yield the same coordinates on the whole mesh: those of the first rank that has each block."""
+        origin = dict.fromkeys(self.mesh.axis_names, 0)
+        for index in self.coordinates():
+            yield tuple((origin | dict(zip(self.axes, index, strict=True))).values())
 
 
 _FRAMES: Final[WeakValueDictionary[Any, Frame]] = WeakValueDictionary()
