@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -27,10 +26,22 @@ from torch import Tensor
 
 from fspmd.digests import digests
 from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
-from fspmd.inspection.lines import UserLine, line_of, user_line
+from fspmd.inspection.histories import (
+    DIGEST,
+    SHOWN,
+    History,
+    fact_of,
+    facts_of,
+    key_of,
+    parting_text,
+    ring_of,
+    ring_text,
+    text_of,
+)
+from fspmd.inspection.lines import UserLine, user_line
 from fspmd.inspection.lost_peers import told_by
-from fspmd.inspection.positions import collective_text, position
-from fspmd.inspection.watch import Communication, Note, communicates, note_with
+from fspmd.inspection.positions import position
+from fspmd.inspection.watch import Communication, Note, note_with
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
@@ -43,42 +54,17 @@ from fspmd.transport.pending import Message, wait_with
 from fspmd.transport.reports import failure_text, within
 
 _PERIOD: Final = 0.25  # seconds between two signs of life
-_RING: Final = 4096  # the last collectives of a group that are kept
-_SHOWN: Final = 16  # ranks
 _KEPT: Final = 64  # hashes of each group that stay in the store
 _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
 _numbers: Final = itertools.count()
 _DTYPES: Final = {
     dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 }
-_DIGEST: Final = "with the bits"  # a word of the text of a value
-#: facts of a call that moves nothing between processes
-_SILENT: Final = (0, "", False)
 
-PARTED: Final = (
-    "all ranks must make the same calls in the same order, on equal shapes: take the calls of one rank alone out of "
-    "their `if`, or make them on all ranks"
-)
-_VALUES: Final = (
-    "give all ranks the same seed and the same tensors: broadcast(tree, src=0), device_put(tree, specs, src=0), or "
-    "from_process_local for parts that each rank has loaded"
-)
 LATE: Final = (
     "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
     "lockstep() the first line where they part"
 )
-
-
-class _History:
-    """The collectives of this rank in a group."""
-
-    __slots__ = ("count", "due", "hash", "key", "ranks", "ring")
-
-    def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
-        self.key, self.ranks = key, ranks
-        self.count = self.hash = 0
-        self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape
-        self.due: deque[tuple[int, int]] = deque()  # counts and hashes that were not compared yet
 
 
 class Monitor(Note):
@@ -94,7 +80,7 @@ class Monitor(Note):
         self.period = min(_PERIOD, seconds / 8) if seconds else _PERIOD
         self.slice = timedelta(seconds=self.period)
         self.number = next(_numbers)
-        self.groups: dict[str, _History] = {}
+        self.groups: dict[str, History] = {}
         self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
         self.last: tuple[Any, ...] | None = None  # the last collective, as in a ring, and its time
         self.waiting: float | None = None  # since when this rank waits
@@ -156,7 +142,7 @@ class Monitor(Note):
     def call(self, call: Call, x: Tensor, line: UserLine) -> None:
         facts = call.facts
         if facts is None:
-            facts = call.facts = _facts_of(call)
+            facts = call.facts = facts_of(call)
         number, key, is_even = facts
         if not number:
             return
@@ -189,11 +175,11 @@ class Monitor(Note):
             return
         if self.failure:
             raise LockstepError(self.failure)
-        line, key = user_line(sys._getframe(1)), _key_of(mesh, ())
+        line, key = user_line(sys._getframe(1)), key_of(mesh, ())
         group = self.groups.get(key) or self._group(mesh, (), key)
         group.hash = now = hash((group.hash, number, zlib.crc32(text.encode()), line.number))
         group.count = count = group.count + 1
-        value = f"{text}, {_DIGEST} {number & (1 << 64) - 1:016x}"
+        value = f"{text}, {DIGEST} {number & (1 << 64) - 1:016x}"
         group.ring.append((count, now, value, line, None, (), time.monotonic()))
         if not count % self.every:
             group.due.append((count, now))
@@ -201,7 +187,7 @@ class Monitor(Note):
     def record(self, communications: Sequence[Communication]) -> None:
         known = self.facts.get((id(communications),))
         if known is None:
-            known = communications, [_fact_of(each) for each in communications]
+            known = communications, [fact_of(each) for each in communications]
             if isinstance(communications, tuple):
                 self.facts[(id(communications),)] = known
         for number, key, each, line in known[1]:
@@ -221,11 +207,11 @@ class Monitor(Note):
         if self.outer is not None:
             self.outer.record(communications)
 
-    def _group(self, mesh: Mesh, axes: tuple[str, ...], key: str) -> _History:
+    def _group(self, mesh: Mesh, axes: tuple[str, ...], key: str) -> History:
         if self.thread is None:
             self.begin()
         ranks = tuple(sorted(mesh.group_ranks(axes or mesh.axis_names)))
-        group = self.groups[key] = _History(key, ranks)
+        group = self.groups[key] = History(key, ranks)
         return group
 
     def wait(self, work: Any) -> None:
@@ -318,8 +304,8 @@ class Monitor(Note):
                 "0 without torchrun, has ended or is stopped"
             )
         others = [rank for rank in ranks or range(world.world_size()) if rank != me]
-        lines += [f"rank {rank} {self._state(rank, now)}" for rank in others[:_SHOWN]]
-        lines += [f"and {counted(len(others) - _SHOWN, 'other rank')}"] if len(others) > _SHOWN else []
+        lines += [f"rank {rank} {self._state(rank, now)}" for rank in others[:SHOWN]]
+        lines += [f"and {counted(len(others) - SHOWN, 'other rank')}"] if len(others) > SHOWN else []
         lines += told_by(tuple(others), waited + 60)
         head = f"rank {me} has waited {waited:.1f} s at {where}, longer than the deadline of {self.seconds} s:"
         return join_failures(head, lines, LATE)
@@ -343,7 +329,7 @@ class Monitor(Note):
     def _told(self, left: bool = False) -> str:
         """What this rank tells the others."""
         last, waiting, now = self.last, self.waiting, time.monotonic()
-        at = "" if last is None else f"{_text_of(last)}, {now - last[-1]:.1f} s ago"
+        at = "" if last is None else f"{text_of(last)}, {now - last[-1]:.1f} s ago"
         waits = None if waiting is None else now - waiting
         return json.dumps({"at": at, "waits": waits, "left": left, "time": now})
 
@@ -383,10 +369,10 @@ class Monitor(Note):
                 if self.store.check([f"left/{rank}"]):
                     self.gone[rank] = self.store.get(f"left/{rank}").decode()
 
-    def _last_group(self) -> _History:
+    def _last_group(self) -> History:
         assert self.last is not None
         call = self.last[2]
-        return self.groups[_key_of(call.mesh, call.axes)]
+        return self.groups[key_of(call.mesh, call.axes)]
 
     def _compare(self, me: int, is_long: bool) -> None:
         """Compare the hashes that are due, or if this rank waits for long, the last collectives of its group."""
@@ -405,19 +391,19 @@ class Monitor(Note):
                     parts = True
                 group.due.popleft()
             if is_long and self.last is not None and group is self._last_group():
-                store.set(f"ring/{group.key}/{me}", _ring_text(group))
+                store.set(f"ring/{group.key}/{me}", ring_text(group))
                 parts = parts or self._has_parted(group, me)
             if parts or store.check([f"parted/{group.key}"]):
                 self._part(group, me)
 
-    def _has_parted(self, group: _History, me: int) -> bool:
+    def _has_parted(self, group: History, me: int) -> bool:
         """Whether the last collectives of a waiting rank of the group are others, or a rank has ended with fewer."""
         mine = {count: number for count, number, *_ in group.ring}
         for rank in group.ranks:
             if rank == me:
                 continue
             if self.store.check([f"ring/{group.key}/{rank}"]):
-                theirs = _ring_of(self.store.get(f"ring/{group.key}/{rank}"))
+                theirs = ring_of(self.store.get(f"ring/{group.key}/{rank}"))
                 if any(mine.get(count, number) != number for count, (number, _) in theirs.items()):
                     return True
             if self.store.check([f"end/{rank}"]):
@@ -426,10 +412,10 @@ class Monitor(Note):
                     return True
         return False
 
-    def _part(self, group: _History, me: int) -> None:
+    def _part(self, group: History, me: int) -> None:
         """Tell the last collectives to all ranks of a group, and make the error of theirs."""
         store = self.store
-        store.set(f"ring/{group.key}/{me}", _ring_text(group))
+        store.set(f"ring/{group.key}/{me}", ring_text(group))
         store.set(f"parted/{group.key}", "")
         store.set(f"told/{group.key}/{me}", "")
         keys = {rank: f"told/{group.key}/{rank}" for rank in group.ranks}
@@ -438,10 +424,10 @@ class Monitor(Note):
             store.set(f"at/{me}", self._told())
             time.sleep(0.02)
         rings = {
-            rank: _ring_of(store.get(f"ring/{group.key}/{rank}")) if store.check([keys[rank]]) else {}
+            rank: ring_of(store.get(f"ring/{group.key}/{rank}")) if store.check([keys[rank]]) else {}
             for rank in group.ranks
         }
-        self.failure = _parting_text(rings)
+        self.failure = parting_text(rings)
 
     def _raise_if_parted(self) -> None:
         """Raise the error of ranks that have parted, which this rank's thread may be about to make.
@@ -481,7 +467,7 @@ class Monitor(Note):
             if time.monotonic() > end:
                 self._hear(me)
                 now = time.monotonic()
-                lines = [f"rank {rank} {self._state(rank, now)}" for rank in late[:_SHOWN]]
+                lines = [f"rank {rank} {self._state(rank, now)}" for rank in late[:SHOWN]]
                 head = f"rank {me} has waited {limit} s at the end of the block for {counted(len(late), 'rank')}:"
                 raise DeadlineError(join_failures(head, lines, LATE))
             time.sleep(0.005)
@@ -515,86 +501,3 @@ def _store(prefix: str) -> Any:
         except (AttributeError, RuntimeError):
             _clones[:] = [(base, base)]
     return type(store)(prefix, _clones[0][1])
-
-
-def _key_of(mesh: Mesh, axes: tuple[str, ...]) -> str:
-    """A short name of the ranks of a group."""
-    ranks = sorted(mesh.group_ranks(axes or mesh.axis_names))
-    return f"{len(ranks)}-{zlib.crc32(repr(ranks).encode()):08x}-{ranks[0]}"
-
-
-def _facts_of(call: Call) -> tuple[int, str, bool]:
-    """A number for a call that all ranks of its group agree on, the name of the group, and whether blocks are even."""
-    mesh, o = call.mesh, call.options
-    if mesh.transport != "process_group" or mesh.coordinate() is None or not communicates(call):
-        return _SILENT
-    if o.index_groups is not None or o.move is not None:  # its ranks are not those of axes
-        return _SILENT
-    is_even = o.sizes is None and o.concat_sizes is None and o.routes is None
-    given = call.pair.name, call.axes, mesh.axis_names, tuple(mesh.shape.values()), tuple(mesh.ranks), o.op, o.dim
-    text = repr((*given, o.sizes, o.concat_dim, o.concat_sizes, o.perm, o.root))
-    return zlib.crc32(text.encode()) + 1, _key_of(mesh, call.axes), is_even
-
-
-def _fact_of(each: Communication) -> tuple[int, str, Communication, UserLine]:
-    """The same of a collective in a record, with its line. Shapes of blocks may be uneven, so they do not count."""
-    mesh, line = each.mesh, line_of(each.cause.where)
-    if mesh.transport != "process_group" or mesh.coordinate() is None or each.kind == "reblock":
-        return 0, "", each, line
-    text = repr((each.kind, each.axes, mesh.axis_names, tuple(mesh.shape.values()), tuple(mesh.ranks), str(each.dtype)))
-    key = _key_of(mesh, each.axes)
-    return zlib.crc32(f"{text} {each.backward} {len(each.shape)} {line.where}".encode()) + 1, key, each, line
-
-
-def _text_of(entry: tuple[Any, ...]) -> str:
-    _, _, call, line, dtype, shape, _ = entry
-    if isinstance(call, str):  # a value
-        return f"{call} ({line.where})"
-    kind = call.pair.name if isinstance(call, Call) else call.kind
-    if isinstance(call, Call) and call.options.op != "sum":
-        kind += f" ({call.options.op})"
-    return f"{collective_text(kind, call.mesh, call.axes, dtype, tuple(shape))} ({line.where})"
-
-
-def _ring_text(group: _History) -> str:
-    """The last collectives of a group: texts, and for each collective its count, hash, and the place of its text."""
-    places: dict[str, int] = {}
-    ring = [(entry[0], entry[1], places.setdefault(_text_of(entry), len(places))) for entry in list(group.ring)]
-    return json.dumps((list(places), ring))
-
-
-def _ring_of(text: bytes) -> dict[int, tuple[int, str]]:
-    """By count the hash and the text of each collective."""
-    texts, ring = json.loads(text)
-    return {count: (number, texts[place]) for count, number, place in ring}
-
-
-def _parting_text(rings: dict[int, dict[int, tuple[int, str]]]) -> str:
-    """The error for ranks of a group whose last collectives differ."""
-    told = {rank: ring for rank, ring in rings.items() if ring}
-    counts = sorted({count for ring in told.values() for count in ring})
-    oldest = max((min(ring) for ring in told.values()), default=0)
-    first = next((c for c in counts if c >= oldest and _differ(told, rings, c)), counts[-1] if counts else 0)
-    known = first == 1 or all(first - 1 in ring for ring in told.values() if first in ring)
-    ordinal = f"collective number {first} of their group in this block"
-    head = f"ranks ran different collectives, from {ordinal} on:" if known else f"ranks parted before {ordinal}:"
-    lines = []
-    for rank in list(rings)[:_SHOWN]:
-        ring = told.get(rank)
-        if ring is None:
-            text = "has told of no collective of this group"
-        elif first in ring:
-            text = ring[first][1]
-        else:
-            text = f"none; the last was {ring[max(ring)][1]}"
-        lines.append(f"rank {rank}: {text}")
-    if known and len(told) == len(rings) and all(_DIGEST in ring.get(first, (0, ""))[1] for ring in told.values()):
-        head = "ranks pass other values where all must pass one global value:"
-        return join_failures(head, lines, _VALUES)
-    return join_failures(head, lines, PARTED)
-
-
-def _differ(told: dict[int, dict[int, tuple[int, str]]], rings: dict[int, Any], count: int) -> bool:
-    """Whether ranks differ in the collective with this number."""
-    numbers = {ring[count][0] if count in ring else None for ring in told.values()}
-    return len(numbers) > 1 or len(told) < len(rings)

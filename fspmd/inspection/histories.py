@@ -1,0 +1,125 @@
+"""What a rank ran in each of its groups: a history with a hash, and the error for ranks whose histories differ."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import deque
+from typing import Any, Final
+
+from fspmd.errors import join_failures
+from fspmd.inspection.lines import UserLine, line_of
+from fspmd.inspection.positions import collective_text
+from fspmd.inspection.watch import Communication, communicates
+from fspmd.meshes.mesh import Mesh
+from fspmd.pairs import Call
+
+_RING: Final = 4096  # the last collectives of a group that are kept
+SHOWN: Final = 16  # ranks
+DIGEST: Final = "with the bits"  # a word of the text of a value
+#: facts of a call that moves nothing between processes
+_SILENT: Final = (0, "", False)
+
+PARTED: Final = (
+    "all ranks must make the same calls in the same order, on equal shapes: take the calls of one rank alone out of "
+    "their `if`, or make them on all ranks"
+)
+_VALUES: Final = (
+    "give all ranks the same seed and the same tensors: broadcast(tree, src=0), device_put(tree, specs, src=0), or "
+    "from_process_local for parts that each rank has loaded"
+)
+
+
+class History:
+    """The collectives of this rank in a group."""
+
+    __slots__ = ("count", "due", "hash", "key", "ranks", "ring")
+
+    def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
+        self.key, self.ranks = key, ranks
+        self.count = self.hash = 0
+        self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape
+        self.due: deque[tuple[int, int]] = deque()  # counts and hashes that were not compared yet
+
+
+def key_of(mesh: Mesh, axes: tuple[str, ...]) -> str:
+    """A short name of the ranks of a group."""
+    ranks = sorted(mesh.group_ranks(axes or mesh.axis_names))
+    return f"{len(ranks)}-{zlib.crc32(repr(ranks).encode()):08x}-{ranks[0]}"
+
+
+def facts_of(call: Call) -> tuple[int, str, bool]:
+    """A number for a call that all ranks of its group agree on, the name of the group, and whether blocks are even."""
+    mesh, o = call.mesh, call.options
+    if mesh.transport != "process_group" or mesh.coordinate() is None or not communicates(call):
+        return _SILENT
+    if o.index_groups is not None or o.move is not None:  # its ranks are not those of axes
+        return _SILENT
+    is_even = o.sizes is None and o.concat_sizes is None and o.routes is None
+    given = call.pair.name, call.axes, mesh.axis_names, tuple(mesh.shape.values()), tuple(mesh.ranks), o.op, o.dim
+    text = repr((*given, o.sizes, o.concat_dim, o.concat_sizes, o.perm, o.root))
+    return zlib.crc32(text.encode()) + 1, key_of(mesh, call.axes), is_even
+
+
+def fact_of(each: Communication) -> tuple[int, str, Communication, UserLine]:
+    """The same of a collective in a record, with its line. Shapes of blocks may be uneven, so they do not count."""
+    mesh, line = each.mesh, line_of(each.cause.where)
+    if mesh.transport != "process_group" or mesh.coordinate() is None or each.kind == "reblock":
+        return 0, "", each, line
+    text = repr((each.kind, each.axes, mesh.axis_names, tuple(mesh.shape.values()), tuple(mesh.ranks), str(each.dtype)))
+    key = key_of(mesh, each.axes)
+    return zlib.crc32(f"{text} {each.backward} {len(each.shape)} {line.where}".encode()) + 1, key, each, line
+
+
+def text_of(entry: tuple[Any, ...]) -> str:
+    _, _, call, line, dtype, shape, _ = entry
+    if isinstance(call, str):  # a value
+        return f"{call} ({line.where})"
+    kind = call.pair.name if isinstance(call, Call) else call.kind
+    if isinstance(call, Call) and call.options.op != "sum":
+        kind += f" ({call.options.op})"
+    return f"{collective_text(kind, call.mesh, call.axes, dtype, tuple(shape))} ({line.where})"
+
+
+def ring_text(group: History) -> str:
+    """The last collectives of a group: texts, and for each collective its count, hash, and the place of its text."""
+    places: dict[str, int] = {}
+    ring = [(entry[0], entry[1], places.setdefault(text_of(entry), len(places))) for entry in list(group.ring)]
+    return json.dumps((list(places), ring))
+
+
+def ring_of(text: bytes) -> dict[int, tuple[int, str]]:
+    """By count the hash and the text of each collective."""
+    texts, ring = json.loads(text)
+    return {count: (number, texts[place]) for count, number, place in ring}
+
+
+def parting_text(rings: dict[int, dict[int, tuple[int, str]]]) -> str:
+    """The error for ranks of a group whose last collectives differ."""
+    told = {rank: ring for rank, ring in rings.items() if ring}
+    counts = sorted({count for ring in told.values() for count in ring})
+    oldest = max((min(ring) for ring in told.values()), default=0)
+    first = next((c for c in counts if c >= oldest and _differ(told, rings, c)), counts[-1] if counts else 0)
+    known = first == 1 or all(first - 1 in ring for ring in told.values() if first in ring)
+    ordinal = f"collective number {first} of their group in this block"
+    head = f"ranks ran different collectives, from {ordinal} on:" if known else f"ranks parted before {ordinal}:"
+    lines = []
+    for rank in list(rings)[:SHOWN]:
+        ring = told.get(rank)
+        if ring is None:
+            text = "has told of no collective of this group"
+        elif first in ring:
+            text = ring[first][1]
+        else:
+            text = f"none; the last was {ring[max(ring)][1]}"
+        lines.append(f"rank {rank}: {text}")
+    if known and len(told) == len(rings) and all(DIGEST in ring.get(first, (0, ""))[1] for ring in told.values()):
+        head = "ranks pass other values where all must pass one global value:"
+        return join_failures(head, lines, _VALUES)
+    return join_failures(head, lines, PARTED)
+
+
+def _differ(told: dict[int, dict[int, tuple[int, str]]], rings: dict[int, Any], count: int) -> bool:
+    """Whether ranks differ in the collective with this number."""
+    numbers = {ring[count][0] if count in ring else None for ring in told.values()}
+    return len(numbers) > 1 or len(told) < len(rings)
