@@ -86,7 +86,7 @@ def test_a_circle_of_ranks_is_told(four: Processes) -> None:
     """Each waits for another one over another axis: no hash differs."""
     for rank, error in enumerate(_run(four, fault_programs.another_order, within=10)):
         axis = "y" if rank in (0, 3) else "x"
-        assert error.startswith(f"DeadlineError: rank {rank} has waited 1."), error
+        assert error.startswith(f"DeadlineError: rank {rank} has waited 4."), error
         assert f" s at psum over '{axis}' of mesh(x=2, y=2), f64[4] (fault_programs.py:" in error
         assert f"s; it was last at psum over '{'x' if axis == 'y' else 'y'}' of mesh(x=2, y=2)" in error
 
