@@ -334,13 +334,23 @@ def test_a_flipped_bit_or_a_lost_end_names_file_and_leaf(tmp_path: Path) -> None
         load(tmp_path, tree)
 
 
-def test_a_crafted_index_runs_no_code(tmp_path: Path) -> None:
-    class Crafted:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "made"),)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("posix", "mkdir"),
+        ("torch.distributed.checkpoint.metadata", "os.mkdir"),  # a module that the file may name imports os
+        ("torch.distributed.checkpoint.metadata", "os"),
+        ("torch", "os.mkdir"),
+        ("pathlib", "PosixPath.mkdir"),
+    ],
+)
+def test_a_crafted_index_runs_no_code(tmp_path: Path, module: str, name: str) -> None:
+    def text(value: str) -> bytes:
+        return pickle.SHORT_BINUNICODE + bytes([len(value)]) + value.encode()
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Crafted()))
-    with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
+    call = text(module) + text(name) + pickle.STACK_GLOBAL + text(str(tmp_path / "made")) + pickle.TUPLE1
+    (tmp_path / ".metadata").write_bytes(pickle.PROTO + b"\x04" + call + pickle.REDUCE + pickle.STOP)
+    with pytest.raises(CheckpointError, match=rf"it names {re.escape(module)}\.{re.escape(name)}, which"):
         load(tmp_path, {"w": 1})
     assert not (tmp_path / "made").exists()
 

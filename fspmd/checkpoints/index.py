@@ -150,16 +150,17 @@ class _Unpickler(pickle.Unpickler):
     """Reads ``.metadata``, and makes no other objects than it has: a crafted file runs no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        classes = {"torch": ("Size", "float32"), "collections": ("OrderedDict", "defaultdict"), "builtins": ("set",)}
+        classes = {"torch": ("Size",), "collections": ("OrderedDict", "defaultdict"), "builtins": ("set",)}
         known = (
             module == "torch.distributed.checkpoint.metadata"
             or (module == "torch.distributed.checkpoint.filesystem" and name == storage_info_class().__name__)
             or (module == "torch.serialization" and name.endswith("get_layout"))
-            or (module.startswith("pathlib") and name.endswith("Path"))
+            or (module in ("pathlib", "pathlib._local") and name.endswith("Path"))
             or name in classes.get(module, ())
         )
-        found = super().find_class(module, name) if known or module == "torch" else None
-        if not known and not isinstance(found, torch.dtype):
+        is_plain = (known or module == "torch") and "." not in name  # "os.system" reaches into what a module imports
+        found = super().find_class(module, name) if is_plain else None
+        if not isinstance(found, torch.dtype) and not (known and getattr(found, "__module__", None) == module):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
         return found
 
