@@ -245,8 +245,8 @@ def failures_alike() -> list[str]:
     """What is said on this rank of trees and arguments that differ by rank, and of a disk that is full on one."""
     from fault_shim import FULL, fail_at
 
-    rank = dist.get_rank()
     grid = make_mesh((2, 2), ("x", "y"), device="cpu")
+    rank = dist.get_rank()
     w, folder = device_put(torch.ones(5, 7), P("x", "y"), mesh=grid), shared_folder()
     told = [
         complaint(lambda: save(folder, {"w": w, "seed": rank // 3})),
@@ -256,6 +256,8 @@ def failures_alike() -> list[str]:
         complaint(lambda: save(folder, {"w": w, "f": print})),
         complaint(lambda: load(folder, {"w": w}) if rank else save(folder, {"w": w})),
     ]
+    name = "adam" + str(rank // 4)  # equal on all ranks, and on one of them one object
+    save(folder, {"w": w, "names": [name, name if rank else "adam" + str(rank // 4)]}, step=0, keep=1)
     save(folder, {"w": w}, step=1)
 
     def full(**options: Any) -> Any:

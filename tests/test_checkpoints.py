@@ -134,7 +134,7 @@ def test_all_ranks_hear_of_failures_alike(four: Processes) -> None:
         "True",
         "PATH/step-00000001/__2_0.distcp is damaged: 'w' has another checksum",
         "like['v'] is missing: no leaf 'v' was saved\n  * like['w'] is f64[5, 7], but f32[5, 7] was saved",
-        "found no step 7 in PATH; the steps there: 1",
+        "found no step 7 in PATH; the steps there: 0, 1",
     )
     assert [text for text, word in zip(told[0], words, strict=True) if word not in text] == []
 
@@ -382,6 +382,31 @@ def test_steps_are_kept_replaced_and_found(tmp_path: Path) -> None:
     assert load(tmp_path / "other", like)["count"] == 13
 
 
+def test_only_what_a_step_has_itself_is_removed_with_it(tmp_path: Path) -> None:
+    like, base, run = small_tree(MESH, 0), tmp_path / "base", tmp_path / "run"
+    first = save(base, small_tree(MESH, 1), step=1).folder
+    run.mkdir()
+    os.symlink(first, run / "step-00000001")  # a run that goes on from the step of another
+    (run / "step-7").touch()
+    assert load(run, like, step=1)["count"] == 1
+    folder = save(run, small_tree(MESH, 2), step=2, keep=1).folder
+    assert load(base, like)["count"] == 1
+    os.makedirs(f"{folder}/tokenizer/old")
+    Path(folder, "tokenizer", "old", "words").touch()
+    save(run, small_tree(MESH, 3), step=3, keep=1)
+    assert sorted(os.listdir(run)) == ["latest", "step-00000003", "step-7"]
+
+
+def test_a_leftover_that_stays_is_a_warning(tmp_path: Path) -> None:
+    save(tmp_path, small_tree(MESH, 1), step=1)
+    (tmp_path / ".removing-step-00000000").mkdir()
+    with watched(fail_at(0, READ_ONLY, ("rmdir",))), pytest.warns(UserWarning, match="could not remove an old step"):
+        save(tmp_path, small_tree(MESH, 2), step=2)
+    assert latest_step(tmp_path) == 2
+    save(tmp_path, small_tree(MESH, 3), step=3, keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000003"]
+
+
 def test_a_copy_is_saved_and_written_behind_the_back(tmp_path: Path) -> None:
     gate = threading.Event()
     tree = {"w": device_put(torch.ones(5), P("x"), mesh=MESH), "t": torch.ones(3), "list": [1]}
@@ -413,9 +438,11 @@ os.write = lambda *args: 1 / 0 if len(args[1]) == 3 else real(*args)
 
 def test_mistakes_are_told_in_one_message(tmp_path: Path) -> None:
     w = device_put(torch.ones(5, 7), P("x"), mesh=MESH)
+    mistakes = {"f": print, "m": torch.nn.Linear(1, 1), "s": torch.eye(2).to_sparse(), "l": w.local, "i": 1 << 2047}
     with pytest.raises(FspmdError) as error:
-        save(tmp_path, {"f": print, "m": torch.nn.Linear(1, 1), "s": torch.eye(2).to_sparse(), "l": w.local, "ok": 1})
-    assert all(text in str(error.value) for text in ("tree['f'] is", "tree['m'] is", "tree['s'] is", "tree['l'] holds"))
+        save(tmp_path, {**mistakes, "ok": 1})
+    for name, text in {"f": "is", "m": "is", "s": "is", "l": "holds", "i": "is an int"}.items():
+        assert f"tree[{name!r}] {text}" in str(error.value)
     for tree, text in (
         ({"a.b": 1, "a": {"b": 2}}, "have one name, 'a.b'"),
         ({"w": w.spec}, "tree['w'] is a TensorSpec"),
@@ -438,5 +465,10 @@ def test_mistakes_are_told_in_one_message(tmp_path: Path) -> None:
         "'gone' was",
     ):
         assert text in str(error.value)
-    found = load(tmp_path, {"w": w, "new": 7}, strict=False)
+    save(tmp_path, {"short": torch.zeros(3).byte(), "wrong": torch.zeros(5056).byte()})
+    with pytest.raises(CheckpointError, match=r"like\['short'\] is u8\[5056\], but u8\[3\] was saved"):
+        load(tmp_path, {"short": torch.Generator()}, strict=False)
+    with pytest.raises(CheckpointError, match="Invalid mt19937 state"):
+        load(tmp_path, {"wrong": torch.Generator()}, strict=False)
+    found = load(tmp_path, {"w": w, "new": 7}, step=0, strict=False)
     assert tree_bits(found) == tree_bits({"w": w, "new": 7})

@@ -62,13 +62,14 @@ def read_file(path: str) -> bytes:
         return file.read()
 
 
-def remove_folder(path: str) -> None:
-    """Remove a folder and its files. One that is gone already is no error."""
-    if not os.path.isdir(path):
-        return
+def remove(path: str) -> None:
+    """Remove a file, a folder with all that is in it, or a link, but not the folder that a link names."""
     with told("remove", path):
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.unlink(path)
+            return
         for name in os.listdir(path):
-            os.unlink(os.path.join(path, name))
+            remove(os.path.join(path, name))
         os.rmdir(path)
 
 

@@ -10,9 +10,11 @@ import os
 import re
 import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
-from fspmd.checkpoints.files import remove_folder, sync_folder, told
+from fspmd.checkpoints.files import PathLike, checked_path, remove, sync_folder, told
 from fspmd.checkpoints.index import INDEX, METADATA, missing_bytes, read_index
 from fspmd.errors import CheckpointError
 
@@ -26,7 +28,8 @@ def begin(path: str) -> str:
     with told("make the folder", path):
         _make(path)
         for name in filter(_UNFINISHED.fullmatch, os.listdir(path)):
-            _remove(os.path.join(path, name))
+            with _left_in_place():
+                remove(os.path.join(path, name))
         unfinished = os.path.join(path, f".saving-{uuid.uuid4().hex[:12]}")
         os.mkdir(unfinished)
     return unfinished
@@ -56,21 +59,28 @@ def prune(path: str, keep: float, newest: str) -> None:
     A folder that cannot be removed is a warning: the step is saved.
     """
     kept = 1
+    for name in reversed(_names(path)):
+        if name == newest:
+            continue
+        if _step(name) != _step(newest) and kept < keep:
+            kept += not _fault(os.path.join(path, name))
+            continue
+        with _left_in_place():
+            hidden = os.path.join(path, f".removing-{name}")
+            os.rename(os.path.join(path, name), hidden)
+            remove(hidden)
+
+
+@contextmanager
+def _left_in_place() -> Iterator[None]:
+    """Warn of what cannot be removed. The step to be saved matters more, and the next save tries again."""
     try:
-        for name in reversed(_names(path)):
-            if name == newest:
-                continue
-            if _step(name) != _step(newest) and kept < keep:
-                kept += not _fault(os.path.join(path, name))
-            else:
-                hidden = os.path.join(path, f".removing-{name}")
-                os.rename(os.path.join(path, name), hidden)
-                remove_folder(hidden)
+        yield
     except (OSError, CheckpointError) as error:
         warnings.warn(f"save could not remove an old step: {error}", stacklevel=2)
 
 
-def latest_step(path: str) -> int | None:
+def latest_step(path: PathLike) -> int | None:
     """Return the step that `load` would read, or None if there is none.
 
     It is the step that ``latest`` names. Where that was lost, it is the last complete step.
@@ -78,7 +88,7 @@ def latest_step(path: str) -> int | None:
     >>> import tempfile
     >>> latest_step(tempfile.mkdtemp())
     """
-    name = _latest(os.fspath(path))
+    name = _latest(checked_path(path, "latest_step"))
     return None if name is None else _step(name)
 
 
@@ -135,8 +145,9 @@ def _latest(path: str) -> str | None:
 
 def _names(path: str) -> list[str]:
     """Return the folders of steps, the oldest first."""
-    names = os.listdir(path) if os.path.isdir(path) else []
-    return sorted(filter(_STEP.fullmatch, names), key=lambda name: (_step(name), _attempt(name)))
+    names = filter(_STEP.fullmatch, os.listdir(path) if os.path.isdir(path) else [])
+    folders = (name for name in names if os.path.isdir(os.path.join(path, name)))
+    return sorted(folders, key=lambda name: (_step(name), _attempt(name)))
 
 
 def _step(name: str) -> int:
@@ -158,10 +169,3 @@ def _fault(folder: str) -> str:
         return missing_bytes(folder, read_index(folder))
     except CheckpointError as error:
         return str(error)
-
-
-def _remove(path: str) -> None:
-    if os.path.islink(path) or not os.path.isdir(path):
-        os.unlink(path)
-    else:
-        remove_folder(path)

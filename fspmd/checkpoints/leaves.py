@@ -21,6 +21,7 @@ from fspmd.trees import adopt
 
 Path = tuple[str | int, ...]
 _PLAIN: Final = frozenset((bool, int, float, complex, str, bytes))  # every load brings them back
+_BITS: Final = 2039  # torch's safe load takes no integers of more
 _INSTEAD: Final = "save tensors, numbers, strings, None, and lists of them; of NumPy x.item(), or torch.from_numpy(x)"
 
 
@@ -72,7 +73,7 @@ def _is_plain_list(x: Any) -> bool:
 
 
 def _is_plain_value(x: Any) -> bool:
-    return x is None or type(x) in _PLAIN
+    return x is None or (type(x) in _PLAIN and (type(x) is not int or x.bit_length() < _BITS))
 
 
 def _failure(leaf: NamedLeaf, kinds: tuple[type, ...]) -> Failure | None:
@@ -108,6 +109,12 @@ def encoded(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def canonical(value: Any) -> bytes:
+    """Return bytes that equal plain values share. Those of `encoded` tell also which parts are one object."""
+    is_plain = _is_plain_value(value) or _is_plain_list(value)
+    return repr(value).encode() if is_plain else encoded(value)
 
 
 def decoded(data: bytes) -> Any:

@@ -128,7 +128,8 @@ def _compare(wanted: list[NamedLeaf], saved: Leaves, folder: str, strict: bool) 
 
 def _difference(value: Any, there: SavedLeaf) -> str:
     if is_tensor(value):
-        dtype, shape = (torch.uint8, there.shape) if isinstance(value, torch.Generator) else (value.dtype, value.shape)
+        x = value.get_state() if isinstance(value, torch.Generator) else value
+        dtype, shape = x.dtype, x.shape
         if there.dtype is None:
             return f"is {shown(dtype, shape)}, but a plain value was saved: {there.kind or 'of any kind'}"
         if (dtype, tuple(shape)) != (there.dtype, there.shape):
@@ -145,7 +146,7 @@ def _difference(value: Any, there: SavedLeaf) -> str:
 
 
 def _read(reader: Reader, leaf: NamedLeaf, saved: SavedLeaf) -> Any:
-    """Return what this process holds of a leaf: a value, or a tensor for each of its boxes."""
+    """Return what this process holds of a leaf: a value, a generator, or a tensor for each of its boxes."""
     value = leaf.value
     if not is_tensor(value):
         found = reader.plain(leaf.name, saved)
@@ -155,7 +156,12 @@ def _read(reader: Reader, leaf: NamedLeaf, saved: SavedLeaf) -> Any:
     if isinstance(value, (Sharded, TensorSpec)):
         spec = value.spec if isinstance(value, Sharded) else value
         return [reader.tensor(leaf.name, saved, box) for box in _own_boxes(boxed(spec))]
-    return reader.tensor(leaf.name, saved, whole(saved.shape))
+    found = reader.tensor(leaf.name, saved, whole(saved.shape))
+    if not isinstance(value, torch.Generator):
+        return found
+    generator = torch.Generator(value.device)
+    generator.set_state(found)
+    return generator
 
 
 def _own_boxes(spec: TensorSpec) -> Iterator[Cuboid]:
@@ -175,10 +181,6 @@ def _own_boxes(spec: TensorSpec) -> Iterator[Cuboid]:
 def _finished(leaf: NamedLeaf, found: Any) -> Any:
     """Return a leaf of the result, on its device and mesh."""
     value = leaf.value
-    if isinstance(value, torch.Generator):
-        generator = torch.Generator(value.device)
-        generator.set_state(found)
-        return generator
     if isinstance(value, (Sharded, TensorSpec)):
         spec = value.spec if isinstance(value, Sharded) else value
         lies, mesh = boxed(spec), spec.mesh

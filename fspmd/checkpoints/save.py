@@ -16,7 +16,7 @@ from fspmd.checkpoints.boxes import boxed
 from fspmd.checkpoints.crew import Crew, crew_of
 from fspmd.checkpoints.files import PathLike, checked_path
 from fspmd.checkpoints.handles import SaveHandle, finish_last
-from fspmd.checkpoints.leaves import NamedLeaf, encoded, kind_of, named_leaves
+from fspmd.checkpoints.leaves import NamedLeaf, canonical, kind_of, named_leaves
 from fspmd.checkpoints.writing import finish, is_spread, plain_block, work_of
 from fspmd.digests import bytes_of
 from fspmd.errors import ArgumentError, MeshError, TreeError
@@ -136,7 +136,7 @@ def _checksum(value: Any) -> int:
     blocks = [b for _, b in placed_blocks(value.local, value.spec.mesh)] if isinstance(value, Sharded) else [value]
     total = 0
     for block in blocks:
-        total = crc32(bytes_of(plain_block(block)) if isinstance(block, Tensor) else encoded(block), total)
+        total = crc32(bytes_of(plain_block(block)) if isinstance(block, Tensor) else canonical(block), total)
     return total
 
 
