@@ -354,8 +354,7 @@ def lend(x: Tensor, call: Call) -> Tensor:
     For a view of a leaf it costs half: a hook on an ordinary view takes the place of an ``autograd.Function``.
     """
     if (
-        _seen
-        or profiler._is_profiler_enabled
+        _record is not None
         or not call.views
         or type(x) is not Tensor
         or not x.is_leaf
@@ -364,6 +363,8 @@ def lend(x: Tensor, call: Call) -> Tensor:
         return apply(x, call)
     if transforms_active() or forward_ad._current_level >= 0:
         return apply(x, call)
+    if _seen or profiler._is_profiler_enabled:
+        call = watched(x, call)
     y = x.view_as(x)
     y._backward_hooks = {0: functools.partial(_back, x, call)}
     y.grad_fn._register_hook_dict(y)  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import optree
@@ -397,15 +398,16 @@ class _Cut(torch.autograd.Function):
         return (g if torch.distributed.get_rank() in ctx.ranks else None), None
 
 
-def lent_without_a_gradient(ranks: tuple[int, ...]) -> str:
+def lent_without_a_gradient(ranks: tuple[int, ...], watcher: Callable[[], AbstractContextManager[Any]]) -> str:
     """Whoever has no gradient takes part in the sum of the others all the same, and says so if there are any."""
     mesh = make_mesh((4,), ("x",), transport="process_group", device="cpu")
     x = torch.ones((), requires_grad=True)
-    y = _Cut.apply(lend(x, call("invariant_to_varying", mesh, ("x",))), ranks)
-    try:
-        y.backward()
-    except FspmdError as error:
-        return str(error)
+    with watcher():
+        y = _Cut.apply(lend(x, call("invariant_to_varying", mesh, ("x",))), ranks)
+        try:
+            y.backward()
+        except FspmdError as error:
+            return str(error)
     return str(x.grad)
 
 

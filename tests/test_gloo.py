@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import traceback
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ from ragged_cases import Ragged, expected_ragged, run_ragged, some_ragged
 from saved_programs import checkpoints, optimizer_states, pickled_blocks
 from torch import Tensor
 
-from fspmd import MeshError, P, communication_log
+from fspmd import MeshError, P, communication_log, debug, lockstep
 
 _CHUNK = 500
 
@@ -185,11 +186,12 @@ def test_an_ended_sum_has_hooks_and_is_written_into_as_any_value(four: Processes
             torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-12, atol=1e-12)
 
 
-def test_who_has_no_gradient_takes_part_in_the_sum(four: Processes) -> None:
-    first, *others = four.run(lent_without_a_gradient, (1, 2, 3))
+@pytest.mark.parametrize("watcher", [nullcontext, communication_log, debug, lockstep])
+def test_who_has_no_gradient_takes_part_in_the_sum(four: Processes, watcher: Any) -> None:
+    first, *others = four.run(lent_without_a_gradient, (1, 2, 3), watcher)
     assert "returned None for its gradient on this rank only" in first
     assert others == ["tensor(3.)"] * 3
-    assert four.run(lent_without_a_gradient, ()) == ["None"] * 4
+    assert four.run(lent_without_a_gradient, (), watcher) == ["None"] * 4
 
 
 @pytest.mark.parametrize("where", ["checked", "unchecked", "rule"])
