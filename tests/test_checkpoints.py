@@ -422,6 +422,19 @@ def test_a_copy_is_saved_and_written_behind_the_back(tmp_path: Path) -> None:
     assert tree_bits(found) == tree_bits([[1], torch.ones(3), torch.ones(5)])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_is_cut_off_has_not_saved(tmp_path: Path) -> None:
+    def leave(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with watched(lambda number, name, args: name != "write" or leave()):
+        handle = save(tmp_path, small_tree(MESH, 1), asynchronous=True)
+        handle._thread.join()  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match="save of step 0 in .* was cut off"):
+        handle.wait()
+    assert latest_step(tmp_path) is None
+
+
 def test_a_process_that_ends_loses_nothing(tmp_path: Path) -> None:
     code = f"""
 import time, os, torch, fspmd

@@ -21,7 +21,7 @@ class SaveHandle:
         self.step = step
         self._path = path
         self._name = ""
-        self._failure = ""
+        self._failure = f"save of step {step} in {path} was cut off"  # until it has ended
         self._told = False
         self._thread: threading.Thread | None = None
 
