@@ -261,6 +261,35 @@ def raised(port: int) -> tuple[str, float]:
     return outcome(act, deadline(30))
 
 
+def raised_around(port: int) -> tuple[str, float]:
+    """One rank has had blocks of its own before, and leaves the outer of two blocks, in which the others wait."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+    for _ in range(3 * (rank == 1)):
+        with deadline(30):
+            pass
+
+    def act() -> None:
+        if rank == 1:
+            raise KeyError("mine")
+        with deadline(20):
+            _sum(mesh, x)
+
+    return outcome(act, deadline(30))
+
+
+def first_of_a_group(port: int) -> tuple[str, float]:
+    """One rank alone begins the first collective of a group, which makes the group."""
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    x = _x(mesh)
+
+    def act() -> None:
+        if rank == 2:
+            _sum(mesh, x, "y")  # alone on y
+
+    return outcome(act, deadline(3))
+
+
 def killed(port: int) -> None:
     """One rank ends without a word. The others fail with what they have been told."""
     mesh, rank = fresh(port)

@@ -430,7 +430,7 @@ def test_a_thread_that_is_cut_off_has_not_saved(tmp_path: Path) -> None:
     with watched(lambda number, name, args: name != "write" or leave()):
         handle = save(tmp_path, small_tree(MESH, 1), asynchronous=True)
         handle._thread.join()  # type: ignore[union-attr]
-    with pytest.raises(CheckpointError, match="save of step 0 in .* was cut off"):
+    with pytest.raises(CheckpointError, match=r"save of step 0 in .* was cut off"):
         handle.wait()
     assert latest_step(tmp_path) is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from processes import Processes, free_port
 
 from fspmd import ArgumentError, deadline, debug
+from fspmd.inspection import monitor
 
 HERE = Path(__file__).parent
 
@@ -125,6 +127,46 @@ def test_an_error_of_one_rank_is_told(four: Processes) -> None:
         assert error.startswith("PeerError: rank "), error
         assert "waits in vain at psum over 'x' of mesh(x=4), f64[2] (fault_programs.py:" in error
         assert "  * rank 2 has left the block with KeyError: 'mine'" in error
+
+
+def test_the_first_error_is_told_also_around_a_block(four: Processes) -> None:
+    errors = _run(four, fault_programs.raised_around, within=10)
+    assert errors.pop(1) == "KeyError: 'mine'"
+    for error in errors:
+        head, *lines = error.splitlines()
+        assert head.startswith("PeerError: rank "), error
+        assert lines == ["  * rank 1 has left the block with KeyError: 'mine'"], error
+
+
+def test_a_group_that_is_never_made_is_told(four: Processes) -> None:
+    errors = _run(four, fault_programs.first_of_a_group, within=10)
+    alone = errors.pop(2)
+    assert errors == [""] * 3
+    text = "DeadlineError: rank 2 has waited 3.0 s at psum over 'y' of mesh(x=2, y=2), f64[4] (fault_programs.py:"
+    assert alone.startswith(text), alone
+
+
+def test_threads_leave_their_blocks_in_any_order() -> None:
+    entered, left = threading.Event(), threading.Event()
+    shown: list[Any] = []
+
+    def first() -> None:
+        with deadline(5):
+            entered.wait(10)
+        left.set()
+
+    thread = threading.Thread(target=first)
+    before = monitor._active
+    thread.start()
+    while monitor._active is before:
+        time.sleep(0.001)
+    with deadline(7):
+        entered.set()
+        left.wait(10)
+        shown.append(monitor._active and monitor._active.seconds)
+    thread.join(10)
+    assert shown == [7]
+    assert monitor._active is before
 
 
 @pytest.mark.parametrize("program", [fault_programs.in_step, fault_programs.slow])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from fspmd.errors import ArgumentError
+from fspmd.inspection.lines import user_line
 from fspmd.inspection.monitor import Monitor
 from fspmd.messages import described
 
@@ -23,7 +26,8 @@ def deadline(seconds: float) -> Iterator[None]:
     has ended or is stopped. A rank that waits for one whose block was ended by an error raises `PeerError` at once.
 
     The collective cannot be taken back: after the error, end the process, or destroy the process group. Blocks may be
-    nested; each wait ends with the shortest time. In a simulation, where nobody waits, the block does nothing.
+    nested; each wait ends with the shortest time. Ranks hear of each other in blocks that they enter at the same line.
+    A rank may have blocks at lines of its own. In a simulation, where nobody waits, the block does nothing.
 
     A call of a collective costs some 2 µs more within the block. A thread tells the others twice a second that this
     rank lives. With NCCL, the host waits for each collective within the block.
@@ -43,7 +47,7 @@ def deadline(seconds: float) -> Iterator[None]:
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ArgumentError(f"deadline got seconds={described(seconds)}; give it a number above 0")
-    yield from _monitored(Monitor(seconds, 0))
+    yield from _monitored(Monitor(seconds, 0, _line()))
 
 
 @contextmanager
@@ -64,8 +68,8 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     Values that all processes must have alike are compared in the same way, by digests: plain tensors that enter
     `shard_map` and `device_put`, and seeds of random functions. That reads each such tensor once.
 
-    All ranks enter the block around the same calls. In a simulation it does nothing. Collectives of parts of an axis
-    (``axis_index_groups``) and moves between meshes are not compared.
+    All ranks enter the block at the same line, around the same calls. In a simulation it does nothing. Collectives
+    of parts of an axis (``axis_index_groups``) and moves between meshes are not compared.
 
     Args:
         every: After how many collectives of a group its ranks compare. The error shows where they parted if that is
@@ -87,7 +91,15 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
         raise ArgumentError(f"debug got every={described(every)}; give it an integer above 0")
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0):
         raise ArgumentError(f"debug got seconds={described(seconds)}; give it a number above 0, or None")
-    yield from _monitored(Monitor(seconds, every))
+    yield from _monitored(Monitor(seconds, every, _line()))
+
+
+def _line() -> str:
+    """The user's line that enters a block, through `contextlib`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
+        frame = frame.f_back
+    return user_line(frame).where
 
 
 def _monitored(monitor: Monitor) -> Iterator[None]:
@@ -108,6 +120,6 @@ def install() -> None:
         return
     if not given.isdecimal():
         raise ArgumentError(f"the environment variable FSPMD_DEBUG is {given!r}; set it to an integer, such as 100")
-    monitor = Monitor(None, int(given) if int(given) > 1 else 100)
+    monitor = Monitor(None, int(given) if int(given) > 1 else 100, "FSPMD_DEBUG")
     monitor.enter()
     atexit.register(lambda: monitor.leave(getattr(sys, "last_value", None)))

@@ -11,13 +11,14 @@ which show where they parted.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -50,13 +51,13 @@ from fspmd.spec import describe
 from fspmd.torch_internals import store_of_ranks, transforms_active
 from fspmd.tracing import is_recording
 from fspmd.transport.known_values import hear_with
-from fspmd.transport.pending import Message, wait_with
+from fspmd.transport.pending import Meeting, Message, wait_with
 from fspmd.transport.reports import failure_text, within
 
 _PERIOD: Final = 0.25  # seconds between two signs of life
 _KEPT: Final = 64  # hashes of each group that stay in the store
 _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
-_numbers: Final = itertools.count()
+_entries: Final[dict[str, Iterator[int]]] = {}  # how often each line was entered
 _DTYPES: Final = {
     dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 }
@@ -73,13 +74,14 @@ class Monitor(Note):
     Args:
         seconds: The time that a wait may take; None for no bound.
         every: After how many collectives of a group its ranks compare; 0 for no comparison.
+        line: Where the block begins. Ranks meet in the block that each of them enters there for the same time.
     """
 
-    def __init__(self, seconds: float | None, every: int) -> None:
+    def __init__(self, seconds: float | None, every: int, line: str) -> None:
         self.seconds, self.every = seconds, every
+        self.line, self.number = line, next(_entries.setdefault(line, itertools.count()))
         self.period = min(_PERIOD, seconds / 8) if seconds else _PERIOD
         self.slice = timedelta(seconds=self.period)
-        self.number = next(_numbers)
         self.groups: dict[str, History] = {}
         self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
         self.last: tuple[Any, ...] | None = None  # the last collective, as in a ring, and its time
@@ -116,7 +118,14 @@ class Monitor(Note):
             error = late
             raise
         finally:
-            _active = self.outer
+            if _active is self:
+                _active = self.outer
+            else:  # another thread has entered a block since
+                inner = _active
+                while inner is not None and inner.outer is not self:
+                    inner = inner.outer
+                if inner is not None:
+                    inner.outer = self.outer
             note_with(_active)
             wait_with(None if _active is None else _active.wait)
             self._hear_values()
@@ -222,7 +231,7 @@ class Monitor(Note):
         self._set_waiting(begin)
         is_over = False
         try:
-            if type(work) is Message and self.timed:
+            if type(work) is Meeting or (type(work) is Message and self.timed):
                 self._wait_beside(work, begin)
             else:
                 self._wait_in_slices(work.work if type(work) is Message else work, begin)
@@ -271,6 +280,15 @@ class Monitor(Note):
             return False
         return True
 
+    def _all_gone(self) -> dict[int, str]:
+        """The ranks that have left this block, or one around it, by an error. If some only waited for others that have,
+        these others."""
+        gone, monitor = dict(self.gone), self.outer
+        while monitor is not None:
+            within(1.0, functools.partial(monitor._hear, world.process_rank()))
+            gone, monitor = {**gone, **monitor.gone}, monitor.outer
+        return {rank: text for rank, text in gone.items() if f" {PeerError.__name__}: " not in text} or gone
+
     def _set_waiting(self, begin: float | None) -> None:
         self.waiting = begin
         if self.outer is not None:
@@ -285,7 +303,8 @@ class Monitor(Note):
             self._raise_if_parted()
             where, _ = position()
             head = f"rank {world.process_rank()} waits in vain at {where}:"
-            raise PeerError(join_failures(head, [f"rank {rank} {text}" for rank, text in sorted(self.gone.items())]))
+            rows = sorted(self._all_gone().items())
+            raise PeerError(join_failures(head, [f"rank {rank} {text}" for rank, text in rows]))
         if self.seconds is not None and waited > self.seconds:
             raise DeadlineError(self._report(waited))
         if self.outer is not None:
@@ -338,7 +357,7 @@ class Monitor(Note):
     def _run(self) -> None:
         me = world.process_rank()
         try:
-            self.store = _store(f"fspmd.monitor/{self.number}")
+            self.store = self._channel(self.number)
         except Exception:
             return
         while True:
@@ -480,11 +499,14 @@ class Monitor(Note):
 
     def _last_words(self, text: str) -> None:
         me = world.process_rank()
-        store = _store(f"fspmd.monitor/{self.number}")
+        store = self._channel(self.number)
         if text:
             store.set(f"left/{me}", text)
         store.set(f"at/{me}", self._told(left=True))
-        _store(f"fspmd.monitor/{self.number - 2}").delete_key(f"at/{me}")
+        self._channel(self.number - 2).delete_key(f"at/{me}")
+
+    def _channel(self, number: int) -> Any:
+        return _store(f"fspmd.monitor/{self.line}/{number}")
 
 
 _active: Monitor | None = None

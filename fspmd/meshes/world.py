@@ -57,6 +57,7 @@ _locks: Final[dict[tuple[int, ...], threading.Lock]] = {}  # for each set of ran
 _binding = threading.Lock()
 _unbound: Final[list[torch.device | None]] = []  # for each group that is being made: the device of the default group
 _collectives: Callable[[], list[Any]] = list  # returns those that have begun and are not over
+_meet: Callable[[Callable[[], Any]], Any] = lambda make: make()  # noqa: E731
 _PATIENCE = 10.0  # how many seconds the end of the process waits for them
 _initialised = 0  # how often make_mesh has initialised torch.distributed
 _holders: list[Callable[[], object]] = []  # each makes a cache elsewhere let go of the groups
@@ -277,7 +278,7 @@ def process_group(ranks: Sequence[int]) -> ProcessGroup:
         with _locks.setdefault(key, threading.Lock()):
             group = groups.get(key)
             if group is None:
-                group = groups[key] = _make_group(key)
+                group = groups[key] = _meet(lambda: _make_group(key))
     return group
 
 
@@ -293,6 +294,12 @@ def let_go_with_groups(clear: Callable[[], object]) -> None:
     interpreter shuts down takes the process with it.
     """
     _holders.append(clear)
+
+
+def meet_with(meet: Callable[[Callable[[], ProcessGroup]], ProcessGroup]) -> None:
+    """Let ``meet`` call the function that makes a group, which waits for its members."""
+    global _meet
+    _meet = meet
 
 
 def end_after(under_way: Callable[[], list[Any]]) -> None:

@@ -86,6 +86,30 @@ class Message:
         return bool(self.work.is_completed())
 
 
+class Meeting:
+    """The making of a group as a work: c10d waits for the members, as long as the limit of the group is."""
+
+    __slots__ = ("_make", "made")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self.made: Any = None
+
+    def wait(self) -> None:
+        """Make it."""
+        self.made = self._make()
+
+
+def _meet(make: Callable[[], Any]) -> Any:
+    """Make a group. A waiter bounds the wait for the members."""
+    meeting = Meeting(make)
+    wait_for((meeting,))
+    return meeting.made
+
+
+world.meet_with(_meet)
+
+
 def wait_for(works: tuple[Any, ...]) -> None:
     """Wait for works of c10d, and for collectives under way."""
     try:
