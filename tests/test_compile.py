@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,28 @@ def test_compiled_functions_run_uncompiled_to_the_end_of_a_body() -> None:
     shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(4, 3))
     assert set(stances) == {"force_eager"}
     assert compiler._stance.stance == "default"
+
+
+def test_a_stance_that_a_body_sets_stands_outside_of_it() -> None:
+    import torch._dynamo.eval_frame as compiler
+
+    graphs: list[Any] = []
+    double = torch.compile(lambda a: a * 2, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+
+    def body(a: torch.Tensor, stance: str) -> torch.Tensor:
+        torch.compiler.set_stance(stance)
+        with torch.compiler.set_stance("default"):
+            a = double(a)
+        return double(a)
+
+    mesh = make_mesh((2,), ("x",), transport="simulation")
+    for stance in ("default", "eager_on_recompile", "default"):
+        call = shard_map(functools.partial(body, stance=stance), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        assert torch.equal(device_get(call(torch.ones(2))), torch.full((2,), 4.0))
+        assert not graphs
+        assert compiler._stance.stance == stance
+    double(torch.ones(3))
+    assert len(graphs) == 1
 
 
 def test_a_body_runs_while_another_thread_imports_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ not reach the mode (torch 2.11 to 2.15), and values would have wrong types.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from sys import modules
 from typing import Any, Final, TypeVar
@@ -87,10 +88,24 @@ def push_mode(mode: BodyMode, callback: Any) -> None:
     if callback is _NOT_IMPORTED:
         return
     compiler: Any = modules[_DYNAMO]
-    if type(compiler._stance) is not _EagerInBodies:  # `torch.compiler.set_stance` sets it too
+    if type(compiler._stance) is not _EagerInBodies:
         compiler._stance = _EagerInBodies(compiler._stance)
+        _wrap_set_stance(modules["torch._dynamo.decorators"])
     if callback is not None:
         set_frame_callback(None)
+
+
+def _wrap_set_stance(decorators: Any) -> None:
+    """Let a stance that a body sets stand outside of bodies alone, as any other."""
+    set_stance = decorators._set_stance
+    if hasattr(set_stance, "__wrapped__"):
+        return
+
+    @functools.wraps(set_stance)  # with torch's mark that no compiled function may call it
+    def set_outside(stance: Any) -> Any:
+        return set_stance(stance if type(stance) is _EagerInBodies else _EagerInBodies(stance))
+
+    decorators._set_stance = set_outside
 
 
 def restore_modes(above: BodyMode | None, mode: BodyMode | None) -> None:
