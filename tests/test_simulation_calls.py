@@ -192,3 +192,19 @@ def test_gradients_of_uneven_blocks_by_transform(name: str) -> None:
     blocks = uneven_blocks(kinds)
     run = by_transform(f)
     agree_where_derived(run, blocks)
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "split": lambda x: x.split([2, 1, 5], 1)[2],
+    "chunk": lambda x: x.chunk(3, dim=-1)[1],
+    "unbind": lambda x: x.unbind(1)[4],
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_gradients_of_one_of_several_parts_per_element(name: str) -> None:
+    def run(x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda one: scalar(PARTS[name](one))), in_dims=1)(x)
+
+    blocks = uneven_blocks("i")
+    agree(in_body(run, blocks), alone(run, blocks))

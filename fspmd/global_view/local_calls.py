@@ -18,7 +18,7 @@ from fspmd.local_view.exit import leave_as
 from fspmd.local_view.modes import run_in
 from fspmd.local_view.tracking import Tracker, convert
 from fspmd.local_view.type_rules import tensors_of
-from fspmd.local_view.uneven import call_uneven, numbers_frame
+from fspmd.local_view.uneven import call_uneven
 from fspmd.redistribution.shared_moves import cast_once, keep
 from fspmd.rules import Bodied, Site
 from fspmd.rules.views import of_sizes
@@ -49,8 +49,7 @@ def as_even_block(sizes: Shape, x: Tensor, /, *_: Any, **__: Any) -> Tensor:
 
 def as_block(spec: TensorSpec, pure: bool, x: Tensor, /, *_: Any, **__: Any) -> Any:
     """Reshape a block to a block of a layout, which may be uneven; ``pure``: the result may be a copy."""
-    sizes = block_sizes(spec)
-    return call_uneven(of_sizes, (x, sizes), {}, numbers_frame(sizes), pure=pure)
+    return call_uneven(of_sizes, (x, block_sizes(spec)), {}, pure)
 
 
 def view_or_copy(local: Callable[..., Any], name: str, merged: Pairs, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +96,7 @@ def untouched(kind: Kind | None, count: int, shape: Shape, x: Tensor, /, *_: Any
 
 def rank_by_rank(func: Any, pure: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function on one simulated rank after another: torch's backward often needs block sizes as plain ints."""
-    return call_uneven(func, args, kwargs, None, pure=pure)
+    return call_uneven(func, args, kwargs, pure)
 
 
 def as_local_call(

@@ -70,13 +70,13 @@ def index_by_tensor(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if func in _BY_NUMBER:
         args = tuple([_place(a) if i == _START else _number(a) for i, a in enumerate(args)])
         kwargs = {key: _place(a) if key == "start" else _number(a) for key, a in kwargs.items()}
-        return _with_numbers(func, args, kwargs)
+        return call_uneven(func, args, kwargs, pure=False)
     x, index, *value = args
     entries = tuple(map(_bounds, index)) if isinstance(index, tuple) else (_bounds(index),)
     alone = [_differs(entry) for entry in entries]
     if not any(alone):
         entries = tuple(map(_number, entries))
-        return _with_numbers(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {})
+        return call_uneven(func, (x, entries if isinstance(index, tuple) else entries[0], *value), {}, pure=False)
     is_copy = bool(value) or recorder() is not None or transforms_active()  # else it is a view, as torch's is
     if is_copy and not any(_advanced(e) for e, differs in zip(entries, alone, strict=True) if not differs):
         return _by_aten(x, entries, value)
@@ -93,9 +93,9 @@ def _by_selecting(func: Any, x: Tensor, entries: tuple[Any, ...], alone: list[bo
     dims = _dims(x, entries)
     for entry, differs, dim in reversed(list(zip(entries, alone, dims, strict=True))):
         if differs:
-            x = _with_numbers(Tensor.select, (x, dim, rank_number(entry)), {})
+            x = call_uneven(Tensor.select, (x, dim, rank_number(entry)), {}, pure=False)
     rest = tuple(entry for entry, differs in zip(entries, alone, strict=True) if not differs)
-    return _with_numbers(func, (x, rest, *value), {})
+    return call_uneven(func, (x, rest, *value), {}, pure=False)
 
 
 def _dims(x: Tensor, entries: tuple[Any, ...]) -> list[int]:
@@ -121,14 +121,9 @@ def _advanced(entry: Any) -> bool:
     return not (entry is None or entry is Ellipsis or isinstance(entry, (int, slice, torch.SymInt)))
 
 
-def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    held = numbers_frame((*args, *kwargs.values()))
-    return call_uneven(func, args, kwargs, held, pure=False)
-
-
 def _by_aten(x: Tensor, entries: tuple[Any, ...], value: list[Any]) -> Any:
     plain = tuple(slice(None) if isinstance(entry, Tensor) else entry for entry in entries)
-    view = call_uneven(Tensor.__getitem__, (x, plain), {}, numbers_frame(plain), pure=False)
+    view = call_uneven(Tensor.__getitem__, (x, plain), {}, pure=False)
     tensors: list[Tensor | None] = []
     dim = 0
     for place, entry in enumerate(entries):
@@ -186,4 +181,4 @@ class IndexMode(BodyMode):
             if not any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
                 return call_with_numbers(func, args, kwargs, held)
             args, kwargs = numbers_to_tensors(op.name, args, kwargs, held)
-        return call_uneven(func, args, kwargs, held, op.pure)
+        return call_uneven(func, args, kwargs, op.pure)

@@ -152,7 +152,7 @@ class Tracker(BodyMode):
         elif op.indexes:
             out = index_by_tensor(func, args, kwargs)
         elif UNEVEN and self.simulated:
-            out = call_uneven(func, args, kwargs, numbers, op.pure)
+            out = call_uneven(func, args, kwargs, op.pure)
         elif UNEVEN and self.body.uneven and op.pure:
             out = call_with_empty_blocks(func, *args, **kwargs)
         else:

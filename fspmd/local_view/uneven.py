@@ -1,8 +1,13 @@
 """Torch calls in a body whose operands are uneven simulated blocks.
 
-A size of such a block is a Python number that differs from rank to rank (`LocalInt`). Torch takes it as a size of a
-value that has a block per rank, so all operands get a block per rank before the call. A call without side effects that
-autograd follows runs on the plain blocks of one rank after another.
+A size of such a block is a Python number that differs from rank to rank (`LocalInt`). There are two ways to call:
+
+* Rank by rank, torch sees the plain blocks of one rank after another. Calls that autograd follows run so: torch's
+  derivatives need plain sizes (``prod``), or take another path for the empty block of one rank (``max_pool2d``).
+* At once, torch sees one value, and each aten op is applied to each rank's block (`LocalTensor`). Writes and draws run
+  so, and what must be one value for autograd: views, which may be written into, and results that have to show hooks the
+  gradient of their own derivative (`uneven_results.py`). So do calls without a gradient, which a record then has as one
+  step, whose result may lie in donated memory.
 """
 
 from __future__ import annotations
@@ -114,29 +119,25 @@ def _takes_tensor(name: str, place: int | str) -> bool:
     )
 
 
-def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None, pure: bool) -> Any:
-    """Calls a torch function whose operands may be uneven blocks, or sizes over the frame ``numbers``.
+def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pure: bool) -> Any:
+    """Calls a torch function whose operands may be uneven blocks, or sizes that differ from rank to rank.
 
-    A ``pure`` call writes nothing and draws nothing, and its views are those that torch knows. Such a call runs rank by
-    rank where autograd follows it, because torch's backward often needs the sizes of a block as plain numbers.
+    A ``pure`` call writes nothing and draws nothing, and its views are those that torch knows. It runs rank by rank if
+    autograd follows it, or if it needs plain sizes.
     """
-    held = uneven_frame((*args, *kwargs.values()), numbers)
+    values = (*args, *kwargs.values())
+    held = uneven_frame(values, numbers_frame(values))
     if held is None:
         return func(*args, **kwargs)
-    operands = tensors_in((*args, *kwargs.values()))
-    followed = torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in operands)
-    name = _name_of(func)
-    if pure and (followed or name in _OF_SIZE_ONE):
-        out = _rank_by_rank(func, args, kwargs)
-        if out is not NotImplemented:
-            return out
-    copies = _copied_per_rank(held, args, kwargs)
+    followed = torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in tensors_in(values))
+    if pure and followed and (out := _rank_by_rank(func, args, kwargs)) is not NotImplemented:
+        return out
+    name, copies = _name_of(func), _copied_per_rank(held, args, kwargs)
     try:
         with _SizesApart() if forward_ad._current_level >= 0 else nullcontext():
             return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
-    except (ShapeError, VarianceError, RuntimeError) as error:  # torch may need plain sizes
-        out = _rank_by_rank(func, args, kwargs) if pure else NotImplemented
-        if out is not NotImplemented:
+    except (ShapeError, VarianceError, RuntimeError) as error:
+        if pure and (out := _rank_by_rank(func, args, kwargs)) is not NotImplemented:
             return out
         if not isinstance(error, RuntimeError) or forward_ad._current_level < 0:
             raise
@@ -159,8 +160,6 @@ class _SizesApart(DispatchMode):
         return call_per_rank(torch.zeros if func is aten_zero_tensor else func, args, kwargs, held)
 
 
-#: functions that torch computes in another way where a dim has size 1
-_OF_SIZE_ONE: Final = ("einsum", "tensordot", "bilinear")
 _COMPARISONS: Final = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # torch compares with numbers as they are
 
 

@@ -1,8 +1,7 @@
 """Functions on uneven simulated blocks that need derivatives of their own: `split` and ``exp`` are examples.
 
 `split`, `chunk` and `unbind` give parts that are views. Torch's own backward makes zeros for a part that has no
-gradient, and needs plain sizes for them. Its forward mode does so for tangents. Here the zeros have sizes that differ
-from rank to rank.
+gradient, and needs plain sizes for them. Its forward mode does so for tangents. Here each part is a value of its own.
 
 The derivative of ``exp`` uses its result. In derivatives of derivatives the result then gets one more gradient, which
 hooks on it must see. Where ranks are computed one after another, that gradient reaches each rank's own result, and a
@@ -12,8 +11,8 @@ hook on the joined value misses it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final, Literal, NoReturn
 
 import torch
@@ -23,8 +22,8 @@ from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.ops.traits import tensors_in
 from fspmd.remembered import ASKING
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
-from fspmd.tracing import hidden, outside_transforms
-from fspmd.transport.local_tensor import blocks_of, call_per_rank, common_frame
+from fspmd.tracing import hidden
+from fspmd.transport.local_tensor import blocks_of
 
 Function = Callable[..., Any]
 Convert = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -122,108 +121,46 @@ def _refuse(method: str, name: str, *_: Any) -> NoReturn:
     )
 
 
-_OF_SIZES: Final = ("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-#: functions that split a value along a dim: the position of that argument, and the function that joins the parts
-PARTS: Final[dict[str, tuple[int, Callable[..., Tensor]]]] = {
-    **dict.fromkeys(_OF_SIZES, (2, torch.cat)),
-    "unbind": (1, torch.stack),
+#: functions that give parts along a dim: the position of that argument
+PARTS: Final = {
+    **dict.fromkeys(("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), 2),
+    "unbind": 1,
 }
-Outline = tuple[Any, torch.dtype, torch.device]
 
 
-def parted(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+def parted(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Calls a function of `PARTS`."""
-    place, join = PARTS[name]
+    place = PARTS[name]
     dim = kwargs.get("dim", args[place] if place < len(args) else 0)
-    (x,) = (arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor))
-
-    def cut(other: Tensor) -> tuple[Tensor, ...]:
-        row = [other if arg is x else arg for arg in args]
-        return tuple(func(*row, **{name: other if arg is x else arg for name, arg in kwargs.items()}))
-
-    parts: tuple[Tensor, ...] = _Parts.apply(_Split(cut, join, dim), x)
-    return parts
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """A way to split a value, and to join the parts."""
-
-    split: Callable[[Tensor], tuple[Tensor, ...]]
-    join: Callable[..., Tensor]
-    dim: int
-
-    def joined(self, parts: Iterable[Tensor | None], outlines: Iterable[Outline]) -> Tensor:
-        """Joins parts; zeros stand for those that are None."""
-        filled = [self._zeros(*outline) if x is None else x for x, outline in zip(parts, outlines, strict=True)]
-        x: Tensor = _Joined.apply(self, *filled)
-        return x
-
-    def batched(self) -> _Split:
-        """Returns the same for values with one more dim in front."""
-        return _Split(torch.vmap(self.split), self.join, self.dim + (self.dim >= 0))
-
-    def _zeros(self, shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with outside_transforms():
-            if self.join is torch.stack:
-                fill: Any = torch.zeros((), dtype=dtype, device=device).expand
-            else:
-                fill = functools.partial(torch.zeros, dtype=dtype, device=device)
-            held = common_frame(shape, None)
-            zeros: Tensor = fill(shape) if held is None else call_per_rank(fill, (shape,), {}, held)
-        return zeros
+    (x,) = tensors_in((*args, *kwargs.values()))
+    with torch.no_grad():
+        parts = func(*args, **kwargs)
+    if name == "unbind":
+        return tuple(x.select(dim, i) for i in range(len(parts)))
+    sizes = [part.shape[dim] for part in parts]
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    return tuple(_Narrow.apply(x, dim % x.ndim, *cut) for cut in zip(starts, sizes, strict=True))
 
 
-def _outlines(parts: Iterable[Tensor]) -> list[Outline]:
-    return [(part.shape, part.dtype, part.device) for part in parts]
+class _Narrow(torch.autograd.Function):
+    """``x.narrow(dim, start, size)``. Torch's own, under ``vmap``, needs plain sizes in backward."""
 
-
-class _Parts(torch.autograd.Function):
-    @staticmethod
-    def forward(cut: _Split, x: Tensor) -> tuple[Tensor, ...]:
-        return cut.split(x)
+    generate_vmap_rule = True
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.cut, ctx.outlines = inputs[0], _outlines(output)
+    def forward(x: Tensor, dim: int, start: Any, size: Any) -> Tensor:
+        return x.narrow(dim, start, size)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, ctx.cut.joined(grads, ctx.outlines)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, Any, Any], output: Tensor) -> None:
+        x, dim, start, size = inputs
+        ctx.cut = dim, start, size
+        ctx.padding = *(0, 0) * (x.ndim - 1 - dim), start, x.shape[dim] - start - size
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Any:
-        return ctx.cut.split(tangent)
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        return torch.nn.functional.pad(g, ctx.padding), None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[None, int], cut: _Split, x: Tensor) -> Any:
-        parts = _Parts.apply(cut.batched(), x.movedim(in_dims[1], 0))
-        return parts, (0,) * len(parts)
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(cut: _Split, *parts: Tensor) -> Tensor:
-        return cut.join(parts, cut.dim)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.cut, ctx.outlines = inputs[0], _outlines(inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return None, *_Parts.apply(ctx.cut, g)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        return ctx.cut.joined(tangents, ctx.outlines)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], cut: _Split, *parts: Tensor) -> tuple[Tensor, int]:
-        rows = [
-            part.expand(info.batch_size, *[-1] * part.ndim) if dim is None else part.movedim(dim, 0)
-            for part, dim in zip(parts, in_dims[1:], strict=True)
-        ]
-        return _Joined.apply(cut.batched(), *rows), 0
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.narrow(*ctx.cut)

@@ -52,8 +52,7 @@ def frame(mesh: Mesh, axes: tuple[str, ...] | frozenset[str]) -> Frame:
     return _FRAMES.setdefault((mesh, ordered), Frame(mesh, ordered))
 
 
-#: Meshes on which sizes of blocks or slices have differed from rank to rank. On such a simulated mesh a value that is
-#: cast to varying gets one copy per rank, because autograd asks for sizes that a plain tensor cannot give.
+#: Meshes on which sizes have differed from rank to rank. Until there is one, no call looks at sizes.
 UNEVEN: set[Mesh] = set()
 
 
