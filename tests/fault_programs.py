@@ -50,7 +50,7 @@ def outcome(act: Callable[[], object], context: AbstractContextManager[Any]) -> 
     try:
         with context:
             act()
-    except (FspmdError, KeyError) as error:
+    except (FspmdError, KeyError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "", time.monotonic() - begin
 
@@ -113,6 +113,111 @@ def another_order(port: int) -> tuple[str, float]:
             _sum(mesh, x, axis)
 
     return outcome(act, debug(seconds=4.5))
+
+
+def another_dtype(port: int) -> tuple[str, float]:
+    """The bytes are as many, so a wrong number comes out until ranks compare."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for i in range(20):
+            dtype = torch.int64 if i == 7 and rank == 3 else torch.float64
+            shard_map(lambda b: psum(b.to(dtype), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)  # noqa: B023
+
+    return outcome(act, debug(every=1))
+
+
+def another_axis(port: int) -> tuple[str, float]:
+    """One rank sums over another axis, so others wait in groups in which no hash differs."""
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    x = device_put(torch.ones(8), P(("x", "y")), mesh=mesh)
+
+    def act() -> None:
+        for i in range(20):
+            right = shard_map(lambda b: psum(psum(b, "x"), "y"), mesh=mesh, in_specs=P(("x", "y")), out_specs=P())
+            wrong = shard_map(
+                lambda b: psum(psum(b, "y"), "y"),  # wrong axis
+                mesh=mesh,
+                in_specs=P(("x", "y")),
+                out_specs=P(),
+                check_vma=False,
+            )
+            (wrong if i == 5 and rank == 2 else right)(x)
+
+    return outcome(act, debug(seconds=20))
+
+
+def axes_in_another_order(port: int) -> tuple[str, float]:
+    """Each group sees as many sums, and none waits for long. Rank 1 is in no group with rank 2."""
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    x = device_put(torch.ones(8), P(("x", "y")), mesh=mesh)
+
+    def act() -> None:
+        for i in range(10):
+            one = shard_map(lambda b: psum(psum(b, "x"), "y"), mesh=mesh, in_specs=P(("x", "y")), out_specs=P())
+            other = shard_map(lambda b: psum(psum(b, "y"), "x"), mesh=mesh, in_specs=P(("x", "y")), out_specs=P())
+            (other if i == 5 and rank == 2 else one)(x)
+
+    return outcome(act, debug(seconds=20))
+
+
+def another_shape_in_a_record(port: int) -> tuple[str, float]:
+    """One rank records sums of other sizes at the same line."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def step(n: int) -> Callable[..., Any]:
+        return jit(shard_map(lambda b: psum(b.repeat(n), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
+
+    right, wrong = step(2), step(1)
+
+    def act() -> None:
+        for i in range(20):
+            (wrong if i == 5 and rank == 0 else right)(x)
+
+    return outcome(act, debug(every=1))
+
+
+def no_memory(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+
+    def body(b: Tensor) -> Tensor:
+        if rank == 2:
+            torch.empty(1 << 60)
+        return psum(b, "x")
+
+    def act() -> None:
+        shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(_x(mesh))
+
+    return outcome(act, debug(seconds=30))
+
+
+def early_end(port: int) -> tuple[str, float]:
+    """The data of one rank ends early."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for _ in range(5 if rank == 2 else 6):
+            _sum(mesh, x)
+
+    return outcome(act, debug(seconds=30))
+
+
+def lost(port: int) -> None:
+    """One rank ends without a word, under `debug`."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for i in range(20):
+            if i == 5 and rank == 2:
+                time.sleep(0.5)  # it has told where it stands
+                os.kill(os.getpid(), signal.SIGKILL)
+            _sum(mesh, x)
+
+    raise AssertionError(outcome(act, debug(seconds=30)))
 
 
 def in_a_record(port: int) -> tuple[str, float]:

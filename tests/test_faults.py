@@ -45,6 +45,8 @@ PARTED = [
     (fault_programs.another_kind, 6, 1, "psum (max) over 'x' of mesh(x=4), f64[2]", SUM),
     (fault_programs.one_more, 3, 1, f"{SUM}{_line('  # alone')})", SUM),
     (fault_programs.another_shape, 8, 3, "psum over 'x' of mesh(x=4), f64[6]", SUM.replace("[2]", "[4]")),
+    (fault_programs.another_dtype, 8, 3, "psum over 'x' of mesh(x=4), i64[2]", SUM),
+    (fault_programs.another_shape_in_a_record, 6, 0, "x' of mesh(x=4), f64[2]", "x' of mesh(x=4), f64[4]"),
     (fault_programs.in_a_record, 10, 2, "ragged_all_to_all over 'x'", SUM),
 ]
 
@@ -91,6 +93,34 @@ def test_a_circle_of_ranks_is_told(four: Processes) -> None:
         assert error.startswith(f"DeadlineError: rank {rank} has waited 4."), error
         assert f" s at psum over '{axis}' of mesh(x=2, y=2), f64[4] (fault_programs.py:" in error
         assert f"s; it was last at psum over '{'x' if axis == 'y' else 'y'}' of mesh(x=2, y=2)" in error
+
+
+def test_a_wait_in_another_group_is_told(four: Processes) -> None:
+    for error in _run(four, fault_programs.another_axis, within=10):
+        assert error.startswith("LockstepError: ranks ran different collectives, from collective number "), error
+        (line,) = [text for text in error.splitlines() if text.startswith("  * rank 2: ")]
+        assert f" over 'y' of mesh(x=2, y=2), f32[2] (fault_programs.py:{_line('  # wrong axis')})" in line, error
+
+
+def test_ranks_without_a_common_group_are_told(four: Processes) -> None:
+    for error in _run(four, fault_programs.axes_in_another_order, within=10):
+        assert error.startswith("LockstepError: ranks ran different collectives, from collective number 6 of"), error
+        assert "rank 2: psum over " in error, error
+
+
+@pytest.mark.parametrize(
+    ("program", "mine", "others"),
+    [
+        (fault_programs.no_memory, "RuntimeError: ", "rank 2 has left the block with RuntimeError: "),
+        (fault_programs.early_end, "LockstepError: ", "rank 2: none; the last was psum over 'x' of mesh(x=4)"),
+    ],
+)
+def test_a_rank_that_does_not_go_on_is_told(
+    four: Processes, program: Callable[[int], Any], mine: str, others: str
+) -> None:
+    errors = _run(four, program, within=10)
+    assert errors.pop(2).startswith(mine)
+    assert all(others in error for error in errors), errors
 
 
 def test_a_message_that_does_not_come_is_told(four: Processes) -> None:
@@ -186,6 +216,14 @@ def test_a_killed_rank_is_told() -> None:
             or (f"rank {rank} waits in vain at psum over 'x'" in told)
         ), told
     assert "PeerError: rank " in told
+
+
+def test_a_rank_that_is_lost_under_debug_is_told_of() -> None:
+    with Processes(4) as pool, pytest.raises(AssertionError) as caught:
+        pool.run(fault_programs.lost, free_port(), seconds=30)
+    told = str(caught.value)
+    assert told.count("rank 2 has given no sign of life for ") >= 3, told
+    assert told.count("it was last at psum over 'x' of mesh(x=4), f64[2] (fault_programs.py:") >= 3, told
 
 
 def test_a_process_ends_although_another_is_stopped() -> None:

@@ -68,6 +68,9 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     Values that all processes must have alike are compared in the same way, by digests: plain tensors that enter
     `shard_map` and `device_put`, and seeds of random functions. That reads each such tensor once.
 
+    A rank that the backend fails says which ranks of the group have given no sign of life. Gloo ends a process that
+    receives a message of another size than it expects; only `lockstep` finds that line.
+
     All ranks enter the block at the same line, around the same calls. In a simulation it does nothing. Collectives
     of parts of an axis (``axis_index_groups``) and moves between meshes are not compared.
 

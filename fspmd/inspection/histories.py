@@ -33,11 +33,11 @@ _VALUES: Final = (
 class History:
     """The collectives of this rank in a group."""
 
-    __slots__ = ("count", "due", "hash", "key", "ranks", "ring")
+    __slots__ = ("count", "due", "hash", "key", "ranks", "ring", "told")
 
     def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
         self.key, self.ranks = key, ranks
-        self.count = self.hash = 0
+        self.count = self.hash = self.told = 0
         self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape
         self.due: deque[tuple[int, int]] = deque()  # counts and hashes that were not compared yet
 
@@ -62,13 +62,14 @@ def facts_of(call: Call) -> tuple[int, str, bool]:
 
 
 def fact_of(each: Communication) -> tuple[int, str, Communication, UserLine]:
-    """The same of a collective in a record, with its line. Shapes of blocks may be uneven, so they do not count."""
+    """The same of a collective in a record, with its line. Shapes that may be uneven do not count."""
     mesh, line = each.mesh, line_of(each.cause.where)
     if mesh.transport != "process_group" or mesh.coordinate() is None or each.kind == "reblock":
         return 0, "", each, line
     text = repr((each.kind, each.axes, mesh.axis_names, tuple(mesh.shape.values()), tuple(mesh.ranks), str(each.dtype)))
     key = key_of(mesh, each.axes)
-    return zlib.crc32(f"{text} {each.backward} {len(each.shape)} {line.where}".encode()) + 1, key, each, line
+    shape = tuple(each.shape) if each.even else len(each.shape)
+    return zlib.crc32(f"{text} {each.backward} {shape} {line.where}".encode()) + 1, key, each, line
 
 
 def text_of(entry: tuple[Any, ...]) -> str:

@@ -23,10 +23,11 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fspmd.digests import digests
-from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
+from fspmd.errors import DeadlineError, FspmdError, LockstepError, PeerError, join_failures
 from fspmd.inspection.histories import (
     DIGEST,
     SHOWN,
@@ -56,6 +57,7 @@ from fspmd.transport.reports import failure_text, within
 
 _PERIOD: Final = 0.25  # seconds between two signs of life
 _KEPT: Final = 64  # hashes of each group that stay in the store
+_FAREWELL: Final = 1.5  # seconds in which the others may read what the first rank has told: its process has the store
 _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
 _entries: Final[dict[str, Iterator[int]]] = {}  # how often each line was entered
 _DTYPES: Final = {
@@ -65,6 +67,10 @@ _DTYPES: Final = {
 LATE: Final = (
     "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
     "lockstep() the first line where they part"
+)
+_FAILED: Final = (
+    "see the output of the ranks that have ended. gloo::EnforceNotMet there means that ranks sent different sizes: "
+    "lockstep() finds the line"
 )
 
 
@@ -86,6 +92,7 @@ class Monitor(Note):
         self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
         self.last: tuple[Any, ...] | None = None  # the last collective, as in a ring, and its time
         self.waiting: float | None = None  # since when this rank waits
+        self.hurries = False  # the backend has failed
         self.failure = ""  # ranks have parted
         self.thread: threading.Thread | None = None
         self.ended = threading.Event()
@@ -114,6 +121,10 @@ class Monitor(Note):
         try:
             if self.thread is not None and self.every and error is None:
                 self._meet()
+        except dist.DistError as lost:
+            text = f"the store of torch.distributed has ended: {str(lost).splitlines()[0]}"
+            error = PeerError(f"rank {world.process_rank()} has come to the end of the block alone: {text}")
+            raise error from lost
         except BaseException as late:
             error = late
             raise
@@ -132,7 +143,7 @@ class Monitor(Note):
             self.ended.set()
             if self.thread is not None:
                 text = f"has left the block with {failure_text(error)}" if error else ""
-                within(1.0, lambda: self._last_words(text))
+                within(2 * _FAREWELL, lambda: self._last_words(text))
 
     def _hear_values(self) -> None:
         """Hear of values if this monitor compares, or one around it does."""
@@ -238,6 +249,8 @@ class Monitor(Note):
             is_over = True
         except RuntimeError as error:
             is_over = not isinstance(error, PeerError)  # the work has failed
+            if is_over:
+                raise self._failed(error) from error
             raise
         finally:
             if not is_over:
@@ -289,6 +302,28 @@ class Monitor(Note):
             gone, monitor = {**gone, **monitor.gone}, monitor.outer
         return {rank: text for rank, text in gone.items() if f" {PeerError.__name__}: " not in text} or gone
 
+    def _failed(self, error: RuntimeError) -> FspmdError:
+        """The error in the place of the backend's, once the other ranks have told where they stand."""
+        where, ranks = position()
+        me, end = world.process_rank(), time.monotonic() + 8 * self.period
+        self._hurry()
+        while time.monotonic() < end and not (found := self._parted()):
+            time.sleep(self.period / 8)
+        if found:
+            return LockstepError(found)
+        head = f"rank {me} failed at {where}: {str(error).splitlines()[0]}"
+        return PeerError(join_failures(head, self._states(ranks), _FAILED))
+
+    def _hurry(self) -> None:
+        """Let the threads listen and compare from now on, as in a long wait."""
+        self.hurries = True
+        if self.outer is not None:
+            self.outer._hurry()
+
+    def _parted(self) -> str:
+        """What this monitor, or one around it, knows of ranks that have parted."""
+        return self.failure or ("" if self.outer is None else self.outer._parted())
+
     def _set_waiting(self, begin: float | None) -> None:
         self.waiting = begin
         if self.outer is not None:
@@ -314,6 +349,13 @@ class Monitor(Note):
 
     def _report(self, waited: float) -> str:
         where, ranks = position()
+        me = world.process_rank()
+        lines = [*self._states(ranks), *told_by(ranks, waited + 60)]
+        head = f"rank {me} has waited {waited:.1f} s at {where}, longer than the deadline of {self.seconds} s:"
+        return join_failures(head, lines, LATE)
+
+    def _states(self, ranks: Sequence[int]) -> list[str]:
+        """Where other ranks stand, all if ``ranks`` is empty."""
         me, now = world.process_rank(), time.monotonic()
         lines = []
         silence = now - self.answered
@@ -323,11 +365,9 @@ class Monitor(Note):
                 "0 without torchrun, has ended or is stopped"
             )
         others = [rank for rank in ranks or range(world.world_size()) if rank != me]
-        lines += [f"rank {rank} {self._state(rank, now)}" for rank in others[:SHOWN]]
-        lines += [f"and {counted(len(others) - SHOWN, 'other rank')}"] if len(others) > SHOWN else []
-        lines += told_by(tuple(others), waited + 60)
-        head = f"rank {me} has waited {waited:.1f} s at {where}, longer than the deadline of {self.seconds} s:"
-        return join_failures(head, lines, LATE)
+        states = [f"rank {rank} {self._state(rank, now)}" for rank in others]
+        lines += sorted(states, key=lambda state: " has waited " in state)[:SHOWN]  # first those that others wait for
+        return lines + ([f"and {counted(len(others) - SHOWN, 'other rank')}"] if len(others) > SHOWN else [])
 
     def _state(self, rank: int, now: float) -> str:
         if rank in self.gone:
@@ -364,7 +404,7 @@ class Monitor(Note):
             try:
                 self.store.set(f"at/{me}", self._told())
                 waiting = self.waiting
-                is_long = waiting is not None and time.monotonic() - waiting > 2 * self.period
+                is_long = self.hurries or (waiting is not None and time.monotonic() - waiting > 2 * self.period)
                 if is_long:
                     self._hear(me)
                 if self.every and not self.failure:
@@ -380,13 +420,15 @@ class Monitor(Note):
         """Read what other ranks tell."""
         size = world.world_size()
         ranks = range(size) if size <= 64 or self.last is None else self._last_group().ranks
+        gone = dict(self.gone)
         for rank in ranks:
             if rank != me and self.store.check([f"at/{rank}"]):
                 told = json.loads(self.store.get(f"at/{rank}"))
                 if rank not in self.heard or self.heard[rank][1] != told:
                     self.heard[rank] = (time.monotonic(), told)
                 if self.store.check([f"left/{rank}"]):
-                    self.gone[rank] = self.store.get(f"left/{rank}").decode()
+                    gone[rank] = self.store.get(f"left/{rank}").decode()
+        self.gone = gone  # all at once: the first to leave is among them
 
     def _last_group(self) -> History:
         assert self.last is not None
@@ -394,8 +436,11 @@ class Monitor(Note):
         return self.groups[key_of(call.mesh, call.axes)]
 
     def _compare(self, me: int, is_long: bool) -> None:
-        """Compare the hashes that are due, or if this rank waits for long, the last collectives of its group."""
+        """Compare the hashes that are due, and if this rank waits for long, the last collectives of its groups."""
         store = self.store
+        if store.check(["parting"]):
+            self.failure = store.get("parting").decode()
+            return
         for group in list(self.groups.values()):
             parts = False
             while group.due:
@@ -409,8 +454,10 @@ class Monitor(Note):
                 elif int(store.get(key)) != mine:
                     parts = True
                 group.due.popleft()
-            if is_long and self.last is not None and group is self._last_group():
-                store.set(f"ring/{group.key}/{me}", ring_text(group))
+            if is_long:  # perhaps for a rank that waits in another group
+                if group.told != group.count:
+                    group.told = group.count
+                    store.set(f"ring/{group.key}/{me}", ring_text(group))
                 parts = parts or self._has_parted(group, me)
             if parts or store.check([f"parted/{group.key}"]):
                 self._part(group, me)
@@ -434,9 +481,10 @@ class Monitor(Note):
     def _part(self, group: History, me: int) -> None:
         """Tell the last collectives to all ranks of a group, and make the error of theirs."""
         store = self.store
-        store.set(f"ring/{group.key}/{me}", ring_text(group))
+        for each in list(self.groups.values()):  # other groups may part as well, when this rank has left
+            store.set(f"ring/{each.key}/{me}", ring_text(each))
+            store.set(f"told/{each.key}/{me}", "")
         store.set(f"parted/{group.key}", "")
-        store.set(f"told/{group.key}/{me}", "")
         keys = {rank: f"told/{group.key}/{rank}" for rank in group.ranks}
         end = time.monotonic() + 6 * _PERIOD
         while time.monotonic() < end and not store.check(list(keys.values())):
@@ -447,13 +495,15 @@ class Monitor(Note):
             for rank in group.ranks
         }
         self.failure = parting_text(rings)
+        store.set("parting", self.failure)
 
     def _raise_if_parted(self) -> None:
         """Raise the error of ranks that have parted, which this rank's thread may be about to make.
 
         A rank that has left with it is then no news.
         """
-        if self.every and any(self.store.check([f"parted/{group.key}"]) for group in list(self.groups.values())):
+        keys = ["parting", *(f"parted/{group.key}" for group in list(self.groups.values()))]
+        if self.every and any(self.store.check([key]) for key in keys):
             end = time.monotonic() + 10 * _PERIOD
             while not self.failure and time.monotonic() < end:
                 time.sleep(0.005)
@@ -472,13 +522,22 @@ class Monitor(Note):
         if store is None:
             return
         store.set(f"end/{me}", json.dumps(counts))
-        late = list(ranks)
-        while late:
-            late = [rank for rank in late if not store.check([f"end/{rank}"])]
+        self._await_all("end", ranks, end)
+        ends = {rank: json.loads(store.get(f"end/{rank}")) for rank in ranks}
+        for group in list(self.groups.values()):
+            mine = [group.count, group.hash]
+            if any(ends[rank].get(group.key, [0, 0]) != mine for rank in group.ranks if rank != me):
+                self._part(group, me)
+                raise LockstepError(self.failure)
+        store.set(f"agreed/{me}", "")
+        self._await_all("agreed", ranks, end)  # their other groups may have parted
+
+    def _await_all(self, what: str, ranks: list[int], end: float) -> None:
+        """Wait until ranks have told something of their end, or one has told of another error."""
+        me, store, late = world.process_rank(), self.store, list(ranks)
+        while late := [rank for rank in late if not store.check([f"{what}/{rank}"])]:
             if self.failure:
                 raise LockstepError(self.failure)
-            if not late:
-                break
             if gone := [rank for rank in late if store.check([f"left/{rank}"])]:
                 self._raise_if_parted()
                 lines = [f"rank {rank} {store.get(f'left/{rank}').decode()}" for rank in gone]
@@ -487,15 +546,10 @@ class Monitor(Note):
                 self._hear(me)
                 now = time.monotonic()
                 lines = [f"rank {rank} {self._state(rank, now)}" for rank in late[:SHOWN]]
+                limit = self.seconds or _MEETING
                 head = f"rank {me} has waited {limit} s at the end of the block for {counted(len(late), 'rank')}:"
                 raise DeadlineError(join_failures(head, lines, LATE))
             time.sleep(0.005)
-        ends = {rank: json.loads(store.get(f"end/{rank}")) for rank in ranks}
-        for group in list(self.groups.values()):
-            mine = [group.count, group.hash]
-            if any(ends[rank].get(group.key, [0, 0]) != mine for rank in group.ranks if rank != me):
-                self._part(group, me)
-                raise LockstepError(self.failure)
 
     def _last_words(self, text: str) -> None:
         me = world.process_rank()
@@ -503,6 +557,10 @@ class Monitor(Note):
         if text:
             store.set(f"left/{me}", text)
         store.set(f"at/{me}", self._told(left=True))
+        store.add("ended", 1)
+        end = time.monotonic() + _FAREWELL
+        while text and me == 0 and store.add("ended", 0) < world.world_size() and time.monotonic() < end:
+            time.sleep(0.02)
         self._channel(self.number - 2).delete_key(f"at/{me}")
 
     def _channel(self, number: int) -> Any:

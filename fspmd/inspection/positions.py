@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
-from fspmd.inspection.causes import LIBRARIES, trace
+from fspmd.inspection.causes import LIBRARIES, Cause, trace
 from fspmd.messages import quoted
 from fspmd.pairs import Call, StandIn, land
 from fspmd.spec import describe
 from fspmd.torch_internals import current_autograd_node
+
+#: the name under which a replay has the causes of its steps, by the lines of its code
+CAUSES: Final = "fspmd_causes"
 
 
 def collective_text(kind: str, mesh: Any, axes: tuple[str, ...], dtype: Any, shape: Any) -> str:
@@ -22,6 +25,7 @@ def position() -> tuple[str, tuple[int, ...]]:
     """The text of the collective that this thread runs, and the ranks of its group; () if it is of no mesh."""
     frame: FrameType | None = sys._getframe(1)
     call: Call | None = None
+    replayed: Cause | None = None
     forward, operand = "", None
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         named = frame.f_locals
@@ -30,8 +34,9 @@ def position() -> tuple[str, tuple[int, ...]]:
             forward = f", for {found.by.where}"
         if call is None and isinstance(found, Call):
             call, operand = found, named.get("x")
+        replayed = replayed or frame.f_globals.get(CAUSES, {}).get(frame.f_lineno)
         frame = frame.f_back
-    cause = trace().cause
+    cause = replayed or trace().cause
     backward = current_autograd_node() is not None
     here = f" ({'backward, ' * backward}{cause.where}{forward if backward else ''})"
     if call is None:

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, Protocol
 
@@ -44,6 +44,7 @@ class Communication:
         price: ``price.moved`` is the number of bytes that a rank sends, ``price.time`` is in µs.
         backward: It ran in a backward pass. ``cause`` is then the cause of its forward call.
         cause: The function that the user called, and the user's line.
+        even: All ranks are known to have blocks of this shape.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Communication:
     price: Price
     backward: bool
     cause: Cause
+    even: bool = field(default=False, repr=False, compare=False)
 
 
 class Watcher:

@@ -143,7 +143,7 @@ def halves_of(
         make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants, kept)),
         again,
         any(has_randomness(node) for node in program.steps),
-        known_communication(program.deferred),
+        known_communication(program.deferred, program.even),
         shared,
         aliased,
     )

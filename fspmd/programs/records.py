@@ -200,7 +200,7 @@ def record_of(captured: Capture, facts: Facts, donation: Donation, make: Maker) 
             run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
-    moved = known_communication(program.steps)
+    moved = known_communication(program.steps, program.even)
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules

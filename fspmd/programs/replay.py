@@ -13,6 +13,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from fspmd.inspection.causes import Cause
+from fspmd.inspection.positions import CAUSES
 from fspmd.inspection.watch import communicates, label
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
@@ -33,6 +34,7 @@ class ProgramPart(NamedTuple):
 #: makes a function of a part, which returns a tuple of the values of its outputs
 Maker = Callable[[ProgramPart], Callable[..., Any]]
 
+_FILE: Final = __file__.replace("replay.py", "<replay>")  # so that frames of replays count as ours
 _PLAIN: Final = (bool, int, str, type(None))
 
 
@@ -123,6 +125,7 @@ class _Writer:
         for node, i in last.items():
             if node not in kept and node not in constants:
                 freed.setdefault(i, []).append(node)
+        causes = self.scope[CAUSES] = dict[int, Cause]()
         lines = [f"def replay({', '.join(self.names.values())}):"]
         lines += [f"    {self.names[node]} = {self.names[node]}.pop()" for node in donated]
         lines += [f"    del {self.names[node]}" for node in freed.get(-1, ())]
@@ -131,10 +134,12 @@ class _Writer:
             name = self.names[node] = f"v{self.count}"
             self.count += 1
             lines.append(f"    {name} = {call}")
+            if (cause := node.meta.get("cause")) is not None:
+                causes[len(lines)] = cause
             if names := ", ".join(self.names[value] for value in freed.get(i, ())):
                 lines.append(f"    del {names}")
         lines.append(f"    return ({''.join(self.value(output) + ', ' for output in outputs)})")
-        exec("\n".join(lines), self.scope)
+        exec(compile("\n".join(lines), _FILE, "exec"), self.scope)
         replay: Callable[..., Any] = self.scope["replay"]
         return replay
 

@@ -69,8 +69,10 @@ def failures(ranks: Iterable[int]) -> dict[int, tuple[float, str]]:
 
 
 def failure_text(error: BaseException) -> str:
-    """``KeyError: 'x'``: the class of an error, and the first line of its message."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:500].rstrip(":")
+    """``KeyError: 'x'``: the class of an error, the first line of its message, and the first of a list in it."""
+    head, *lines = f"{type(error).__name__}: {error}".splitlines()
+    first = next((line.strip(" *") for line in lines if line.startswith("  * ")), "")
+    return f"{head[:400]} {first[:400]}".rstrip(": ")
 
 
 def user_line(error: BaseException) -> str:
