@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from processes import Processes
+from simulated import MESH, simulated
 from torch import Tensor
 
 from fspmd import (
@@ -153,6 +155,20 @@ def test_copies_of_a_simulation() -> None:
         check_replicas(torch.eye(2).to_sparse())
     with pytest.raises(RecordError, match="check_replicas was called within jit"):
         jit(check_replicas)(x)
+
+
+def test_a_loop_compares_every_few_calls_of_a_line() -> None:
+    right, wrong = device_put(torch.zeros(3), P(), mesh=MESH), from_local(simulated(3), P(), mesh=MESH)
+    silent = []
+    for step in range(9):
+        check_replicas(wrong if step % 4 else right, every=4)
+        with suppress(ReplicaError):
+            check_replicas(right if step == 0 else wrong, every=3)
+            silent.append(step)
+    assert silent == [0, 1, 2, 4, 5, 7, 8]
+    for bad in (0, -1, 2.0, True, None):
+        with pytest.raises(ArgumentError, match="check_replicas got every="):
+            check_replicas(right, every=bad)  # type: ignore[arg-type]
 
 
 _runs = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fspmd.digests import Difference, difference, digests, mixed, of_bytes, raw_bytes
-from fspmd.errors import ReplicaError, TreeError, join_failures
+from fspmd.errors import ArgumentError, ReplicaError, TreeError, join_failures
 from fspmd.foreign import refuse_misfit
+from fspmd.inspection.lines import UserLine, user_line
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
-from fspmd.messages import counted
+from fspmd.messages import counted, described
 from fspmd.outside import check_member, check_outside, refuse_recorded
 from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded
@@ -31,7 +33,7 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _CHUNK: Final = 1 << 22  # bytes of each rank that are compared at once, once a leaf differs
 
 
-def check_replicas(tree: Any, *, mesh: Mesh | None = None) -> None:
+def check_replicas(tree: Any, *, every: int = 1, mesh: Mesh | None = None) -> None:
     """Raise an error unless all copies of each value have the same bits on all ranks that hold one.
 
     A layout says which blocks are copies: ranks that differ only along axes that its spec does not name hold equal
@@ -40,13 +42,15 @@ def check_replicas(tree: Any, *, mesh: Mesh | None = None) -> None:
     for all ranks of ``mesh``. Other leaves are not looked at, and neither are tensors without values (meta tensors).
 
     NaNs and -0.0 are compared by their bits. Values are reduced to 64 bits per leaf, which see the place of each bit,
-    so a difference goes unseen once in 2⁶⁴ times. It costs about two sums of each tensor.
+    so a difference goes unseen once in 2⁶⁴ times. It costs some two and a half sums of each tensor.
 
     In a simulation one tensor stands for all copies, which are equal by construction. Where it holds several, they are
     compared.
 
     Args:
         tree: A pytree of `Sharded`, tensors, arrays, numbers and strings, such as parameters and optimizer states.
+        every: In a loop, compare at the first call from a line, and at every ``every``-th after it. The calls between
+            do nothing. All ranks count alike, since they make the same calls.
         mesh: The ranks that compare leaves without a layout. By default that of `set_mesh`, or else that of the first
             `Sharded`, or else all processes.
 
@@ -57,16 +61,25 @@ def check_replicas(tree: Any, *, mesh: Mesh | None = None) -> None:
         ReplicaError: on all ranks of the mesh alike, copies differ. The error names each leaf, the ranks, the number of
             elements that differ, the largest difference, and the first place in the block.
         TreeError: on all ranks alike, the ranks pass trees with other structures, shapes, dtypes or specs.
-        ArgumentError, RecordError: it is called in a body, or within jit.
+        ArgumentError, RecordError: it is called in a body, or within jit; or ``every`` is no integer above 0.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> mesh = make_mesh((4,), ("dp",))
     >>> params = device_put({"w": torch.ones(8, 2), "b": torch.zeros(2)}, P(), mesh=mesh)
     >>> check_replicas({"params": params, "step": 3})
+    >>> for step in range(10):
+    ...     check_replicas(params, every=5)
     """
     what = "check_replicas"
     refuse_recorded(what)
     check_outside(what)
+    if type(every) is not int or every < 1:
+        raise ArgumentError(f"check_replicas got every={described(every)}; give it an integer above 0")
+    if every > 1:
+        line = user_line(sys._getframe(1))
+        _calls[line] += 1
+        if (_calls[line] - 1) % every:
+            return
     values, treedef = flatten_values(tree)
     labels = leaf_paths(tree, "tree")
     default = mesh_of(values, mesh, what)
@@ -77,6 +90,9 @@ def check_replicas(tree: Any, *, mesh: Mesh | None = None) -> None:
             leaves.setdefault(leaf.mesh, []).append(leaf)
     for each, group in leaves.items():
         _compare(group, each, tree_text(treedef) if each is default else "")
+
+
+_calls: Final[Counter[UserLine]] = Counter()  # with every=, by the line of the call
 
 
 def mesh_of(values: Iterable[Any], mesh: Mesh | None, what: str) -> Mesh:
