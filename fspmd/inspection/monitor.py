@@ -370,13 +370,13 @@ class Monitor(Note):
         return lines + ([f"and {counted(len(others) - SHOWN, 'other rank')}"] if len(others) > SHOWN else [])
 
     def _state(self, rank: int, now: float) -> str:
-        if rank in self.gone:
-            return self.gone[rank]
         if rank not in self.heard:
-            return "has told nothing: it has not come to this block, or has ended"
+            return self.gone.get(rank, "has told nothing: it has not come to this block, or has ended")
         changed, told = self.heard[rank]
         age = now - changed
         where = f"it was last at {told['at']}" if told["at"] else "it has come to no collective there"
+        if rank in self.gone:
+            return f"{self.gone[rank]}; {where}"
         if told["left"]:
             return f"has left the block; {where}"
         if age > max(0.6, 4 * self.period) and age > now - self.answered + self.period:
