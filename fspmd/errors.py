@@ -49,7 +49,7 @@ class CommunicationError(FspmdError):
 
 
 class LockstepError(FspmdError):
-    """Ranks that reached different collectives within ``lockstep``, or a rank that reached none."""
+    """Ranks that reached or recorded different collectives, or a rank that reached none."""
 
 
 class PeerError(FspmdError, RuntimeError):
@@ -57,7 +57,7 @@ class PeerError(FspmdError, RuntimeError):
 
 
 class DeadlineError(FspmdError):
-    """A collective for which ranks did not come within the time of ``deadline``."""
+    """A collective for which ranks did not come within the time of ``deadline``, or of the process group."""
 
 
 class ReplicaError(FspmdError):

@@ -147,6 +147,11 @@ class Call:
         result: Tensor = self.kernel(x, self.mesh, self.axes, self.options).wait()
         return result
 
+    def start_in_place(self, x: Tensor) -> Pending:
+        """Start the collective, which writes its result into ``x``. Only calls with ``in_place`` can."""
+        pending: Pending = self.in_place(x, self.mesh, self.axes, self.options)
+        return pending
+
     @property
     def transposed(self) -> Call:
         """The call that gradients take."""
@@ -334,7 +339,7 @@ _apply_plain = plain_apply(_Plain)
 def _apply_in_place(x: Tensor, call: Call) -> Tensor:
     """Run a call in place on a clone, whose gradient autograd knows, at half the cost of an ``autograd.Function``."""
     y = x.clone(memory_format=torch.contiguous_format)
-    call.in_place(y.detach(), call.mesh, call.axes, call.options).wait()
+    call.start_in_place(y.detach()).wait()
     y._backward_hooks = {0: functools.partial(_back_in_place, call)}
     y.grad_fn._register_hook_dict(y)  # type: ignore[union-attr]
     y._backward_hooks = None  # the hook is the node's; the hooks of the tensor are the user's
@@ -342,8 +347,8 @@ def _apply_in_place(x: Tensor, call: Call) -> Tensor:
 
 
 def _back_in_place(call: Call, g: Tensor | None) -> Tensor | None:
-    """Apply the transpose to a cotangent if that does more than change its type: if it is seen or differentiated."""
-    if g is None or not (_seen or g.requires_grad or transforms_active()):
+    """Apply the transpose to a cotangent if that does more than change its type: it is recorded or differentiated."""
+    if g is None or not (_record is not None or g.requires_grad or transforms_active()):
         return None
     return apply(g, call.transposed)
 

@@ -171,6 +171,7 @@ def another_shape_in_a_record(port: int) -> tuple[str, float]:
         return jit(shard_map(lambda b: psum(b.repeat(n), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
 
     right, wrong = step(2), step(1)
+    right(x), wrong(x)  # the ranks agree on both
 
     def act() -> None:
         for i in range(20):
@@ -225,6 +226,7 @@ def in_a_record(port: int) -> tuple[str, float]:
     mesh, rank = fresh(port)
     x = _x(mesh)
     step, other = jit(lambda x: (x * x).sum()), jit(lambda x: torch.cat([x, x]).max())
+    step(x), other(x)  # the ranks agree on both
 
     def act() -> None:
         for i in range(30):
@@ -232,6 +234,78 @@ def in_a_record(port: int) -> tuple[str, float]:
             _sum(mesh, x)
 
     return outcome(act, debug(every=2))
+
+
+def another_record(port: int) -> tuple[str, float]:
+    """One rank records another program. Nothing watches."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def f(x: Sharded) -> Any:
+        y = x.sum()
+        return (x * (x.max() if rank == 1 else x.sum()) + y).square()  # parts
+
+    return outcome(lambda: jit(f)(x), nullcontext())
+
+
+def swapped(port: int) -> tuple[str, float]:
+    """One rank swaps two collectives of one kind. Only their lines differ."""
+    mesh, rank = fresh(port)
+
+    def f(b: Tensor) -> Tensor:
+        if rank == 3:
+            y = psum(2 * b, "x")  # swapped
+            return psum(b, "x") * y
+        return psum(b, "x") * psum(b * 2, "x")
+
+    step = jit(shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P()), passes=())
+    return outcome(lambda: step(_x(mesh)), nullcontext())
+
+
+def a_hit_and_a_miss(port: int) -> tuple[str, float]:
+    """One rank records a new program while the others replay one that they have."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+    step = jit(lambda x: x.max())  # recorded
+    other = jit(lambda x: torch.cat([x, x]).max())
+
+    def act() -> None:
+        for i in range(4):
+            (other if i == 2 and rank == 2 else step)(x)  # replayed
+
+    return outcome(act, nullcontext())
+
+
+def a_record_alone(port: int) -> tuple[str, float]:
+    """One rank records a program anew that all have agreed on. A mesh of one rank agrees with nobody."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+    step = jit(lambda x: x.max())
+
+    def act() -> None:
+        for _ in range(2):
+            assert float(step(x)) == 1
+            if rank == 1:
+                step.clear_cache()
+        alone = make_mesh((1,), ("x",), device="cpu", ranks=[rank])
+        assert float(jit(lambda x: x.max())(_x(alone))) == 1
+
+    return outcome(act, nullcontext())
+
+
+def raised_alone(port: int) -> tuple[str, float]:
+    """A body raises on one rank, whose process goes on. There is no deadline."""
+    mesh, rank = fresh(port)
+
+    def body(b: Tensor) -> Tensor:
+        if rank == 2:
+            raise KeyError("mine")
+        return psum(b, "x")
+
+    def act() -> None:
+        shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(_x(mesh))
+
+    return outcome(act, nullcontext())
 
 
 def another_tensor(port: int) -> tuple[str, float]:
@@ -334,6 +408,19 @@ def slow(port: int) -> tuple[str, float]:
         _sum(mesh, x)
 
     return outcome(act, deadline(10))
+
+
+def a_new_world(port: int) -> tuple[str, float]:
+    """A rank is slow. A long wait uses the store of the ranks, which must end with their world."""
+
+    def act() -> None:
+        for _ in range(2):
+            mesh, rank = fresh(port)
+            x = _x(mesh)
+            time.sleep(2 if rank == 2 else 0)
+            _sum(mesh, x)
+
+    return outcome(act, nullcontext())
 
 
 def no_message(port: int) -> tuple[str, float]:

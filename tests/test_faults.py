@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -65,6 +66,52 @@ def test_another_collective_is_told_on_all_ranks(
         assert line.startswith(f"  * rank {i}: ")
         assert (mine if i == rank else others) in line, line
     assert lines[rank].partition(": ")[2] not in first.replace(lines[rank], "")
+
+
+@pytest.mark.parametrize(
+    ("program", "rank", "mine", "others"),
+    [
+        (fault_programs.another_record, 1, "psum (max) over 'x' of mesh(x=4), f64[1] (", "psum_unreduced over 'x' of "),
+        (fault_programs.swapped, 3, f"{SUM}{_line('  # swapped')})", SUM),
+    ],
+)
+def test_another_record_is_told_before_it_runs(
+    four: Processes, program: Callable[[int], Any], rank: int, mine: str, others: str
+) -> None:
+    """Nothing watches: ranks compare the collectives of each new record."""
+    first, *rest = _run(four, program, within=10)
+    assert rest == [first] * 3
+    head, *lines, _ = first.splitlines()
+    assert head == (
+        "LockstepError: ranks have recorded different collectives, from collective number 1 of their group in the "
+        "record on:"
+    )
+    for i, line in enumerate(lines):
+        assert line.startswith(f"  * rank {i}: {mine if i == rank else others}"), line
+        assert i == rank or mine not in line
+
+
+def test_a_rank_that_records_alone_is_told(four: Processes) -> None:
+    """The others replay, and wait for it. They hear of it, too."""
+    errors = _run(four, fault_programs.a_hit_and_a_miss, within=15)
+    recorded, replayed = _line("  # recorded"), _line("  # replayed")
+    told, place = errors.pop(2), f"(fault_programs.py:{recorded})"
+    head = f"rank 2 has come to the first replay of <lambda> (fault_programs.py:{replayed}), but in "
+    assert told.startswith(f"LockstepError: {head}"), told
+    for rank in (0, 1, 3):
+        assert re.search(rf"  \* rank {rank} has waited \d.\d s at psum over 'x' of mesh\(x=4\), f64\[1\] ", told)
+    assert told.count(place) == 3
+    for error in errors:
+        assert "waits in vain at psum over 'x' of mesh(x=4), f64[1] " + place in error, error
+        assert f"  * rank 2 raised LockstepError: {head}" in error
+
+
+def test_an_error_of_one_rank_is_told_without_a_deadline(four: Processes) -> None:
+    errors = _run(four, fault_programs.raised_alone, within=10)
+    assert errors.pop(2) == "KeyError: 'mine'"
+    for error in errors:
+        assert "waits in vain at psum over 'x' of mesh(x=4), f64[2] (fault_programs.py:" in error
+        assert "  * rank 2 raised in shard_map(body) KeyError: 'mine' (fault_programs.py:" in error
 
 
 @pytest.mark.parametrize(
@@ -199,7 +246,10 @@ def test_threads_leave_their_blocks_in_any_order() -> None:
     assert monitor._active is before
 
 
-@pytest.mark.parametrize("program", [fault_programs.in_step, fault_programs.slow])
+@pytest.mark.parametrize(
+    "program",
+    [fault_programs.in_step, fault_programs.slow, fault_programs.a_record_alone, fault_programs.a_new_world],
+)
 def test_who_does_nothing_wrong_hears_nothing(four: Processes, program: Callable[[int], Any]) -> None:
     assert _run(four, program, within=20) == [""] * 4
 

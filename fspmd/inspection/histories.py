@@ -7,6 +7,8 @@ import zlib
 from collections import deque
 from typing import Any, Final
 
+import torch
+
 from fspmd.errors import join_failures
 from fspmd.inspection.lines import UserLine, line_of
 from fspmd.inspection.positions import collective_text
@@ -17,6 +19,10 @@ from fspmd.pairs import Call
 _RING: Final = 4096  # the last collectives of a group that are kept
 SHOWN: Final = 16  # ranks
 DIGEST: Final = "with the bits"  # a word of the text of a value
+#: a number for each dtype, the same on all ranks
+DTYPES: Final = {
+    dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+}
 #: facts of a call that moves nothing between processes
 _SILENT: Final = (0, "", False)
 
@@ -95,15 +101,19 @@ def ring_of(text: bytes) -> dict[int, tuple[int, str]]:
     return {count: (number, texts[place]) for count, number, place in ring}
 
 
-def parting_text(rings: dict[int, dict[int, tuple[int, str]]]) -> str:
-    """The error for ranks of a group whose last collectives differ."""
+def parting_text(
+    rings: dict[int, dict[int, tuple[int, str]]],
+    what: str = "ranks ran different collectives",
+    where: str = "in this block",
+) -> str:
+    """The error for ranks of a group whose last collectives ``where`` differ."""
     told = {rank: ring for rank, ring in rings.items() if ring}
     counts = sorted({count for ring in told.values() for count in ring})
     oldest = max((min(ring) for ring in told.values()), default=0)
     first = next((c for c in counts if c >= oldest and _differ(told, rings, c)), counts[-1] if counts else 0)
     known = first == 1 or all(first - 1 in ring for ring in told.values() if first in ring)
-    ordinal = f"collective number {first} of their group in this block"
-    head = f"ranks ran different collectives, from {ordinal} on:" if known else f"ranks parted before {ordinal}:"
+    ordinal = f"collective number {first} of their group {where}"
+    head = f"{what}, from {ordinal} on:" if known else f"ranks parted before {ordinal}:"
     lines = []
     for rank in list(rings)[:SHOWN]:
         ring = told.get(rank)

@@ -32,12 +32,12 @@ class _Libraries(dict[str, bool]):
         return found
 
 
-_libraries: Final = _Libraries()
+is_library: Final = _Libraries()  # by file
 
 
 def user_line(frame: FrameType | None) -> UserLine:
     """The nearest line of the user at a frame or above it."""
-    while frame is not None and _libraries[frame.f_code.co_filename]:
+    while frame is not None and is_library[frame.f_code.co_filename]:
         frame = frame.f_back
     if frame is None:
         return _UNKNOWN

@@ -1,4 +1,4 @@
-"""The error of a collective whose backend has failed: it names the collective and the failures of other ranks."""
+"""The error of a collective whose backend has failed: it names the collective, and what other ranks have told."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import time
 from typing import Final
 
 from fspmd.errors import PeerError
+from fspmd.inspection.long_waits import ADVICE, wait_long, waits_told_by
 from fspmd.inspection.positions import position
 from fspmd.meshes import world
-from fspmd.transport.pending import explain_with
-from fspmd.transport.reports import failures
+from fspmd.transport.pending import explain_with, go_on_with
+from fspmd.transport.reports import PATIENCE, failures, within
 
 _GRACE: Final = 1.0  # seconds in which other ranks may tell why they have ended
 _SHOWN: Final = 8  # ranks
-
-ADVICE: Final = (
-    "see the output of the ranks that have ended; fspmd.deadline(seconds) and fspmd.debug() tell where all ranks stand"
-)
 
 
 def told_by(ranks: tuple[int, ...], since: float = 600.0) -> list[str]:
     """What other ranks have told of their failures in the last seconds: a line for each."""
     me = world.process_rank()
     others = [rank for rank in ranks or range(world.world_size()) if rank != me]
-    told = failures(others)
+    told = within(PATIENCE, lambda: failures(others), {})
     return [f"rank {rank} {text}, {age:.1f} s ago" for rank, (age, text) in sorted(told.items()) if age < since]
 
 
@@ -36,7 +33,7 @@ def _explained(error: RuntimeError) -> PeerError | None:
     while not (told := told_by(ranks)) and time.monotonic() < end:
         time.sleep(0.1)
     lines = [f"rank {world.process_rank()} failed at {where}: {str(error).splitlines()[0]}"]
-    lines += [f"  * {line}" for line in told[:_SHOWN]]
+    lines += [f"  * {line}" for line in [*told, *waits_told_by(ranks)][:_SHOWN]]
     if not told:
         others = ", ".join(str(rank) for rank in ranks[:_SHOWN] if rank != world.process_rank())
         lines.append(f"  * no other rank has told of an error; one of {others or 'them'} has ended, or was stopped")
@@ -44,5 +41,6 @@ def _explained(error: RuntimeError) -> PeerError | None:
 
 
 def install() -> None:
-    """Let errors of c10d become `PeerError`s."""
+    """Let errors of c10d become `PeerError`s, and long waits hear of other ranks."""
     explain_with(_explained)
+    go_on_with(wait_long)

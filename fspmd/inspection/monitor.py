@@ -30,6 +30,7 @@ from fspmd.digests import digests
 from fspmd.errors import DeadlineError, FspmdError, LockstepError, PeerError, join_failures
 from fspmd.inspection.histories import (
     DIGEST,
+    DTYPES,
     SHOWN,
     History,
     fact_of,
@@ -40,30 +41,26 @@ from fspmd.inspection.histories import (
     ring_text,
     text_of,
 )
-from fspmd.inspection.lines import UserLine, user_line
+from fspmd.inspection.lines import user_line
+from fspmd.inspection.long_waits import Lookout
 from fspmd.inspection.lost_peers import told_by
 from fspmd.inspection.positions import position
-from fspmd.inspection.watch import Communication, Note, note_with
+from fspmd.inspection.watch import Communication, Note, Noted, note_with
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
-from fspmd.pairs import Call
 from fspmd.spec import describe
-from fspmd.torch_internals import store_of_ranks, transforms_active
+from fspmd.torch_internals import transforms_active
 from fspmd.tracing import is_recording
 from fspmd.transport.known_values import hear_with
-from fspmd.transport.pending import Meeting, Message, wait_with
-from fspmd.transport.reports import failure_text, within
+from fspmd.transport.pending import SLICE, Meeting, Message, wait_with
+from fspmd.transport.reports import failure_text, own_store, within
 
 _PERIOD: Final = 0.25  # seconds between two signs of life
 _KEPT: Final = 64  # hashes of each group that stay in the store
 _FAREWELL: Final = 1.5  # seconds in which the others may read what the first rank has told: its process has the store
 _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
 _entries: Final[dict[str, Iterator[int]]] = {}  # how often each line was entered
-_DTYPES: Final = {
-    dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
-}
-
 LATE: Final = (
     "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
     "lockstep() the first line where they part"
@@ -101,6 +98,7 @@ class Monitor(Note):
         self.answered = 0.0  # when the store did
         self.outer: Monitor | None = None
         self.store: Any = None
+        self.lookout: Lookout | None = None  # of a wait that takes long
         self.timed = True
 
     # --- what the program does --------------------------------------------------------------------------------------
@@ -159,27 +157,28 @@ class Monitor(Note):
         self.thread = threading.Thread(target=self._run, name="fspmd-monitor", daemon=True)
         self.thread.start()
 
-    def call(self, call: Call, x: Tensor, line: UserLine) -> None:
-        facts = call.facts
-        if facts is None:
-            facts = call.facts = facts_of(call)
-        number, key, is_even = facts
+    def call(self, call: Noted, x: Tensor) -> None:
+        number, plain = call.number, call.plain
+        if number is None:
+            plain.facts = plain.facts or facts_of(plain)
+            number = call.number = plain.facts[0] and hash((plain.facts[0], call.by.number))
         if not number:
             return
         if self.failure:
             raise LockstepError(self.failure)
+        _, key, is_even = plain.facts
         group = self.groups.get(key)
         if group is None:
-            group = self._group(call.mesh, call.axes, key)
+            group = self._group(plain.mesh, plain.axes, key)
         shape, dtype = x.shape, x.dtype
-        group.hash = now = hash((group.hash, number, line.number, shape if is_even else 0, _DTYPES[dtype]))
+        group.hash = now = hash((group.hash, number, shape if is_even else 0, DTYPES[dtype]))
         group.count = count = group.count + 1
-        self.last = entry = (count, now, call, line, dtype, shape, time.monotonic())
+        self.last = entry = (count, now, plain, call.by, dtype, shape, time.monotonic())
         group.ring.append(entry)
         if self.every and not count % self.every:
             group.due.append((count, now))
         if self.outer is not None:
-            self.outer.call(call, x, line)
+            self.outer.call(call, x)
 
     def value(self, mesh: Mesh, label: str, x: Any) -> None:
         """A value that must be equal on all processes of a mesh comes in. Its digest counts as a collective."""
@@ -256,6 +255,9 @@ class Monitor(Note):
             if not is_over:
                 world.abandon_groups()
             self._set_waiting(None)
+            if self.lookout is not None:
+                self.lookout.over.set()
+                self.lookout = None
 
     def _wait_in_slices(self, work: Any, begin: float) -> None:
         pause = 2e-5
@@ -334,6 +336,10 @@ class Monitor(Note):
         if self.failure:
             raise LockstepError(self.failure)
         waited = time.monotonic() - begin
+        if self.lookout is not None:
+            self.lookout.check()
+        elif waited > SLICE.total_seconds():
+            self.lookout = Lookout(waited)
         if self.gone and (self.seconds is None or waited + 2 * self.period < self.seconds):
             self._raise_if_parted()
             where, _ = position()
@@ -564,20 +570,7 @@ class Monitor(Note):
         self._channel(self.number - 2).delete_key(f"at/{me}")
 
     def _channel(self, number: int) -> Any:
-        return _store(f"fspmd.monitor/{self.line}/{number}")
+        return own_store(f"fspmd.monitor/{self.line}/{number}")
 
 
 _active: Monitor | None = None
-_clones: Final[list[tuple[Any, Any]]] = []  # the store, and a connection of our own to it
-
-
-def _store(prefix: str) -> Any:
-    """The store of all ranks under a prefix, over a connection of our own. A connection serves one thread at a time."""
-    store = store_of_ranks("")
-    base = store.underlying_store
-    if not _clones or _clones[0][0] is not base:
-        try:
-            _clones[:] = [(base, base.clone())]
-        except (AttributeError, RuntimeError):
-            _clones[:] = [(base, base)]
-    return type(store)(prefix, _clones[0][1])

@@ -21,6 +21,13 @@ def collective_text(kind: str, mesh: Any, axes: tuple[str, ...], dtype: Any, sha
     return f"{kind} over {quoted(axes or mesh.axis_names)} of {mesh!r}, {describe(dtype, shape)}"
 
 
+class Rendezvous:
+    """A wait for other ranks that is no collective. Functions that wait for it name it ``agreement``."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...]) -> None:
+        self.what, self.ranks = what, ranks
+
+
 def position() -> tuple[str, tuple[int, ...]]:
     """The text of the collective that this thread runs, and the ranks of its group; () if it is of no mesh."""
     frame: FrameType | None = sys._getframe(1)
@@ -35,6 +42,8 @@ def position() -> tuple[str, tuple[int, ...]]:
         if call is None and isinstance(found, Call):
             call, operand = found, named.get("x")
         replayed = replayed or frame.f_globals.get(CAUSES, {}).get(frame.f_lineno)
+        if isinstance(agreement := named.get("agreement"), Rendezvous):
+            return f"{agreement.what} ({trace().cause.where})", agreement.ranks
         frame = frame.f_back
     cause = replayed or trace().cause
     backward = current_autograd_node() is not None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
+from types import FrameType
 from typing import Any, Final, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fspmd.inspection.causes import Cause, Trace, trace
-from fspmd.inspection.lines import UserLine, line_of, user_line
+from fspmd.inspection.lines import UserLine, is_library, line_of, user_line
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
@@ -91,7 +92,7 @@ def remove(watcher: Watcher) -> None:
 class Note(Protocol):
     """A light watcher. It knows the user's line of each call, and not its cause, so a call costs a microsecond."""
 
-    def call(self, call: Call, x: Tensor, line: UserLine) -> None:
+    def call(self, call: Noted, x: Tensor) -> None:
         """A call of the pair table begins, in forward or backward, on any thread."""
 
     def record(self, communications: Sequence[Communication]) -> None:
@@ -159,52 +160,75 @@ class _Watched(StandIn):
 
     def _announce(self, x: Tensor) -> None:
         if _note is not None:
-            _note.call(self.plain, x, line_of(self.by.where))
+            _note.call(Noted(self.plain, line_of(self.by.where)), x)
         if _watchers and communicates(self):
             shape = tuple(blocks_of(x)[0].shape)
             cost = price_of(self, shape, x.dtype)
             _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by)
 
 
-class _Noted(StandIn):
+class Noted(StandIn):
     """A call that knows the user's line, and tells the note when it begins."""
 
-    __slots__ = ()
+    __slots__ = ("number",)
     by: UserLine
 
+    def __init__(self, plain: Call, by: UserLine) -> None:
+        super().__init__(plain, by)
+        self.in_place = plain.in_place
+        self._transposed = None
+        self.number: int | None = None  # for a note: a number of the call and the line
+
     def start(self, x: Tensor) -> Pending:
-        self._tell(x)
+        if _note is not None:
+            _note.call(self, x)
         return self.plain.start(x)
 
     def run(self, x: Tensor) -> Tensor:
-        self._tell(x)
-        return self.plain.run(x)
+        if _note is not None:
+            _note.call(self, x)
+        plain = self.plain
+        result: Tensor = plain.kernel(x, plain.mesh, plain.axes, plain.options).wait()
+        return result
+
+    def start_in_place(self, x: Tensor) -> Pending:
+        if _note is not None:
+            _note.call(self, x)
+        return self.plain.start_in_place(x)
 
     def into(self, x: Tensor, out: Tensor) -> Pending:
-        self._tell(x)
+        if _note is not None:
+            _note.call(self, x)
         return self.plain.into(x, out)
 
-    def _tell(self, x: Tensor) -> None:
-        if _note is not None:
-            _note.call(self.plain, x, self.by)
+    @property
+    def transposed(self) -> Call:
+        if self._transposed is None:
+            self._transposed = super().transposed
+        return self._transposed
 
 
 _KEPT: Final = 8192
-_stand_ins: Final[dict[tuple[int, int], _Noted]] = {}  # by the id of the call, which they hold, and the line
+#: by the id of the call, which they hold, and the place in the user's code, which `user_line` holds
+_stand_ins: Final[dict[tuple[int, int, int], Noted]] = {}
 
 
 def _noted(x: Any, call: Call) -> Call:
     """The call with the user's line."""
-    if type(call) is _Noted:
+    if type(call) is Noted:
         return call
-    line = user_line(sys._getframe(2))
-    known = _stand_ins.get((id(call), line.number))
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_library[(code := frame.f_code).co_filename]:
+        frame = frame.f_back
+    if frame is None:
+        return Noted(call, user_line(None))
+    known = _stand_ins.get((id(call), id(code), frame.f_lasti))
     if known is None:
-        known = _Noted(call, line)
+        known = Noted(call, user_line(frame))
         if call.options.routes is None:  # else each call is another one
             if len(_stand_ins) >= _KEPT:
                 _stand_ins.clear()
-            _stand_ins[id(call), line.number] = known
+            _stand_ins[id(call), id(code), frame.f_lasti] = known
     return known
 
 
@@ -241,7 +265,7 @@ def _watched(x: Any, call: Call) -> Call:
     """The call with its cause."""
     if type(call) is _Watched:
         return call
-    if type(call) is _Noted:  # its transpose, where the other watchers have come meanwhile
+    if type(call) is Noted:  # its transpose, where the other watchers have come meanwhile
         call = call.plain
     origin = trace()
     if current_autograd_node() is None:

@@ -24,7 +24,7 @@ from fspmd.programs.lower import Lowered
 from fspmd.programs.options import Names, Numbers, check_static_not_donated, chosen
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.recordable import Recordable
-from fspmd.programs.records import Record, changed, replayed
+from fspmd.programs.records import Record, changed, meet, replayed
 from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
 from fspmd.tracing import is_recording, is_traced
 
@@ -109,9 +109,13 @@ def jit(
 
     **Where it applies.** In a body, in a ``torch.func`` transform, under `checkpoint` and under `explicit`, ``f`` runs
     unrecorded. Within another jitted function, ``f`` becomes a part of that function's record. `communication_log` logs
-    the communication of the record. Each process records alone, without communication, and then runs the record. Some
-    functions need values: `ragged_all_to_all` with computed sizes, `rank_map`, and functions of blocks whose sizes are
-    measured. Such a function is recorded while it runs once on copies of the arguments, on all processes at once.
+    the communication of the record. Each process records alone. Before the first replay the ranks of each group compare
+    the collectives of the record, through the store of torch.distributed: the row of the pair table, the axes, the
+    options, the shape, the dtype and the user's line, forward and backward. They do so once for equal collectives, and
+    a process that lacks a record makes it while others replay theirs.
+
+    Some functions need values: `ragged_all_to_all` with computed sizes, `rank_map`, and functions of blocks whose sizes
+    are measured. Such a function is recorded while it runs once on copies of the arguments, on all processes at once.
 
     Args:
         static_argnums: positions of arguments that ``f`` gets unchanged, such as functions, modules and whole trees;
@@ -146,6 +150,8 @@ def jit(
             values, takes values out of torch (``tolist()``, ``numpy()``, ``print``; use `debug_print`), writes into
             tensors that it closes over, calls ``backward()`` into ``.grad`` of tensors from outside, sets seeds, makes
             generators, or changes lists and dicts of the arguments.
+        LockstepError: ranks have recorded different collectives, or wait elsewhere for a rank that has recorded some.
+        PeerError, DeadlineError: another rank has failed, or does not come within the time limit of the process group.
 
     ``jit(f).lower(*args)`` records and runs nothing. Its result, a `Lowered`, shows the program and its cost. A
     `TensorSpec` may stand for a `Sharded`, also on a mesh without ranks (``make_mesh(..., transport="abstract")``).
@@ -228,6 +234,7 @@ class _Records(Cache[Any, Record]):
                 return self.recordable.plain(*args, **kwargs)
         else:
             self.hits += 1
+        meet(record, self.recordable.function)
         if watched:
             tell(record.moved)
         if strides == record.strides:

@@ -20,7 +20,7 @@ from fspmd.programs.flops import model_flops
 from fspmd.programs.keys import key_of
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.program import Program
-from fspmd.programs.records import Record, replayed, stale
+from fspmd.programs.records import Record, meet, replayed, stale
 from fspmd.programs.schedule import Event, chrome_trace, end_of, picture, schedule
 from fspmd.programs.text import program_text
 from fspmd.redistribution.cost import Topology, topology
@@ -47,6 +47,7 @@ class Compiled:
         if known not in self._accepted or self._record.closed or self._record.modules:
             self._accept(call_facts(self._function, args, kwargs))
             self._accepted.add(known)
+        meet(self._record, self._function)
         return replayed(self._record, values, strides)
 
     def _accept(self, facts: Facts) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
+from fspmd.inspection.agreements import agree
+from fspmd.inspection.histories import History
 from fspmd.inspection.watch import Communication
 from fspmd.ops.traits import autocasts
 from fspmd.programs.backward import Halves, halves_of, replay
@@ -21,6 +23,7 @@ from fspmd.programs.communication import known_communication, report_when_run
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.keys import guard, strides_of
 from fspmd.programs.program import memory_of, owner
+from fspmd.programs.recorded_histories import histories
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, from_lists
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
@@ -108,6 +111,14 @@ class Record:
     halves: Halves | None  # both parts of the program if autograd follows results
     moved: tuple[Communication, ...]  # the communication of a run
     plain: bool  # whether nothing is donated
+    unmet: list[History]  # the collectives of each group of processes, before the ranks have agreed on them
+
+
+def meet(record: Record, function: Callable[..., Any]) -> None:
+    """Let the ranks compare the collectives of a new record. Raises the errors of `agree`."""
+    if record.unmet:
+        agree(record.unmet, f"the first replay of {getattr(function, '__name__', function)}")
+        record.unmet.clear()
 
 
 def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
@@ -204,7 +215,8 @@ def record_of(captured: Capture, facts: Facts, donation: Donation, make: Maker) 
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
-    return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places)
+    unmet = histories(program)
+    return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places, unmet)
 
 
 def _returning_arguments(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:

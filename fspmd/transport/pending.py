@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Final, NoReturn
 
 from torch import Tensor
 
 from fspmd.meshes import world
 
+SLICE: Final = timedelta(seconds=1)  # a wait that takes longer is a long one
 _Waiter = Callable[[Any], None]
 _waiter: _Waiter | None = None
 _explain: Callable[[RuntimeError], Exception | None] | None = None
+_go_on: _Waiter | None = None
+_slice: tuple[timedelta, ...] = ()  # the arguments of the first wait for a work
 
 
 def wait_with(waiter: _Waiter | None) -> None:
@@ -24,6 +28,22 @@ def explain_with(explain: Callable[[RuntimeError], Exception | None]) -> None:
     """Let ``explain`` make the error of a work that has failed from torch's; None leaves torch's."""
     global _explain
     _explain = explain
+
+
+def go_on_with(waiter: _Waiter) -> None:
+    """Let ``waiter`` go on with a wait that has taken longer than `SLICE`. Only waits on Gloo are cut so."""
+    global _go_on
+    _go_on = waiter
+
+
+def _choose_slice() -> None:
+    """Choose whether waits are cut, for the backends of a new world. With NCCL a timed wait would hold up the host."""
+    global _slice
+    is_cut = world.initialised() and set(world.backends().values()) <= {"gloo"}
+    _slice = (SLICE,) if is_cut else ()
+
+
+world.let_go_with_groups(_choose_slice)
 
 
 class Pending:
@@ -44,11 +64,11 @@ class Pending:
         """
         if self._works:
             if _waiter is None:
-                try:
-                    for work in self._works:
-                        work.wait()
-                except RuntimeError as error:
-                    _fail(error)
+                for work in self._works:
+                    try:
+                        work.wait() if type(work) is Pending else work.wait(*_slice)
+                    except RuntimeError as error:
+                        _late(work, error)
             else:
                 wait_for(self._works)
             self._works = ()
@@ -77,8 +97,8 @@ class Message:
     def __init__(self, work: Any) -> None:
         self.work = work
 
-    def wait(self) -> None:
-        """Wait for it."""
+    def wait(self, _: timedelta | None = None) -> None:
+        """Wait for it, however long that takes."""
         self.work.wait()
 
     def is_completed(self) -> bool:
@@ -95,8 +115,8 @@ class Meeting:
         self._make = make
         self.made: Any = None
 
-    def wait(self) -> None:
-        """Make it."""
+    def wait(self, _: timedelta | None = None) -> None:
+        """Make it, however long that takes."""
         self.made = self._make()
 
 
@@ -112,14 +132,27 @@ world.meet_with(_meet)
 
 def wait_for(works: tuple[Any, ...]) -> None:
     """Wait for works of c10d, and for collectives under way."""
-    try:
-        for work in works:
-            if _waiter is None or type(work) is Pending:
+    for work in works:
+        try:
+            if type(work) is Pending:
                 work.wait()
+            elif _waiter is None:
+                work.wait(*_slice)
             else:
                 _waiter(work)
-    except RuntimeError as error:
+        except RuntimeError as error:
+            _late(work, error)
+
+
+def _late(work: Any, error: RuntimeError) -> None:
+    """Go on with a wait whose first slice is over, or raise the error of a work that has failed."""
+    is_whole = not _slice or type(work) in (Pending, Message, Meeting)
+    if _go_on is None or _waiter is not None or is_whole or work.is_completed():
         _fail(error)
+    try:
+        _go_on(work)
+    except RuntimeError as failure:
+        _fail(failure)
 
 
 def _fail(error: RuntimeError) -> NoReturn:
@@ -136,19 +169,19 @@ _MANY: Final = 64
 def begin(pending: Pending) -> Pending:
     """Keep a collective that nobody waits for yet. The end of the process waits for it, if nobody has."""
     if len(_begun) >= _MANY:
-        _under_way()
+        under_way()
     if not pending.is_completed():
         world.start_keeper()
         _begun[id(pending)] = pending
     return pending
 
 
-def _under_way() -> list[Pending]:
-    """Forget the collectives that are over, and return the others."""
+def under_way() -> list[Pending]:
+    """The collectives of handles that are not over. The others are forgotten."""
     for key, pending in list(_begun.items()):
         if pending.is_completed():
             _begun.pop(key, None)
     return list(_begun.values())
 
 
-world.end_after(_under_way)
+world.end_after(under_way)

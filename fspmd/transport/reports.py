@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
@@ -23,8 +24,24 @@ from fspmd.torch_internals import store_of_ranks
 
 _HERE: Final = str(Path(__file__).parents[1])
 _LIBRARIES: Final = (_HERE, *(str(Path(module.__file__).parent) for module in (torch, optree) if module.__file__))
-_PATIENCE: Final = 2.0  # seconds for an answer of the store
-_told: list[BaseException] = []  # the last error that this process told
+PATIENCE: Final = 2.0  # seconds for an answer of the store
+_told: list[str] = []  # the last failure that this process told
+_clones: Final[list[tuple[Any, Any]]] = []  # a weak reference to the store, and a connection of our own to it
+
+
+def own_store(prefix: str) -> Any:
+    """The store of all ranks under a prefix, over a connection of our own. A connection serves one thread at a time.
+
+    It does not keep the store, whose port another world may need.
+    """
+    store = store_of_ranks("")
+    base = store.underlying_store
+    if not _clones or _clones[0][0]() is not base:
+        try:
+            _clones[:] = [(weakref.ref(base), base.clone())]
+        except (AttributeError, RuntimeError):
+            return type(store)(prefix, base)
+    return type(store)(prefix, _clones[0][1])
 
 
 def within(seconds: float, ask: Callable[[], Any], otherwise: Any = None) -> Any:
@@ -45,27 +62,29 @@ def within(seconds: float, ask: Callable[[], Any], otherwise: Any = None) -> Any
 
 def tell_failure(error: BaseException, where: str = "") -> None:
     """Tell the other processes of an error on this one. An error is told once."""
-    if not world.initialised() or (_told and _told[0] is error):
+    if not world.initialised() or getattr(error, "is_told", False):
         return
-    _told[:] = [error]
+    error.is_told = True  # type: ignore[attr-defined] # kept here, an error would keep all that its frames hold
     line = user_line(error)
     text = f"{where or 'raised'} {failure_text(error)}" + (f" ({line})" if line else "")
+    _told[:] = [text]
     rank, now = world.process_rank(), time.time()
-    within(_PATIENCE, lambda: store_of_ranks("fspmd.failures").set(str(rank), f"{now} {text}"))
+    within(PATIENCE, lambda: store_of_ranks("fspmd.failures").set(str(rank), f"{now} {text}"))
+
+
+def last_failure() -> str:
+    """The last failure that this process has told; "" if there is none."""
+    return _told[0] if _told else ""
 
 
 def failures(ranks: Iterable[int]) -> dict[int, tuple[float, str]]:
     """The last failure that each of some ranks has told: the seconds since then, and the text."""
-
-    def ask() -> dict[int, tuple[float, str]]:
-        store, found = store_of_ranks("fspmd.failures"), {}
-        for rank in ranks:
-            if store.check([str(rank)]):
-                then, _, text = store.get(str(rank)).decode().partition(" ")
-                found[rank] = (time.time() - float(then), text)
-        return found
-
-    return within(_PATIENCE, ask, {})  # type: ignore[no-any-return]
+    store, found = own_store("fspmd.failures"), {}
+    for rank in ranks:
+        if store.check([str(rank)]):
+            then, _, text = store.get(str(rank)).decode().partition(" ")
+            found[rank] = (time.time() - float(then), text)
+    return found
 
 
 def failure_text(error: BaseException) -> str:

@@ -1,0 +1,150 @@
+"""Agreements: the ranks of a group compare their next collectives through the store, before they run them."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, Final
+
+from torch.distributed import distributed_c10d as c10d
+
+from fspmd.cache import Cache
+from fspmd.errors import DeadlineError, LockstepError, join_failures
+from fspmd.inspection.histories import PARTED, SHOWN, History, parting_text, ring_of, ring_text
+from fspmd.inspection.long_waits import waits
+from fspmd.inspection.positions import Rendezvous, position
+from fspmd.meshes import world
+from fspmd.messages import counted
+from fspmd.torch_internals import time_limit
+from fspmd.transport.pending import under_way, wait_for
+from fspmd.transport.reports import own_store, tell_failure
+
+_LIMIT: Final = timedelta(minutes=30)  # where the backend tells none
+_SHORTEST, _LONGEST = 2e-4, 0.02  # seconds between two looks
+_IN_VAIN: Final = 3.0  # seconds that another rank has waited for this one
+_PATIENCE: Final = 3.0  # seconds for the last words of ranks that differ
+
+
+class _Agreed:
+    """What the groups of a world have agreed on."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}  # of the comparisons of each group
+        self.known: dict[str, Cache[int, None]] = {}  # hashes
+
+
+@functools.lru_cache(maxsize=1)
+def _agreed_in(default: Any) -> _Agreed:
+    """What was agreed on under a default group, of which this gets a weak reference."""
+    return _Agreed()
+
+
+class Agreement(Rendezvous):
+    """A comparison by the ranks of a group. It is waited for like a work of c10d."""
+
+    def __init__(self, history: History, what: str, number: int) -> None:
+        super().__init__(what, history.ranks)
+        self.history = history
+        self.store = own_store(f"fspmd.agreements/{history.key}")
+        self.number, self.me = number, world.process_rank()
+        self.begin = self.looked = time.monotonic()
+        limit = time_limit(c10d.GroupMember.WORLD) or _LIMIT
+        self.limit = limit.total_seconds()
+        self.store.set(f"{number}/{self.me}", "")
+        self.store.add(f"{number}/{history.hash}", 1)
+        self.store.add(f"{number}", 1)
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have come."""
+        return bool(self.store.add(f"{self.number}", 0) >= len(self.ranks))
+
+    def is_one(self) -> bool:
+        """Whether all ranks that have come bring the same collectives."""
+        return bool(self.store.add(f"{self.number}/{self.history.hash}", 0) >= len(self.ranks))
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait until all ranks have come.
+
+        Raises:
+            RuntimeError: the time is over.
+            LockstepError: a rank that has not come waits for this one.
+            DeadlineError: a rank has not come within the time limit of the process group.
+        """
+        end = None if limit is None else time.monotonic() + limit.total_seconds()
+        pause = _SHORTEST
+        while not self.is_completed():
+            now = time.monotonic()
+            if now - self.looked > 1:
+                self.looked = now
+                self._look(now - self.begin)
+            if end is not None and now > end:
+                raise RuntimeError("the time is over")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST)
+
+    def _look(self, waited: float) -> None:
+        late = [rank for rank in self.ranks if not self.store.check([f"{self.number}/{rank}"])]
+        found = waits(late)
+        in_vain = any(self.me in told["ranks"] and told["waits"] > _IN_VAIN for told in found.values())
+        is_over = waited > self.limit
+        if not is_over and (not in_vain or waited < _IN_VAIN or under_way()):
+            return
+        lines = []
+        for rank in late[:SHOWN]:
+            told = found.get(rank)
+            where = "has not come, and waits for nobody" if told is None else f"has waited {told['waits']:.1f} s at"
+            lines.append(f"rank {rank} {where}{'' if told is None else ' ' + told['at']}")
+        where, _ = position()
+        head = f"rank {self.me} has come to {where}, but in {waited:.1f} s {counted(len(late), 'rank')} did not:"
+        raise (DeadlineError if is_over else LockstepError)(join_failures(head, lines, PARTED))
+
+    def differ(self) -> LockstepError:
+        """The error for ranks that bring different collectives. All ranks make the same."""
+        keys = {rank: f"{self.number}/ring/{rank}" for rank in self.ranks}
+        self.store.set(keys[self.me], ring_text(self.history))
+        end = time.monotonic() + _PATIENCE
+        while not self.store.check(list(keys.values())) and time.monotonic() < end:
+            time.sleep(_LONGEST)
+        rings = {rank: ring_of(self.store.get(key)) if self.store.check([key]) else {} for rank, key in keys.items()}
+        return LockstepError(parting_text(rings, "ranks have recorded different collectives", "in the record"))
+
+    def forget_last(self) -> None:
+        """Delete the keys of the last comparison, which all ranks have read, since they have come to this one."""
+        self.store.delete_key(f"{self.number - 1}/{self.me}")
+        if self.me == self.ranks[0]:
+            self.store.delete_key(f"{self.number - 1}")
+
+
+def agree(histories: Iterable[History], what: str) -> None:
+    """Wait until all ranks of each group have come with the same collectives, unless they have agreed on them before.
+
+    ``what`` is about to run them. The store has a few messages of each rank for each group, once.
+
+    Raises:
+        LockstepError: ranks come with other collectives, or wait elsewhere for those that have come.
+        DeadlineError: a rank does not come within the time limit of the process group, or of `deadline`.
+        PeerError: another rank has failed.
+    """
+    default = c10d.GroupMember.WORLD
+    if default is None or "fake" in world.backends().values():
+        return
+    agreed = _agreed_in(weakref.ref(default))
+    agreements = []
+    for history in histories:
+        if history.hash not in agreed.known.setdefault(history.key, Cache()):
+            count = agreed.counts[history.key] = agreed.counts.get(history.key, 0) + 1
+            agreements.append(Agreement(history, what, count))
+    try:
+        for agreement in agreements:
+            if not agreement.is_completed():
+                wait_for((agreement,))
+            if not agreement.is_one():
+                raise agreement.differ()
+            agreement.forget_last()
+            agreed.known[agreement.history.key][agreement.history.hash] = None
+    except (LockstepError, DeadlineError) as error:
+        tell_failure(error)
+        raise

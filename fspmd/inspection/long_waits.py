@@ -1,0 +1,105 @@
+"""Long waits: a rank that waits for long tells the others where, and hears of those that have failed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+from fspmd.errors import PeerError, join_failures
+from fspmd.inspection.positions import position
+from fspmd.meshes import world
+from fspmd.transport.pending import SLICE
+from fspmd.transport.reports import PATIENCE, failures, last_failure, own_store, within
+
+_PERIOD: Final = 0.5  # seconds between two looks
+#: a rank that has told of a failure may have gone on; then it comes within so many seconds
+_GRACE: Final = 3.0
+_SKEW: Final = 5.0  # seconds before the wait in which a failure counts
+
+
+class Lookout:
+    """A thread that tells the other ranks of the long wait of this one, and hears of their failures."""
+
+    def __init__(self, waited: float) -> None:
+        self.where, self.ranks = position()
+        self.begin = time.monotonic() - waited
+        self.news: list[str] = []  # of ranks that have failed
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="fspmd-lookout", daemon=True)
+        self.thread.start()
+
+    def check(self) -> None:
+        """Raise an error if this rank waits in vain."""
+        if self.news:
+            raise PeerError(
+                join_failures(f"rank {world.process_rank()} waits in vain at {self.where}:", self.news, ADVICE)
+            )
+
+    def _run(self) -> None:
+        me = world.process_rank()
+        others = [rank for rank in self.ranks or range(world.world_size()) if rank != me]
+        try:
+            store = own_store("fspmd.waits")
+            while not self.over.wait(_PERIOD):
+                waited = time.monotonic() - self.begin
+                told = {"at": self.where, "ranks": self.ranks, "waits": waited, "time": time.time()}
+                store.set(str(me), json.dumps(told))
+                self.news = [
+                    f"rank {rank} {text}, {age:.1f} s ago"
+                    for rank, (age, text) in failures(others).items()
+                    if _GRACE < age < waited + _SKEW and text != last_failure()
+                ]
+            store.delete_key(str(me))
+        except Exception:  # the store has ended
+            return
+
+
+def wait_long(work: Any) -> None:
+    """Go on with a wait that has taken a slice.
+
+    Raises:
+        PeerError: another rank has failed since.
+    """
+    lookout = Lookout(SLICE.total_seconds())
+    try:
+        while True:
+            try:
+                work.wait(SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():  # it has failed
+                    raise
+            lookout.check()
+    except PeerError:
+        world.abandon_groups()
+        raise
+    finally:
+        lookout.over.set()
+
+
+def waits(ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+    """The long waits that ranks have told of, by rank: at which place, for which ranks, and for how many seconds."""
+
+    def ask() -> dict[int, dict[str, Any]]:
+        store = own_store("fspmd.waits")
+        found = {rank: json.loads(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
+        for told in found.values():
+            told["waits"] += time.time() - told["time"]
+        return found
+
+    return within(PATIENCE, ask, {})  # type: ignore[no-any-return]
+
+
+def waits_told_by(ranks: Iterable[int]) -> list[str]:
+    """A line for each other rank that has told of a long wait."""
+    me = world.process_rank()
+    found = waits(rank for rank in ranks or range(world.world_size()) if rank != me)
+    return [f"rank {rank} has waited {told['waits']:.1f} s at {told['at']}" for rank, told in sorted(found.items())]
+
+
+ADVICE: Final = (
+    "see the output of the ranks that have ended; fspmd.deadline(seconds) and fspmd.debug() tell where all ranks stand"
+)
