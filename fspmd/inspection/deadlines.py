@@ -29,7 +29,7 @@ def deadline(seconds: float) -> Iterator[None]:
     nested; each wait ends with the shortest time. Ranks hear of each other in blocks that they enter at the same line.
     A rank may have blocks at lines of its own. In a simulation, where nobody waits, the block does nothing.
 
-    A call of a collective costs some 2 µs more within the block. A thread tells the others twice a second that this
+    A call of a collective costs some 4 µs more within the block. A thread tells the others twice a second that this
     rank lives. With NCCL, the host waits for each collective within the block.
 
     Args:
@@ -62,7 +62,7 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     has the first collective that differs, with its line, on each rank.
 
     `lockstep` compares before each collective, which is slow, but no wrong number is computed. Here a call costs some
-    2 µs more; what was computed since ranks parted is wrong. A recorded program (`jit`) counts as its collectives. The
+    4 µs more; what was computed since ranks parted is wrong. A recorded program (`jit`) counts as its collectives. The
     environment variable ``FSPMD_DEBUG=N`` does the same for the whole process, as ``debug(every=N)``.
 
     Values that all processes must have alike are compared in the same way, by digests: plain tensors that enter
