@@ -35,6 +35,7 @@ import fspmd
 from fspmd import P
 
 RANKS, WRONG, STEPS, AT = 4, 2, 20, 10
+SIDES = ("eager", "jit", "torch")
 LIMIT = 10.0  # seconds that a collective may take, on both sides
 CAP = 30.0  # seconds after which a program counts as hanging
 
@@ -212,11 +213,11 @@ def become(rank: int, port: int, folder: str) -> None:
 
 def watched(ranks: dict[int, int], folder: Path) -> dict[str, Any]:
     """Wait for the ranks. Return their texts, and the seconds from the fault to the end of each main program."""
-    start, hanging = time.monotonic(), []
+    start, hanging, ended = time.monotonic(), [], {}
     while ranks:
         process, _ = os.waitpid(-1, os.WNOHANG)
         if process:
-            del ranks[process]
+            ended[ranks.pop(process)] = time.monotonic()
         elif time.monotonic() - start > CAP + 10:
             hanging = sorted(ranks.values())
             for each in ranks:
@@ -228,7 +229,10 @@ def watched(ranks: dict[int, int], folder: Path) -> dict[str, Any]:
     read = {kind: [folder / f"{kind}-{rank}" for rank in range(RANKS)] for kind in ("output", "result", "told")}
     texts = {kind: [p.read_text() if p.exists() else "" for p in paths] for kind, paths in read.items()}
     begin = float((folder / "begin").read_text()) if (folder / "begin").exists() else start
-    seconds = [float(told) - begin if told else None for told in texts["told"]]
+    told = [
+        float(text) if text else ended.get(rank) for rank, text in enumerate(texts["told"])
+    ]  # Gloo may end a process
+    seconds = [None if end is None else end - begin for end in told]
     return {"hanging": hanging, "seconds": seconds, **texts}
 
 
@@ -250,7 +254,7 @@ class Told:
         texts = [found["output"][rank] for rank in others]
         line = f"faults.py:{line_of(mark)}" if mark else "no line"
         if None in seconds or found["hanging"]:
-            how = f"> {CAP:.0f} s: ranks {found['hanging']} hang"
+            how = f"> {CAP:.0f} s"
         elif all(found["result"][rank] for rank in range(RANKS)):
             how = "right, no error" if found["result"] == right else "never: wrong"
         else:
@@ -271,7 +275,15 @@ class Fault:
     jit: Told
     torch: Told
 
-    HEAD: ClassVar = ("fault of rank 2", "where", *("eager", "rank", "line"), *("jit", "rank", "line"), "torch", "", "")
+    HEAD: ClassVar = (
+        "fault of rank 2",
+        "where",
+        *("eager", "rank", "line"),
+        *("jit", "rank", "line"),
+        "torch",
+        "rank",
+        "line",
+    )
     met: ClassVar = None
 
     def cells(self) -> list[str]:
@@ -300,13 +312,12 @@ def measure() -> Table:
                 print(side, fault, where, json.dumps(found, indent=1), file=sys.stderr, flush=True)
             return found
 
-        sides = ("eager", "jit", "torch")
-        right = {side: ask(side, "", "")["result"] for side in sides}
-        assert all(right[side] == right["eager"] and all(right[side]) for side in sides), right
+        right = {side: ask(side, "", "")["result"] for side in SIDES}
+        assert all(right[side] == right["eager"] and all(right[side]) for side in SIDES), right
         cases = [(fault, where, mark) for fault, mark in PROGRAMS.items() for where in ("forward", "backward")]
         rows = []
         for fault, where, mark in [*cases, *((fault, "between steps", mark) for fault, mark in STATES.items())]:
-            told = [Told.of(ask(side, fault, where), mark, right[side]) for side in sides]
+            told = [Told.of(ask(side, fault, where), mark, right[side]) for side in SIDES]
             rows.append(Fault(fault, where, *told))
         forks.stdin.close()
     notes = (

@@ -340,6 +340,19 @@ def another_seed(port: int) -> tuple[str, float]:
     return outcome(act, debug())
 
 
+def another_order_of_keys(port: int) -> tuple[str, float]:
+    """The body of one rank iterates in another order, over blocks of one shape. Without `debug` the sums are mixed."""
+    mesh, rank = fresh(port)
+    keys = "ab" if rank != 1 else "ba"
+    tree = {key: device_put(torch.full((4,), float(ord(key))), P("x"), mesh=mesh) for key in keys}
+
+    def act() -> None:
+        step = shard_map(lambda p: {k: psum(b, "x") for k, b in p.items()}, mesh=mesh, in_specs=P("x"), out_specs=P())
+        step(tree)
+
+    return outcome(act, debug())
+
+
 def in_step(port: int) -> tuple[str, float]:
     """Nothing is wrong: uneven blocks, gradients, records, two axes."""
     mesh, _ = fresh(port, (2, 2), ("x", "y"))

@@ -119,6 +119,11 @@ def test_an_error_of_one_rank_is_told_without_a_deadline(four: Processes) -> Non
     [
         (fault_programs.another_tensor, 2, "given of shard_map(<lambda>), f32[8], with the bits "),
         (fault_programs.another_leaf, 3, "tree['b'] of device_put, f32[8], with the bits "),
+        (
+            fault_programs.another_order_of_keys,
+            1,
+            "the order of keys in the arguments of shard_map(<lambda>), with the bits ",
+        ),
         (fault_programs.another_seed, 3, "the seed of a new value, with the bits "),
     ],
 )

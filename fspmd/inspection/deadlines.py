@@ -66,7 +66,8 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     environment variable ``FSPMD_DEBUG=N`` does the same for the whole process, as ``debug(every=N)``.
 
     Values that all processes must have alike are compared in the same way, by digests: plain tensors that enter
-    `shard_map` and `device_put`, and seeds of random functions. That reads each such tensor once.
+    `shard_map` and `device_put`, and seeds of random functions. That reads each such tensor once. The order
+    of keys in arguments of `shard_map` is compared, too, since a body iterates over dicts in the order of its rank.
 
     A rank that the backend fails says which ranks of the group have given no sign of life. Gloo ends a process that
     receives a message of another size than it expects; only `lockstep` finds that line.

@@ -55,6 +55,7 @@ from fspmd.tracing import is_recording
 from fspmd.transport.known_values import hear_with
 from fspmd.transport.pending import SLICE, Meeting, Message, wait_with
 from fspmd.transport.reports import failure_text, own_store, within
+from fspmd.transport.reports import user_line as user_line_of
 
 _PERIOD: Final = 0.25  # seconds between two signs of life
 _KEPT: Final = 64  # hashes of each group that stay in the store
@@ -140,7 +141,8 @@ class Monitor(Note):
             self._hear_values()
             self.ended.set()
             if self.thread is not None:
-                text = f"has left the block with {failure_text(error)}" if error else ""
+                line = f" ({line})" if error and (line := user_line_of(error)) else ""
+                text = f"has left the block with {failure_text(error)}{line}" if error else ""
                 within(2 * _FAREWELL, lambda: self._last_words(text))
 
     def _hear_values(self) -> None:
@@ -311,6 +313,8 @@ class Monitor(Note):
         self._hurry()
         while time.monotonic() < end and not (found := self._parted()):
             time.sleep(self.period / 8)
+            if self.gone:  # if it has parted, the thread is about to hear of that
+                end = min(end, time.monotonic() + self.period)
         if found:
             return LockstepError(found)
         head = f"rank {me} failed at {where}: {str(error).splitlines()[0]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -41,6 +42,7 @@ class Plan:
     simulated: bool
     widen: Call | None  # unchecked bodies: the cast of tensors closed over, whose gradients are summed
     order: list[int] | None  # the place of each leaf if dicts keep their own order; None if it is the same
+    keys: int  # a number for the order of keys, in which a body iterates over dicts
     closes: bool = True  # False once a graph has shown that the function closes over no differentiable tensor
     exits: dict[Any, Exits] = field(default_factory=dict)  # by the structure of the result
 
@@ -126,6 +128,10 @@ def make_plan(
         for i, (leaf, spec, _) in enumerate(rows)
         if spec is not None and not isinstance(leaf, Sharded)
     ]
+    order = None
+    if in_order != labels:
+        places = {path: i for i, path in enumerate(in_order)}
+        order = [places[path] for path in labels]
     return Plan(
         body=body,
         treedef=treedef,
@@ -138,7 +144,8 @@ def make_plan(
         nested=outer is not None,
         simulated=mesh.transport == "simulation",
         widen=None if checked else call("invariant_to_varying", full_mesh, full_mesh.ordered(new_axes)),
-        order=None if in_order == labels else [*map({path: i for i, path in enumerate(in_order)}.__getitem__, labels)],
+        order=order,
+        keys=zlib.crc32(repr(order).encode()),
     )
 
 
