@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from typing import Any
@@ -298,6 +299,32 @@ def kill_one_of_two(path: str, rank: int, port: int, victim: int, number: int) -
             save(path, tree, step=2)
     except fspmd.FspmdError:
         os._exit(7)
+    os._exit(0)
+
+
+def lose_one_of_two(path: str, rank: int, port: int) -> None:
+    """Save in the background on two processes, of which the second is killed. The first ends with 7 if it is told so.
+
+    The first writes for longer than a rank may be silent.
+    """
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from fspmd.checkpoints import crew, writing
+
+    crew._PERIOD, crew._SILENCE = 0.1, 1.5  # type: ignore[misc]
+    real = writing._write
+
+    def slow(*args: Any) -> Any:
+        time.sleep(2.5)
+        if rank == 1 and not path.endswith("slow"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+
+    writing._write = slow
+    handle = save(path, small_tree(make_mesh((2,), ("x",), device="cpu"), 2), step=2, asynchronous=True)
+    try:
+        handle.wait()
+    except fspmd.CheckpointError as error:
+        os._exit(7 if "rank 1 gave no sign of life for 2 s" in str(error) else 8)
     os._exit(0)
 
 

@@ -29,6 +29,7 @@ from checkpoint_programs import (
     failures_alike,
     kill_in_save,
     kill_one_of_two,
+    lose_one_of_two,
     losses_go_on,
     small_tree,
     steps_between_transports,
@@ -162,6 +163,24 @@ def test_a_kill_of_one_process_is_an_error_on_the_other(tmp_path: Path, rank: in
     assert [process.exitcode for process in both] == [-9 if r == rank else 7 for r in range(2)]
     step = latest_step(tmp_path)
     assert tree_bits(load(tmp_path, small_tree(MESH, 0))) == tree_bits(small_tree(MESH, step or 0))
+
+
+@pytest.mark.parametrize(("name", "codes"), [("lost", [7, -9]), ("slow", [0, 0])])
+def test_a_process_that_is_lost_is_named_by_a_save_in_the_background(
+    tmp_path: Path, name: str, codes: list[int]
+) -> None:
+    """One that only takes its time is waited for."""
+    save(tmp_path / name, small_tree(MESH, 1), step=1)
+    port = free_port()
+    both = [forks().Process(target=lose_one_of_two, args=(str(tmp_path / name), r, port)) for r in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == codes
+    step = 2 if name == "slow" else 1
+    assert latest_step(tmp_path / name) == step
+    assert tree_bits(load(tmp_path / name, small_tree(MESH, 0))) == tree_bits(small_tree(MESH, step))
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +21,8 @@ from fspmd.tracing import is_recording
 
 _PAUSES: Final = (0.0005, 0.05)  # the shortest and the longest pause in seconds between two looks into the store
 _SECONDS: Final = 1800.0  # how long a rank waits for the others' writes
+_PERIOD: Final = 1.0  # seconds between two signs of life
+_SILENCE: Final = 30.0  # seconds without one, after which a rank counts as gone
 _FAREWELL: Final = 30.0  # how long the first rank waits until the others have read the outcome
 
 
@@ -93,6 +98,27 @@ class Settlement:
     crew: Crew
     store: Any
 
+    @contextmanager
+    def signs_of_life(self) -> Iterator[None]:
+        """Within the block a thread tells the others that this process lives."""
+        if self.store is None:
+            yield
+            return
+        ended = threading.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(Exception):  # the store has ended
+                while not ended.is_set():
+                    self.store.add(f"alive/{self.crew.place}", 1)
+                    ended.wait(_PERIOD)
+                self.store.delete_key(f"alive/{self.crew.place}")
+
+        threading.Thread(target=tell, name="fspmd save lives", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
     def settle(self, report: Report, decide: Callable[[list[Report]], Report]) -> Report:
         """Return what ``decide`` returned on the first process, on all. One that waits too long has its own failure."""
         if self.store is None:
@@ -100,30 +126,42 @@ class Settlement:
         crew, store = self.crew, self.store
         store.set(f"report/{crew.place}", json.dumps(report, separators=(",", ":")))
         if crew.place == 0:
-            keys = [f"report/{place}" for place in range(len(crew.ranks))]
-            if late := self._wait(keys, _SECONDS):
-                ranks = [crew.ranks[int(key.partition("/")[2])] for key in late]
-                outcome: Report = {"failure": f"ranks {ranks} did not finish writing within {_SECONDS:.0f} s"}
+            keys = {f"report/{place}": place for place in range(len(crew.ranks))}
+            if failure := self._wait(keys, _SECONDS):
+                outcome: Report = {"failure": failure}
             else:
                 outcome = decide([json.loads(store.get(key)) for key in keys])
             store.set("outcome", json.dumps(outcome))
-            read = [f"read/{place}" for place in range(1, len(crew.ranks))]
+            read = {f"read/{place}": place for place in keys.values() if place}
             if not self._wait(read, _FAREWELL):
-                for key in (*keys, *read, "outcome"):
+                for key in (*keys, *read, *(f"alive/{place}" for place in keys.values()), "outcome"):
                     store.delete_key(key)
             return outcome
-        if self._wait(["outcome"], 2 * _SECONDS):
-            return {"failure": f"rank {crew.ranks[0]} did not say whether the step is complete"}
+        if failure := self._wait({"outcome": 0}, 2 * _SECONDS):
+            return {"failure": f"whether the step is complete is not known: {failure}"}
         outcome = json.loads(store.get("outcome"))
         store.set(f"read/{crew.place}", "")
         return outcome
 
-    def _wait(self, keys: list[str], seconds: float) -> list[str]:
-        """Wait for keys. Return those that did not come."""
-        start = time.monotonic()
-        while keys and not self.store.check(keys):
-            waited = time.monotonic() - start
-            if waited > seconds:
-                return [key for key in keys if not self.store.check([key])]
-            time.sleep(min(max(_PAUSES[0], waited / 20), _PAUSES[1]))
-        return []
+    def _wait(self, keys: dict[str, int], seconds: float) -> str:
+        """Wait for keys of the processes in these places. Return a text about those that did not set theirs, or ""."""
+        start = looked = time.monotonic()
+        heard: dict[int, tuple[int, float]] = {}  # by place the last sign of life, and when it came
+        while keys and not self.store.check(list(keys)):
+            now = time.monotonic()
+            late = {place for key, place in keys.items() if not self.store.check([key])} if now > looked else set()
+            if late and now - start > seconds:
+                return f"{self._named(late)} did not finish within {seconds:.0f} s"
+            for place in late:
+                sign = self.store.add(f"alive/{place}", 0)  # `get` would wait for a key that is deleted meanwhile
+                if place not in heard or heard[place][0] != sign:
+                    heard[place] = sign, now
+            if silent := {place for place in late if now - heard[place][1] > _SILENCE}:
+                return f"{self._named(silent)} gave no sign of life for {_SILENCE:.0f} s, and ended or was stopped"
+            looked = now + _PERIOD if late else looked
+            time.sleep(min(max(_PAUSES[0], (now - start) / 20), _PAUSES[1]))
+        return ""
+
+    def _named(self, places: Iterable[int]) -> str:
+        ranks = sorted(self.crew.ranks[place] for place in places)
+        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -155,6 +155,11 @@ def finish(work: Work, settlement: Settlement) -> tuple[str, str]:
 
     One of the two is "". An interrupt is raised after the others have heard of it.
     """
+    with settlement.signs_of_life():
+        return _finish(work, settlement)
+
+
+def _finish(work: Work, settlement: Settlement) -> tuple[str, str]:
     interrupt: BaseException | None = None
     try:
         report: Report = {"failure": work.failure} if work.failure else {"blocks": _write(work)}
