@@ -449,7 +449,7 @@ def test_runners_up_under_a_limit(f: Any, args: tuple[Any, ...], sizes: tuple[in
         assert max(one.peak or 0 for one in every) <= limit
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("sizes", [(4,), (2, 3)] if FULL else [(2, 3)])
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def _with_free_bodies() -> dict[str, Row]:
     return {name: replace(ROWS[name], body=body) for name, body in free.items()}
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("mesh", "most"), [(LINE, 15), (GRID, 10), (WIDE, 8)])
 def test_values_and_gradients(mesh: Mesh, most: int, name: str) -> None:
@@ -242,7 +242,7 @@ def test_nan_is_the_extreme() -> None:
 def _on_processes(sizes: tuple[int, ...]) -> None:
     ROWS.update(_with_free_bodies())
     mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])
-    for name, case in list(CASES.items())[:: 1 if FULL else 3]:
+    for name, case in list(CASES.items())[:: 1 if FULL else 6]:
         check_case(name, case, mesh, 2)
 
 

@@ -143,7 +143,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
 def test_values_and_gradients(mesh: Mesh, name: str) -> None:
@@ -152,7 +152,7 @@ def test_values_and_gradients(mesh: Mesh, name: str) -> None:
 
 def _on_processes(sizes: tuple[int, ...]) -> None:
     mesh = make_mesh(sizes, ("x", "y")[: len(sizes)])
-    for name, case in list(CASES.items())[:: 1 if FULL else 3]:
+    for name, case in list(CASES.items())[:: 1 if FULL else 6]:
         check_case(name, case, mesh, 2)
 
 

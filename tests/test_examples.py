@@ -1,4 +1,4 @@
-"""The examples run, in simulation and under torchrun on Gloo, and check themselves against unsharded torch."""
+"""The examples run, in simulation and on processes with Gloo, and check themselves against unsharded torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ import fspmd
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SHORT = ["first_steps", "data_parallel", "pipeline", "halo_exchange", "ring_matmul", "uneven_shards"]
-TINY = {"steps": 20, "width": 32, "length": 32, "batch": 8, "sample": 8, "dtype": "float64"}
-ONE_AFTER_THE_OTHER = """
-import runpy, sys
-for script in sys.argv[1:]:
-    runpy.run_path(script, run_name="__main__")
-"""
+TINY = {"steps": 12, "layers": 1, "width": 32, "length": 32, "batch": 8, "sample": 8, "dtype": "float64"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +38,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def simulated(script: str) -> str:
-    """What a short example prints on simulated ranks."""
+def run(script: str) -> str:
+    """What a short example prints, on simulated ranks or as one of the pool's processes."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
     return printed.getvalue()
@@ -59,10 +54,16 @@ def _printed(name: str, arguments: list[str]) -> str:
     return printed.getvalue()
 
 
-def on_processes(name: str, arguments: list[str]) -> str:
-    """What an example prints on 4 processes with Gloo, launched as by torchrun."""
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    """4 processes with Gloo, launched as by torchrun."""
     with Processes(4) as pool:
-        return "".join(pool.run(_printed, name, arguments, seconds=120))
+        yield pool
+
+
+def on_processes(pool: Processes, name: str, arguments: list[str]) -> str:
+    """What an example prints on all processes."""
+    return "".join(pool.run(_printed, name, arguments, seconds=120))
 
 
 def _environment() -> dict[str, str]:
@@ -70,39 +71,21 @@ def _environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
 
 
-def torchrun(cwd: Path, script: Path, *arguments: str) -> str:
-    """What a script prints under torchrun with 4 processes on Gloo."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(script), *arguments],
-        cwd=cwd,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, f"{script.name} {' '.join(arguments)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.parametrize("script", SHORT)
 def test_short_example_runs_on_simulated_ranks(script: str) -> None:
-    assert simulated(script).strip()
+    assert run(script).strip()
     assert len((EXAMPLES / f"{script}.py").read_text().splitlines()) < 60
 
 
-def test_short_examples_print_the_same_under_torchrun(tmp_path: Path) -> None:
-    driver = tmp_path / "one_after_the_other.py"
-    driver.write_text(ONE_AFTER_THE_OTHER)
-    printed = torchrun(tmp_path, driver, *(str(EXAMPLES / f"{script}.py") for script in SHORT))
-    assert printed == "".join(map(simulated, SHORT))
+def test_short_examples_print_the_same_on_processes(pool: Processes) -> None:
+    for script in SHORT:
+        assert "".join(pool.run(run, script)) == run(script)
 
 
 def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Processes
 ) -> None:
-    """One rank, 8 simulated (recorded, too) and 4 Gloo ranks: the same losses to 1e-10 over 20 steps in float64."""
+    """One rank, 8 simulated (recorded, too) and 4 Gloo ranks: the same losses to 1e-10 over 12 steps in float64."""
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"{n} times {n} is {n * n}, and half of it is {n * n / 2}" for n in range(2000)))
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -115,11 +98,11 @@ def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
         if processes == 1:
             train_lm.main(arguments)
         else:
-            printed = on_processes("train_lm", arguments)
-            assert printed.count("step 20/20") == 1  # one process prints
+            printed = on_processes(pool, "train_lm", arguments)
+            assert printed.count("step 12/12") == 1  # one process prints
         reports.append(json.loads(file.read_text()))
     alone = reports[0]
-    assert len(alone["losses"]) == 20
+    assert len(alone["losses"]) == 12
     assert alone["losses"][-1] < alone["losses"][0] - 0.5
     for other in reports[1:]:
         assert other["losses"] == pytest.approx(alone["losses"], rel=1e-10)
@@ -132,7 +115,7 @@ def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments of train_lm for a short run that saves every third of 9 steps."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    options = TINY | {"steps": 9, "sample": 0, "layers": 1, "text": EXAMPLES / "train_lm.py", "out": tmp_path}
+    options = TINY | {"steps": 9, "sample": 0, "text": EXAMPLES / "train_lm.py", "out": tmp_path}
     return [*(f"--{name}={value}" for name, value in options.items()), "--every=3"]
 
 
@@ -197,7 +180,7 @@ def test_a_told_process_saves_and_ends(job: list[str], tmp_path: Path) -> None:
 
 
 def test_global_view_has_the_losses_of_train_lm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pool: Processes
 ) -> None:
     """In simulation and, recorded, on Gloo the losses that train_lm has on one rank; so has an nn.Transformer."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -209,7 +192,7 @@ def test_global_view_has_the_losses_of_train_lm(
     capsys.readouterr()
     global_view.main([*arguments, "--mesh=2x4", f"--losses={files['simulated']}"])
     here = capsys.readouterr().out
-    there = on_processes("global_view", [*arguments, "--mesh=2x2", f"--losses={files['gloo']}", "--jit"])
+    there = on_processes(pool, "global_view", [*arguments, "--mesh=2x2", f"--losses={files['gloo']}", "--jit"])
     alone, *others = (json.loads(file.read_text()) for file in files.values())
     assert alone["losses"][-1] < alone["losses"][0]
     for other in others:
