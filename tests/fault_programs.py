@@ -97,7 +97,7 @@ def another_shape(port: int) -> tuple[str, float]:
 
     def act() -> None:
         for i in range(20):
-            n = 3 if i == 7 and rank == 3 else 2
+            n = [3 if i == 7 and rank == 3 else 2]  # in a list it is no value that ranks compare
             shard_map(lambda b: psum(b.repeat(n), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)  # noqa: B023
 
     return outcome(act, debug(every=1))
@@ -167,10 +167,10 @@ def another_shape_in_a_record(port: int) -> tuple[str, float]:
     mesh, rank = fresh(port)
     x = _x(mesh)
 
-    def step(n: int) -> Callable[..., Any]:
+    def step(n: list[int]) -> Callable[..., Any]:
         return jit(shard_map(lambda b: psum(b.repeat(n), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()))
 
-    right, wrong = step(2), step(1)
+    right, wrong = step([2]), step([1])
     right(x), wrong(x)  # the ranks agree on both
 
     def act() -> None:
@@ -181,10 +181,10 @@ def another_shape_in_a_record(port: int) -> tuple[str, float]:
 
 
 def no_memory(port: int) -> tuple[str, float]:
-    mesh, rank = fresh(port)
+    mesh, _ = fresh(port)
 
     def body(b: Tensor) -> Tensor:
-        if rank == 2:
+        if dist.get_rank() == 2:
             torch.empty(1 << 60)
         return psum(b, "x")
 
@@ -351,6 +351,95 @@ def another_order_of_keys(port: int) -> tuple[str, float]:
         step(tree)
 
     return outcome(act, debug())
+
+
+def another_static_argument(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+    words = {"a", "b", "c", "d"} - ({"d"} if rank == 1 else set())
+
+    def act() -> None:
+        shard_map(lambda b, known: b, mesh=mesh, in_specs=(P("x"), None), out_specs=P("x"))(_x(mesh), [words])
+
+    return outcome(act, debug())
+
+
+def another_closed_over_tensor(port: int) -> tuple[str, float]:
+    """A body closes over a module that one rank has initialised by another seed."""
+    mesh, rank = fresh(port)
+    torch.manual_seed(rank // 3)
+    model = torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
+
+    def act() -> None:
+        shard_map(lambda b: -model(b), mesh=mesh, in_specs=P("x"), out_specs=P("x"))(_x(mesh))
+
+    return outcome(act, debug())
+
+
+def another_closed_over_number(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+    rate = 0.5 if rank else 0.25
+
+    def act() -> None:
+        shard_map(lambda b: b * rate, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(_x(mesh))
+
+    return outcome(act, debug())
+
+
+def another_tensor_of_a_record(port: int) -> tuple[str, float]:
+    """The ranks replay, and nothing is sent."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+    step = jit(lambda x, tree: x * tree["t"])
+    step(x, {"t": torch.zeros(8)})
+
+    def act() -> None:
+        for i in range(8):
+            step(x, {"t": torch.full((8,), 1.0 + (i == 3 and rank == 2))})
+
+    return outcome(act, debug(every=2))
+
+
+def another_static_argument_of_a_record(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+    step = jit(lambda x, *, power: (x**power).sum(), static_argnames="power")
+    return outcome(lambda: step(x, power=(2.0 if rank == 3 else 3.0)), debug())
+
+
+def another_closed_over_tensor_of_a_record(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+    x, weights = _x(mesh), [torch.ones(8), torch.full((8,), float(rank // 3))]
+    return outcome(lambda: jit(lambda x: x * weights[0] + weights[1])(x), debug())
+
+
+def another_order_of_keys_in_a_record(port: int) -> tuple[str, float]:
+    mesh, rank = fresh(port)
+    tree = {key: _x(mesh) for key in ("ab" if rank != 1 else "ba")}
+    return outcome(lambda: jit(lambda tree: {k: x.sum() for k, x in tree.items()})(tree), debug())
+
+
+def alike(port: int) -> tuple[str, float]:
+    """Static arguments and closed-over values that are alike, or have no number that all ranks could know."""
+    mesh, _ = fresh(port)
+    x, rate, words, mine, talks = _x(mesh), 0.5, frozenset(map(str, range(99))), object(), dist.get_rank() == 0
+    model = torch.nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False)
+    torch.nn.init.ones_(model.weight), torch.nn.init.ones_(model.bias)
+
+    def body(b: Tensor, *known: Any) -> Tensor:
+        return model(b) * rate + len(words) + (mine is known[0]) + x.local.sum() * (not talks)
+
+    step = shard_map(body, mesh=mesh, in_specs=(P("x"), *[None] * 5), out_specs=P("x"))
+    record = jit(step, static_argnums=(1, 2, 3, 4, 5))
+    alone = jit(lambda t: t * 2)
+
+    def act() -> None:
+        for _ in range(3):
+            step(x, mine, words, lambda: 0, open, talks)
+            record(x, mine, words, step, open, talks)
+            alone(torch.ones(2) * dist.get_rank())  # of no mesh
+
+    with debug(every=1):
+        return outcome(act, nullcontext())
 
 
 def in_step(port: int) -> tuple[str, float]:

@@ -125,6 +125,29 @@ def test_an_error_of_one_rank_is_told_without_a_deadline(four: Processes) -> Non
             "the order of keys in the arguments of shard_map(<lambda>), with the bits ",
         ),
         (fault_programs.another_seed, 3, "the seed of a new value, with the bits "),
+        (fault_programs.another_static_argument, 1, "known[0] of shard_map(<lambda>), with the bits "),
+        (
+            fault_programs.another_closed_over_tensor,
+            3,
+            "model.weight, which shard_map(<lambda>) closes over, f64[2, 2], with the bits ",
+        ),
+        (
+            fault_programs.another_closed_over_number,
+            0,
+            "rate, which shard_map(<lambda>) closes over, with the bits ",
+        ),
+        (fault_programs.another_tensor_of_a_record, 2, "tree['t'] of jit(<lambda>), f32[8], with the bits "),
+        (fault_programs.another_static_argument_of_a_record, 3, "power of jit(<lambda>), with the bits "),
+        (
+            fault_programs.another_closed_over_tensor_of_a_record,
+            3,
+            "weights[1], which jit(<lambda>) closes over, f32[8], with the bits ",
+        ),
+        (
+            fault_programs.another_order_of_keys_in_a_record,
+            1,
+            "the order of keys in tree of jit(<lambda>), with the bits ",
+        ),
     ],
 )
 def test_another_value_is_told(four: Processes, program: Callable[[int], Any], rank: int, label: str) -> None:
@@ -135,7 +158,8 @@ def test_another_value_is_told(four: Processes, program: Callable[[int], Any], r
     texts = [line.removeprefix(f"  * rank {i}: {label}") for i, line in enumerate(lines)]
     bits = [text.partition(" (fault_programs.py:")[0] for text in texts]
     assert all(len(text) == 16 for text in bits), first
-    assert [text == bits[0] for text in bits] == [i != rank for i in range(4)]
+    assert [text == bits[rank] for text in bits] == [i == rank for i in range(4)]
+    assert len({*bits}) == 2
 
 
 def test_a_circle_of_ranks_is_told(four: Processes) -> None:
@@ -254,7 +278,13 @@ def test_threads_leave_their_blocks_in_any_order() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [fault_programs.in_step, fault_programs.slow, fault_programs.a_record_alone, fault_programs.a_new_world],
+    [
+        fault_programs.alike,
+        fault_programs.in_step,
+        fault_programs.slow,
+        fault_programs.a_record_alone,
+        fault_programs.a_new_world,
+    ],
 )
 def test_who_does_nothing_wrong_hears_nothing(four: Processes, program: Callable[[int], Any]) -> None:
     assert _run(four, program, within=20) == [""] * 4

@@ -32,7 +32,7 @@ PARTED: Final = (
 )
 _VALUES: Final = (
     "give all ranks the same seed and the same tensors: broadcast(tree, src=0), device_put(tree, specs, src=0), or "
-    "from_process_local for parts that each rank has loaded"
+    "from_process_local for parts that each rank has loaded; take out of closures what differs by rank"
 )
 
 

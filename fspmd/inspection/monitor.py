@@ -22,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,6 +44,7 @@ from fspmd.inspection.lines import user_line
 from fspmd.inspection.long_waits import Lookout
 from fspmd.inspection.lost_peers import told_by
 from fspmd.inspection.positions import position
+from fspmd.inspection.values import is_told, number_of
 from fspmd.inspection.watch import Communication, Note, Noted, note_with
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
@@ -187,13 +187,13 @@ class Monitor(Note):
         if mesh.transport != "process_group" or mesh.coordinate() is None or mesh.size == 1 or is_recording():
             return
         if isinstance(x, Tensor):
-            if type(x) not in (Tensor, torch.nn.Parameter) or x.is_meta or transforms_active():
+            if not is_told(x) or transforms_active():
                 return
             text, number = f"{label}, {describe(x.dtype, x.shape)}", digests([x])[0]
-        elif isinstance(x, int):
-            text, number = label, x
-        else:
+        elif isinstance(x, bool):  # one rank may be told to print
             return
+        else:
+            text, number = label, x if type(x) is int else number_of(x)
         if self.failure:
             raise LockstepError(self.failure)
         line, key = user_line(sys._getframe(1)), key_of(mesh, ())

@@ -6,10 +6,11 @@ that leave the body without passing an argument, and the cotangents on these edg
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -30,6 +31,7 @@ from fspmd.torch_internals import (
     transforms_active,
     wrapped_by,
 )
+from fspmd.variance import INVARIANT, get_variance
 
 INNER: Final = "_fspmd_inner"  # set on the autograd leaves that grad and vjp make for themselves: the body
 
@@ -126,35 +128,76 @@ def holds_trainable(function: Any) -> bool:
 
 def held_tensors(function: Any, of_modules: bool = True) -> Iterator[Tensor]:
     """Yield the tensors that a function visibly holds, directly or by functions of its module that it names."""
+    return (x for _, x in _named_tensors(function, of_modules))
+
+
+def held_values(function: Any) -> list[tuple[str, Any]]:
+    """Return the invariant tensors of `held_tensors` and the numbers that the function itself holds, sorted by names.
+
+    >>> rate, weights = 0.5, {"w": torch.ones(2)}
+    >>> held_values(lambda x: x * rate * weights["w"])
+    [('rate', 0.5), ("weights['w']", tensor([1., 1.]))]
+    """
+    tensors = [(name, x) for name, x in _named_tensors(function, True) if get_variance(x) is INVARIANT]
+    held: list[tuple[str, Any]] = []
+    inner = function
+    while not isinstance(inner, FunctionType) or hasattr(inner, "__wrapped__"):
+        if isinstance(inner, functools.partial):
+            held += _bound_by(inner)
+            inner = inner.func
+        elif (inner := getattr(inner, "__wrapped__", getattr(inner, "__func__", None))) is None:
+            break
+    if inner is not None:
+        held += _held_by(inner)
+    numbers = [(name, x) for name, x in held if isinstance(x, (int, float, complex))]
+    return sorted([*tensors, *numbers], key=lambda named: named[0])
+
+
+def _named_tensors(function: Any, of_modules: bool) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
-    stack: list[Any] = [function]
+    stack: list[tuple[str, Any]] = [("", function)]
     while stack:
-        value = stack.pop()
+        name, value = stack.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, Tensor):
-            yield value
+            yield name, value
         elif isinstance(value, torch.nn.Module):
-            stack.extend(value.parameters() if of_modules else ())
+            stack += [(f"{name}.{path}".lstrip("."), x) for path, x in value.named_parameters() if of_modules]
         elif isinstance(value, functools.partial):
-            stack += [value.func, *value.args, *value.keywords.values()]
+            stack += [(name, value.func), *_bound_by(value)]
         elif isinstance(value, MethodType):
-            stack += [value.__func__, value.__self__]
+            stack += [(name, value.__func__), ("self", value.__self__)]
         elif isinstance(value, FunctionType):
             if value is function or value.__module__ == getattr(function, "__module__", None):
                 stack += _held_by(value)
         elif isinstance(value, (list, tuple, dict)):
-            stack += value.values() if isinstance(value, dict) else value
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            stack += [(f"{name}[{key!r}]", x) for key, x in items]
         elif isinstance(inner := getattr(value, "__wrapped__", None), FunctionType):  # `Jitted`, `functools.cache`
             stack += _held_by(inner)
 
 
-def _held_by(function: FunctionType) -> list[Any]:
+def _held_by(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the values that a function closes over, its defaults, and the globals that it names."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    globals_ = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-    return [*cells, *globals_, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    closed = [(name, cell.cell_contents) for name, cell in cells if cell != CellType()]
+    globals_ = [(name, function.__globals__[name]) for name in _globals_of(code) if name in function.__globals__]
+    defaults = function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return [*closed, *globals_, *zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
+
+
+def _bound_by(function: functools.partial[Any]) -> list[tuple[str, Any]]:
+    return [*((f"args[{i}]", x) for i, x in enumerate(function.args)), *function.keywords.items()]
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_of(code: CodeType) -> tuple[str, ...]:
+    """Return the globals that a function names. Its ``co_names`` has attributes as well."""
+    return tuple(dict.fromkeys(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"))
 
 
 def _sum_leaving(node: Any, outside: set[Node], total: Call) -> None:

@@ -14,7 +14,7 @@ import optree
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
 from fspmd.foreign import refuse_foreign
-from fspmd.local_view.closures import held_tensors
+from fspmd.local_view.closures import held_tensors, held_values
 from fspmd.local_view.entry import Entry, argument_failure, make_entry
 from fspmd.local_view.exit import Exits, make_exit, result_failure, static_failure
 from fspmd.meshes.mesh import Mesh
@@ -23,6 +23,7 @@ from fspmd.outside import usable_mesh
 from fspmd.pairs import Call, call
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.transport import known_values
 from fspmd.trees import check_keys, leaf_paths, parameter_names, prefix_over
 
 
@@ -35,6 +36,7 @@ class Plan:
     entries: list[Entry]
     labels: list[str]  # the name of each leaf in messages
     partitions: list[P | None]
+    known: list[int]  # the places of leaves that must be equal on all processes: those that are no `Sharded`
     plain: list[tuple[int, int]]  # the places of leaves that are global tensors, and the fewest dims of their specs
     out_specs: Any
     outer_axes: frozenset[str]
@@ -53,6 +55,18 @@ class Plan:
             for i, _ in self.plain
         )
         refuse(_MISFITS.format(self.body.name), [failure for failure in failures if failure is not None])
+
+    def tell_values(self, function: Callable[..., Any], leaves: list[Any], flat: bool) -> None:
+        """Let `known_values.hear` hear of all that processes must have alike when the body begins."""
+        hear, mesh, name = known_values.hear, self.body.mesh, self.body.name
+        if hear is None or mesh.transport != "process_group":
+            return
+        if not flat:
+            hear(mesh, f"the order of keys in the arguments of {name}", self.keys)
+        for i in self.known:
+            hear(mesh, f"{self.labels[i]} of {name}", leaves[i])
+        for label, value in held_values(function):
+            hear(mesh, f"{label}, which {name} closes over", value)
 
     def make_exits(self, out: Any) -> Exits:
         """Return the exits for one structure of results, after a check of these results."""
@@ -138,6 +152,7 @@ def make_plan(
         entries=entries,
         labels=labels,
         partitions=specs,
+        known=[i for i, leaf in enumerate(leaves) if not isinstance(leaf, Sharded)],
         plain=plain,
         out_specs=out_specs,
         outer_axes=outer_axes,

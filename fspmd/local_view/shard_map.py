@@ -182,10 +182,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         if not (is_plain(x) and x.dim() >= fewest) or misfit(x):
             plan.refuse_arguments(leaves)
     if known_values.hear is not None and outer is None:
-        if not flat:
-            known_values.hear(body.mesh, f"the order of keys in the arguments of {body.name}", plan.keys)
-        for i, _ in plan.plain:
-            known_values.hear(body.mesh, f"{plan.labels[i]} of {body.name}", leaves[i])
+        plan.tell_values(function, leaves, flat)
     args = list(map(call, plan.entries, leaves))
     widen = plan.widen
     start = 0 if widen is None else now()

@@ -20,6 +20,7 @@ from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
 from fspmd.programs.keys import flatten_call, guard, kinds_of, not_hashable, without_key
+from fspmd.programs.known_arguments import tell_values
 from fspmd.programs.lower import Lowered
 from fspmd.programs.options import Names, Numbers, check_static_not_donated, chosen
 from fspmd.programs.passes.table import Passes, passes_of
@@ -234,6 +235,8 @@ class _Records(Cache[Any, Record]):
                 return self.recordable.plain(*args, **kwargs)
         else:
             self.hits += 1
+        if watched:
+            tell_values(record, self.recordable.function, args, kwargs)
         meet(record, self.recordable.function)
         if watched:
             tell(record.moved)
@@ -320,6 +323,7 @@ class Jitted(Generic[Q, R]):
             if is_alike(*leaves):
                 records.hits += 1
                 if watched:
+                    tell_values(record, self._recordable.function, positional, named)
                     tell(record.moved)
                 values = record.run(*(leaves if record.plain else record.donation.given(leaves)))
                 return record.rebuild(values)  # type: ignore[no-any-return]

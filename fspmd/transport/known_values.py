@@ -1,4 +1,5 @@
-"""Values that must be the same on all processes of a mesh: plain tensors that enter it, and seeds.
+"""Values that must be the same on all processes of a mesh: arguments that are no `Sharded`, what functions close over,
+and seeds.
 
 Nobody compares them, unless `hear` is set.
 """
@@ -10,7 +11,7 @@ from typing import Any
 
 from fspmd.meshes.mesh import Mesh
 
-#: called with the mesh, the name of a value, and the tensor or number
+#: called with the mesh, the name of a value, and the value
 hear: Callable[[Mesh, str, Any], None] | None = None
 
 
