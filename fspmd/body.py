@@ -64,7 +64,7 @@ class Body:
         self.uneven = True
         self.empty |= empty
         if self.mesh.transport != "simulation":  # a simulation knows the sizes of all ranks
-            UNEVEN.add(self.mesh)
+            UNEVEN.add(self.mesh.transport)
 
     def sizes(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Return the sizes of mesh axes."""

@@ -8,7 +8,6 @@ hashed with its number, and the hashes are summed.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.torch_internals import DisableTorchFunction
 
 _LANES: Final = 1 << 15  # a core's cache has room for them
@@ -120,7 +120,7 @@ class _Lanes:
         self.first, self.last = halves[:1], halves[2 * lanes : 2 * lanes + 1]
 
 
-@functools.lru_cache(maxsize=16)
+@cached(maxsize=16)
 def _numbers(lanes: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(1, 1 + lanes, device=device)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
+from fspmd.cache import cached
 from fspmd.errors import SpecError
 from fspmd.messages import described
 
@@ -134,7 +134,7 @@ def sized(size: int, axes: Axes) -> str:
     return str(size) + ("" if not axes else f"@{axes[0]}" if len(axes) == 1 else f"@({','.join(axes)})")
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def blocks(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Return ``(offset, length)`` of each block of a dim cut by axes of sizes ``parts``, in row-major order.
 
@@ -187,7 +187,7 @@ def _parts(factor: tuple[int, Axes], sizes: dict[str, int]) -> tuple[int, tuple[
     return factor[0], tuple(sizes[axis] for axis in factor[1])
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _can_join(major: tuple[int, tuple[int, ...]], minor: tuple[int, tuple[int, ...]]) -> bool:
     (n, outer), (m, inner) = major, minor
     consecutive = blocks(n * m, (*outer, *inner))
@@ -229,7 +229,7 @@ def runs(sizes: Iterable[int], finer: Sequence[tuple[int, T]]) -> Iterator[tuple
         yield tuple(finer[start:at])
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def unflattened_axes(
     entry: Entry, sizes: tuple[int, ...], axis_sizes: tuple[tuple[str, int], ...]
 ) -> tuple[Axes, ...] | None:

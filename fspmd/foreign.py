@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 
 IS: Final = "torch keeps in blocks of its own"
@@ -18,7 +18,7 @@ _NARROW: Final = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "
 _NAMES: Final = frozenset(("DTensor", "ShardedTensor"))  # names, so that their modules need not be imported
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _foreign_name(kind: type) -> str:
     bases = (base for base in kind.__mro__ if base.__module__.startswith("torch.distributed."))
     return next((base.__name__ for base in bases if base.__name__ in _NAMES), "")

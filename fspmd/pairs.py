@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.torch_internals import (
@@ -185,7 +186,7 @@ class Call:
         return make(self.pair.name, self.mesh, self.axes, o._replace(dim=o.dim + 1, concat_dim=o.concat_dim + 1))
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def call(name: str, mesh: Mesh, axes: tuple[str, ...], options: Options = Options()) -> Call:  # noqa: B008
     """Return the interned `Call`. Equal calls are one object as long as it is in use."""
     return _CALLS.setdefault((name, mesh, axes, options), Call(name, mesh, axes, options))

@@ -6,7 +6,6 @@ the first axis cuts the dim, and each later axis cuts the blocks of the axis bef
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from fspmd.cache import Interned, cached
 from fspmd.entries import (
     Axes,
     Entry,
@@ -72,7 +72,7 @@ class P:
         if spec is None:
             spec = object.__new__(cls)
             _fill(spec, dims, *key)
-            spec = (_FLATTENED if spec.flat else _PARTITIONS).setdefault(key, spec)
+            spec = _PARTITIONS.intern(key, spec)
         return spec
 
     @property
@@ -108,8 +108,7 @@ class P:
         return _rebuild, (self.entries, sorted(self.unreduced), sorted(self.reduced))
 
 
-_PARTITIONS: Final[dict[Any, P]] = {}  # specs without a `Flat`: they name axes and no sizes, so there are few
-_FLATTENED: Final[WeakValueDictionary[Any, P]] = WeakValueDictionary()  # specs with a `Flat`, which has sizes
+_PARTITIONS: Final[Interned[Any, P]] = Interned()
 
 
 def _names(what: str, names: Iterable[str]) -> frozenset[str]:
@@ -271,7 +270,7 @@ class TensorSpec:
         return _laid_out(self.mesh, partition, self.shape, self.dtype)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _dual(spec: TensorSpec) -> TensorSpec:
     partition = spec.partition
     return spec.with_partition(P(*partition, unreduced=partition.reduced, reduced=partition.unreduced))
@@ -334,7 +333,7 @@ def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, 
     return cuts, even, tuple(first)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _unflattened(spec: TensorSpec) -> TensorSpec:
     sizes = [[n for n, _ in factors] for factors in spec.factors]
     return spec.viewed(sizes, [[axes for _, axes in factors] for factors in spec.factors])

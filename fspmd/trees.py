@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 from collections import defaultdict
@@ -14,6 +13,7 @@ from typing import Any, Final
 import optree
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import TreeError
 from fspmd.messages import Failure, a, counted, described, quoted, refuse
 from fspmd.sharded import IN_ORDER, NODES, Sharded, is_sharded
@@ -77,7 +77,7 @@ def _is_mutable(leaf: Any) -> bool:
     return isinstance(leaf, (set, bytearray)) or hasattr(type(leaf), "__array_interface__")
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def check_keys(treedef: optree.PyTreeSpec) -> None:
     """Check that the keys of all dicts have one order, in which every rank takes their leaves.
 

@@ -14,13 +14,13 @@ A tensor carries its type in an attribute. A tensor without it is invariant.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fspmd.cache import Interned, cached
 from fspmd.spec import P, describe
 from fspmd.torch_internals import DisableTorchFunction, is_wrapped, wrapped_by
 
@@ -33,7 +33,7 @@ _EMPTY: Final[frozenset[str]] = frozenset()
 class Variance:
     """The type of a value over each mesh axis: invariant over an axis that is not named. Equal types are one object."""
 
-    __slots__ = ("_dual", "reduced", "unreduced", "varying")
+    __slots__ = ("__weakref__", "_dual", "reduced", "unreduced", "varying")
     varying: frozenset[str]
     unreduced: frozenset[str]
     reduced: frozenset[str]
@@ -44,9 +44,10 @@ class Variance:
         key = (frozenset(varying), frozenset(unreduced), frozenset(reduced))
         variance = _INTERNED.get(key)
         if variance is None:
-            variance = _INTERNED[key] = object.__new__(cls)
+            variance = object.__new__(cls)
             variance.varying, variance.unreduced, variance.reduced = key
             variance._dual = None
+            variance = _INTERNED.intern(key, variance)
         return variance
 
     _dual: Variance | None
@@ -81,12 +82,12 @@ class Variance:
         return "{" + " ".join(f"{letter}:{','.join(sorted(axes))}" for letter, axes in named if axes) + "}"
 
 
-_INTERNED: Final[dict[Any, Variance]] = {}
+_INTERNED: Final[Interned[Any, Variance]] = Interned()
 INVARIANT: Final = Variance()
 torch.serialization.add_safe_globals([Variance])  # blocks are saved with their types
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def variance_of_spec(partition: P) -> Variance:
     """Return the type, inside a body, of a value that enters or leaves with this partition."""
     return Variance(partition.axes, partition.unreduced, partition.reduced)
@@ -136,16 +137,11 @@ def set_variance(x: Tensor, variance: Variance) -> Tensor:
     return x
 
 
-_JOINS: dict[tuple[Variance, Variance], Variance] = {}
-
-
+@cached
 def join(a: Variance, b: Variance) -> Variance:
     """Return the type of a result of two operands, none unreduced: varying before reduced, reduced before invariant."""
-    joined = _JOINS.get((a, b))
-    if joined is None:
-        varying = a.varying | b.varying
-        joined = _JOINS[a, b] = Variance(varying, a.unreduced | b.unreduced, (a.reduced | b.reduced) - varying)
-    return joined
+    varying = a.varying | b.varying
+    return Variance(varying, a.unreduced | b.unreduced, (a.reduced | b.reduced) - varying)
 
 
 def show(x: Tensor) -> str:

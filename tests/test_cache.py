@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P, device_get, device_put, make_mesh
-from fspmd.cache import LIMIT, Cache
+from fspmd.cache import LIMIT, Cache, forget
+from fspmd.variance import Variance
 
 MESH = make_mesh((2,), ("x",), transport="simulation")
 
@@ -67,3 +69,35 @@ def test_repeated_names_of_many_are_told(n: int) -> None:
     for repeated in (lambda: P(*names, names[1]), lambda: P(*names, unreduced={names[1]})):
         with pytest.raises(fspmd.SpecError, match=names[1]):
             repeated()
+
+
+def live_meshes() -> int:
+    gc.collect()
+    return sum(type(x) is fspmd.Mesh for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("new_names", [False, True])
+def test_meshes_of_a_loop_are_let_go(new_names: bool) -> None:
+    doubled = fspmd.shard_map(double, in_specs=P(), out_specs=P())  # one function for all meshes
+    before, most = live_meshes(), 0
+    for i in range(3000):
+        name = f"x{i}" if new_names else "x"
+        mesh = make_mesh((2,), (name,), ranks=(i + 1, 0), transport="simulation")
+        x = device_put(torch.arange(4.0), P(name), mesh=mesh)
+        y = x + x
+        with fspmd.set_mesh(mesh):
+            y = doubled(fspmd.shard_map(fspmd.psum, in_specs=(P(name), None), out_specs=P())(y, name))
+        assert y.local.tolist() == [8, 16]
+        if i % 500 == 499:
+            most = max(most, live_meshes())
+    assert most - before < 1000
+
+
+def test_equal_values_are_one_object_after_caches_are_forgotten() -> None:
+    spec, variance = P("a", None, unreduced={"b"}), Variance({"a"}, {"b"})
+    x = device_put(torch.arange(4.0), P("x"), mesh=MESH)
+    forget()
+    assert P("a", None, unreduced={"b"}) is spec
+    assert Variance({"a"}, {"b"}) is variance
+    assert (x + x).spec is x.spec
+    assert make_mesh((2,), ("x",), transport="simulation") is MESH

@@ -139,3 +139,16 @@ def test_no_two_classes_share_a_name() -> None:
                 homes.setdefault(node.name.strip("_"), []).append(str(path.relative_to(PACKAGE)))
     assert len(homes) > 200
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def test_caches_of_functions_can_be_forgotten() -> None:
+    """What `functools` keeps for good, on the level of a module, would keep meshes."""
+    kept = [
+        (path.relative_to(PACKAGE).as_posix(), node.name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if re.match(r"(functools\.)?(lru_)?cache\b", ast.unparse(decorator))
+    ]
+    assert kept == [("inspection/agreements.py", "_agreed_in")]  # a state, of one world

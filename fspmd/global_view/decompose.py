@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fspmd.cache import cached
 from fspmd.fake_mode import FakeMode
 from fspmd.forms import packed
 from fspmd.rules import handler_of, row_of
@@ -289,7 +290,7 @@ def _symbols() -> Any:
     return Symbols()
 
 
-@functools.cache
+@cached
 def _simpler() -> dict[Any, Function]:
     """Return torch's decompositions of functions without a rule."""
     return {op: f for op, f in core_aten_decompositions().items() if row_of(op) is None and handler_of(op) is None}

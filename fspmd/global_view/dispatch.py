@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import RUNNING, state
-from fspmd.cache import Cache, CacheInfo
+from fspmd.cache import Cache, CacheInfo, forgettable
 from fspmd.copies import as_copies, refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.forms import Laid, Strided, packed
@@ -64,7 +64,7 @@ def _plan(key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[s
     return plan
 
 
-_plans: Final[Cache[Any, OpPlan]] = Cache()
+_plans: Final[Cache[Any, OpPlan]] = forgettable(Cache())
 
 
 def propagation_cache_info() -> CacheInfo:
@@ -79,7 +79,7 @@ def propagation_cache_clear() -> None:
 
 def forget_plans() -> None:
     """Forget all plans because a rule or the topology has changed."""
-    dict.clear(_plans)  # the counters stay
+    _plans.forget()
     forget_functions()
 
 

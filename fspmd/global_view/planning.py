@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.cache import cached
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_misfit
@@ -108,7 +109,7 @@ def _check_beside(func: Any, tensors: list[Any]) -> None:
         )
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _is_ruled(func: Any) -> bool:
     """Whether a rule decides every call of a function without keyword arguments."""
     name = name_of(func)

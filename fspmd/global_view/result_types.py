@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.fake_mode import FakeMode, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, packed
 from fspmd.global_view.kernels import ones_of, run_on, strides_of_kernel
@@ -213,7 +213,7 @@ def views_any(
     return all(any(is_alias_of(view, x) for x in made) for view in ((out,) if isinstance(out, Tensor) else out))
 
 
-@functools.lru_cache(maxsize=1)
+@cached(maxsize=1)
 def _keeps_dims_of_one() -> bool:
     """Whether norms on the meta device keep a dim of size 1 counted from the end, as in torch 2.11 and 2.12."""
     norm: Tensor = torch.linalg.vector_norm(torch.empty(2, 1, device="meta"), dim=-1)

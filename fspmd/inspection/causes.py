@@ -6,7 +6,6 @@ All is read off the stack, so that it costs nothing while nobody watches.
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import linecache
 import sys
@@ -21,6 +20,7 @@ import optree
 import torch
 from torch import nn
 
+from fspmd.cache import cached
 from fspmd.global_view.refusals import shown
 from fspmd.torch_internals import current_autograd_node, module_call
 
@@ -217,7 +217,7 @@ class _File(NamedTuple):
     name: str
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _file(path: str) -> _File:
     is_ours = path.startswith(_HERE) and not path.startswith(_RECORDERS)
     return _File(path.startswith(LIBRARIES), is_ours, _OPS.get(path, ""), Path(path).name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
+from fspmd.cache import cached
 from fspmd.inspection.causes import LIBRARIES
 
 
@@ -48,7 +48,7 @@ def user_line(frame: FrameType | None) -> UserLine:
     return known[1]
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def line_of(where: str) -> UserLine:
     """The line with this text."""
     return UserLine(where, zlib.crc32(where.encode()))

@@ -5,12 +5,12 @@ No operand has a layout yet, so each mesh axis may shard any dim of the computat
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from fspmd.cache import cached
 from fspmd.entries import entry_of
 from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.flat_dims import viewed_call
@@ -87,7 +87,7 @@ def _trips(given: tuple[Trips, ...], count: int) -> tuple[Trips, ...]:
     return given or (ONCE,) * count
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
     """The layouts in which no rank need be without elements: each axis shards a dim, or none.
 

@@ -5,12 +5,12 @@ Layers repeat where ops are equal, on values with equal relations, period after 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fspmd.cache import cached
 from fspmd.entries import entry_of
 from fspmd.layout_search.op_graph import OpGraph
 from fspmd.meshes.mesh import Mesh
@@ -18,7 +18,7 @@ from fspmd.redistribution.cost import Topology
 from fspmd.spec import P, TensorSpec
 
 
-@functools.lru_cache(maxsize=64)
+@cached(maxsize=64)
 def alike(mesh: Mesh, topology: Topology) -> tuple[dict[str, str], ...]:
     """The renamings of axes under which all sizes and links stay the same. The first is the identity."""
     axes = mesh.axis_names
@@ -32,7 +32,7 @@ def alike(mesh: Mesh, topology: Topology) -> tuple[dict[str, str], ...]:
     return tuple(names for names in renamings if links(names) == links(renamings[0]))
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@cached(maxsize=1 << 14)
 def _renaming(spec: TensorSpec, names: tuple[tuple[str, str], ...]) -> TensorSpec:
     named, partition = dict(names), spec.partition
     entries = [entry_of(tuple([named[axis] for axis in axes])) for axes in partition.dim_axes]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fspmd.body import Body
+from fspmd.cache import cached
 from fspmd.pairs import Call, apply, watched
 from fspmd.torch_internals import (
     AccumulateGrad,
@@ -194,7 +195,7 @@ def _bound_by(function: functools.partial[Any]) -> list[tuple[str, Any]]:
     return [*((f"args[{i}]", x) for i, x in enumerate(function.args)), *function.keywords.items()]
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _globals_of(code: CodeType) -> tuple[str, ...]:
     """Return the globals that a function names. Its ``co_names`` has attributes as well."""
     return tuple(dict.fromkeys(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"))

@@ -12,7 +12,7 @@ from torch import Tensor, strided
 
 from fspmd import collectives
 from fspmd.body import RUNNING, state
-from fspmd.cache import Cache
+from fspmd.cache import Cache, forgettable
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.foreign import misfit
 from fspmd.local_view.closures import holds_trainable, now, sum_closures
@@ -136,7 +136,7 @@ def shard_map(
         )
     _check_options(f, mesh, in_specs, out_specs, check_vma)
     manual = None if axis_names is None else _axis_set(axis_names)
-    plans: Cache[Any, Plan] = Cache()
+    plans: Cache[Any, Plan] = forgettable(Cache())
     function = f
 
     @wraps(f)

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ShapeError, VarianceError
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.local_view.uneven_results import PARTS, Way, parted, way_of, without_hooks
@@ -99,7 +100,7 @@ def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
     )
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _takes_tensor(name: str, place: int | str) -> bool:
     """Whether an argument of a torch function may be a tensor; sizes and dims may not."""
     if name.strip("_") in _COMPARISONS:

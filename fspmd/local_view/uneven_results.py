@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.ops.traits import tensors_in
 from fspmd.remembered import ASKING
@@ -85,7 +86,7 @@ def _are_saved(results: Any) -> bool:
     return any(_saves_own(node, name) for node in nodes for name in _saved_names(type(node)))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _saved_names(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_saved_")]
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final, Self, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
+from fspmd.cache import forget
 from fspmd.errors import AxisError, MeshError, ShapeError
 from fspmd.meshes.axes import check_different, check_names, infer_sizes, integers
 from fspmd.meshes.layout import Layout, compose, concat, fit, row_major
@@ -25,12 +26,15 @@ from fspmd.meshes.ranks import RankMap, Ranks, same_map
 __all__ = ["Grid", "lay_out"]
 
 G = TypeVar("G", bound="Grid")
+_NEW = 512  # caches are forgotten when so many grids more live than after they were last forgotten
 
 
 class _Interning:
-    """The lock under which grids are made. A forked process gets a new lock."""
+    """The lock under which grids are made, and the living grids. A forked process gets a new lock."""
 
     def __init__(self) -> None:
+        self.living: WeakSet[Grid] = WeakSet()
+        self.limit = _NEW
         self.unlock()
         os.register_at_fork(after_in_child=self.unlock)
 
@@ -104,6 +108,11 @@ class Grid:
             alike.add(self)
             _GRIDS[key] = alike
             object.__setattr__(self, "_alike", alike)
+            _interning.living.add(self)
+            crowded = len(_interning.living) > _interning.limit
+        if crowded:  # out of the lock, since what is forgotten may run code of others
+            forget()
+            _interning.limit = len(_interning.living) + _NEW
         return self
 
     def _has_ranks_of(self, other: Grid) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from fspmd.cache import cached
 from fspmd.messages import quoted
 
 
@@ -35,7 +35,7 @@ def matches(pattern: str, path: str) -> bool:
     return _compiled(pattern).fullmatch(f"{path}." if path else "") is not None
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
     keys = [
         r"(?:[^.]+\.)*" if key == "**" else fnmatch.translate(key).removeprefix("(?s:").removesuffix(r")\Z") + r"\."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
+from fspmd.cache import cached
 from fspmd.collectives import pcast
 from fspmd.errors import ArgumentError, AxisError, TreeError
 from fspmd.local_view.shard_map import shard_map
@@ -256,7 +256,7 @@ class Placed:
         return Sharded(to_blocks(x.to(self.mesh.device), target), target)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _target(source: TensorSpec, axis: str, layout: Layout, flat: bool) -> TensorSpec:
     return source.with_partition(laid_out(source.partition, len(source.shape), axis, layout, flat=flat))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from weakref import ref
 
 from torch import nn
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import Failure, described, refuse
 from fspmd.modules.on_blocks import run_on_blocks
@@ -70,7 +70,7 @@ def _unknown_names(owner: nn.Module, placed: Placed) -> Iterator[Failure]:
                 yield Failure(f"{text}{near(key, names)}", TreeError)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _parameters_of(forward: Any) -> tuple[tuple[str, ...], bool]:
     """The names of the parameters of a forward without ``self``, and whether it takes any other by name."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
@@ -10,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from fspmd.cache import cached
 from fspmd.ops.traits import name_of
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
@@ -100,14 +100,14 @@ def stand_in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
     return agree
 
 
-@functools.cache
+@cached
 def may_view(func: Any) -> bool:
     """Whether a result may be a view of an operand, by the schemas. Those of `reshape` say so too."""
     aliases = [returned.alias_info for schema in schemas(func) for returned in schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-@functools.cache
+@cached
 def parameters(func: Any) -> list[str]:
     """Return the names of a function's parameters; those of a function in C come from its schemas."""
     if isinstance(func, OpOverload):
@@ -135,7 +135,7 @@ def required(func: Any) -> list[list[str]]:
     return [["Tensor" for p in arguments if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]]
 
 
-@functools.cache
+@cached
 def _parameters_of(func: Any) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Return, for each known overload, the names of parameters that may be positional, and of keyword-only ones."""
     if isinstance(func, FunctionType):

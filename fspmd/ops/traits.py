@@ -5,7 +5,6 @@ Traits are data, by name. Most torch functions need no entry.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import LINEAR, WHEN, Predicate, argument, plain_name, words
 from fspmd.torch_internals import (
@@ -317,7 +317,7 @@ def learn(func: Any) -> Traits:
     return op
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def name_of(func: Any) -> str:
     """Return the name of a torch function, method, property or op; of a property that is not linear, ``get name``."""
     if isinstance(func, (OpOverload, OpOverloadPacket)):
@@ -330,7 +330,7 @@ def name_of(func: Any) -> str:
     return str(name)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def is_tagged(name: str, tag: torch.Tag) -> bool:
     """Whether torch gives a tag to an op of this name whose result is a tensor.
 
@@ -363,7 +363,7 @@ def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[
                 yield x
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Return the arguments that an op writes into, by position and name: those of all overloads, except ``out=``."""
     overloads = [func] if isinstance(func, OpOverload) else [getattr(func, name) for name in func.overloads()]

@@ -8,13 +8,13 @@ torch's default generator (or ``generator``) by one draw. Its state must be equa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Final, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError, SpecError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
@@ -266,7 +266,7 @@ def _new_spec(
     return TensorSpec(mesh, partition, tuple(meta.shape), meta.dtype)
 
 
-_cached_spec: Final = functools.lru_cache(maxsize=1024, typed=True)(_new_spec)
+_cached_spec: Final = cached(maxsize=1024, typed=True)(_new_spec)
 _WHOLE: Final = P()
 
 

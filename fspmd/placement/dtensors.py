@@ -6,7 +6,6 @@ indices of a dim that each rank has. A layout without an exact equal is therefor
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import optree
 
+from fspmd.cache import cached
 from fspmd.entries import Entry, Factors, Flat, axes_within, blocks, entry_of, factors_of, joined
 from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.foreign import foreign_name
@@ -224,7 +224,7 @@ def _global_stride(x: Sharded) -> tuple[int, ...]:
 Sizes = tuple[tuple[str, int], ...]  # the axes in the order in which they cut, and their sizes
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _entry_of_cuts(size: int, cuts: tuple[Cut, ...], sizes: Sizes) -> tuple[Entry] | None:
     """The entry, in a tuple, that gives each rank the same indices as these cuts; None if there is none."""
     axes, axis_sizes = tuple(axis for axis, _ in cuts), dict(sizes)
@@ -236,7 +236,7 @@ def _entry_of_cuts(size: int, cuts: tuple[Cut, ...], sizes: Sizes) -> tuple[Entr
     return next(((entry,) for entry in candidates if _alike(size, cuts, entry, sizes)), None)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _cuts_of_entry(size: int, entry: Entry, sizes: Sizes) -> tuple[Cut, ...] | None:
     """The cuts by axes, one after another, that give each rank the same indices as an entry; None if there are none."""
     axis_sizes = dict(sizes)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state
+from fspmd.cache import cached
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, MeshError
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
@@ -186,7 +187,7 @@ def with_reshard_as(move: Callable[[Sharded, TensorSpec], Sharded]) -> Iterator[
         _replacement = None
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def _target(source: TensorSpec, partition: P) -> TensorSpec | None:
     """The layout of the same tensor with another partition; None where this does not fit."""
     return None if complain(partition, source.mesh, source.ndim) else source.with_partition(partition)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from math import prod
@@ -12,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils import flop_counter
 
+from fspmd.cache import cached
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call
 from fspmd.programs.program import Program, Value
@@ -159,7 +159,7 @@ def _needed(node: fx.Node, flops: int) -> int:
     return flops * 4 // 5 if "attention" in name and "backward" in name else flops
 
 
-@functools.cache
+@cached
 def _formula(target: Any) -> Callable[..., int] | None:
     packet: Any = getattr(target, "overloadpacket", None)
     if packet in _FORMULAS:

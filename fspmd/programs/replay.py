@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -12,6 +11,7 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
+from fspmd.cache import cached
 from fspmd.inspection.causes import Cause
 from fspmd.inspection.positions import CAUSES
 from fspmd.inspection.watch import communicates, label
@@ -52,7 +52,7 @@ PUBLIC: Final = _named(
 )
 
 
-@functools.cache
+@cached
 def callable_of(overload: Any) -> Callable[..., Any]:
     """The fastest function that calls an aten function."""
     name = overload._schema.name.removeprefix("aten::")

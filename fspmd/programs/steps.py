@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 from torch import Tensor, fx
 
+from fspmd.cache import cached
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
 from fspmd.programs.program import Value, owner
@@ -25,7 +25,7 @@ CASTS: Final = ("alias", "per_rank", "pick")
 _INHERITED = ("cause", "backward", "deferred", "repeats")
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def runner(call: Call, waits: bool) -> Callable[[Tensor], Any]:
     """A function that runs a call, and makes its result contiguous, since recordings assume so."""
     if not waits:

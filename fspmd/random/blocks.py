@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.entries import Flat
 from fspmd.errors import ArgumentError
 from fspmd.random.counter import Block, Distribution, draw
@@ -65,7 +65,7 @@ def _made(place: _Place, spec: TensorSpec, make: Callable[[Block], Tensor], devi
     return torch.zeros(place.block.shape, dtype=spec.dtype, device=device) if place.zeros else make(place.block)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 def _places(spec: TensorSpec) -> tuple[Frame, tuple[_Place, ...]]:
     """The frame of a value in a simulation, and the places of its blocks in the frame's order."""
     mesh = spec.mesh
@@ -73,7 +73,7 @@ def _places(spec: TensorSpec) -> tuple[Frame, tuple[_Place, ...]]:
     return value_frame, tuple(_place(spec, coordinate) for coordinate in value_frame.mesh_coordinates())
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> _Place:
     indices = zip(spec.mesh.axis_names, coordinate, strict=True)
     zeros = any(i and axis in spec.partition.unreduced for axis, i in indices)

@@ -9,7 +9,6 @@ a *group* of one or two elements, and consecutive words become consecutive eleme
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.torch_internals import FakeTensor, count_dispatch_modes, transforms_active
 from fspmd.tracing import outside_transforms, step
 from fspmd.transport.local_tensor import per_block
@@ -52,7 +52,7 @@ def _hash(z: int) -> int:
     return z ^ z >> 32
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _as_tensor(value: float, dtype: torch.dtype) -> Any:
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype, device="cpu")
@@ -130,7 +130,7 @@ _VIEWS: Final = 32
 _FREE: Final[list[_CachedMemory]] = []
 
 
-@functools.cache
+@cached
 def _ramp() -> Tensor:
     return torch.arange(_CHUNK, device="cpu")
 
@@ -236,7 +236,7 @@ class _Run(NamedTuple):
     single: bool  # the block is one run
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _run(block: Block) -> _Run:
     whole, offset, shape = block
     dim = len(shape) - 1

@@ -6,13 +6,13 @@ of passes over memory, and for few numbers on the number of calls.
 
 from __future__ import annotations
 
-import functools
 from math import sqrt
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.random.counter import Block, Distribution, Words, draw
 from fspmd.torch_internals import FakeTensor
@@ -47,7 +47,7 @@ def _upper(words: Words, dtype: torch.dtype, bits: int, out: Tensor) -> Tensor:
     return _buffer(out, dtype).copy_(words.halves)
 
 
-@functools.cache
+@cached
 def uniform(dtype: torch.dtype) -> Distribution:
     """Uniform on [0, 1), in steps of the dtype's precision below 1."""
     bits = _BITS[_floating(dtype)]
@@ -63,7 +63,7 @@ def uniform(dtype: torch.dtype) -> Distribution:
     return Distribution(dtype, 1 if wide else 2, fill)
 
 
-@functools.cache
+@cached
 def normal(dtype: torch.dtype) -> Distribution:
     """Normal with mean 0 and variance 1.
 
@@ -86,7 +86,7 @@ def normal(dtype: torch.dtype) -> Distribution:
 _ROOT: Final = sqrt(2.0)
 
 
-@functools.cache
+@cached
 def exponential(dtype: torch.dtype) -> Distribution:
     """Exponential with rate 1, and never 0: the negated logarithm of numbers on (0, 1] that are finer towards 0."""
     least = torch.finfo(_floating(dtype)).tiny
@@ -102,7 +102,7 @@ def exponential(dtype: torch.dtype) -> Distribution:
     return Distribution(dtype, 1 if wide else 2, fill)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def bernoulli(p: float, dtype: torch.dtype = torch.bool) -> Distribution:
     """1 with probability ``p``, up to 2⁻³², else 0."""
     highest = round(p * 2.0**32) - (1 << 31) - 1
@@ -128,7 +128,7 @@ def _fractions(words: Words, out: Tensor) -> None:
 FRACTIONS: Final = Distribution(torch.float64, 2, _fractions)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def integers(low: int, high: int, dtype: torch.dtype) -> Distribution:
     """Integers from ``low`` to ``high - 1``, of which there are n, at most 2⁶⁴: the upper half of random bits times n.
 

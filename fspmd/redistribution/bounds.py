@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.entries import blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
@@ -29,7 +30,7 @@ Axes = tuple[str, ...]
 Rows = tuple[tuple[int, int], ...]  # intervals of one dim: (start, stop)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 def bound(target: TensorSpec, topology: Topology) -> Callable[[TensorSpec], float]:
     """Return a function from a layout to µs that no route from there to ``target`` can beat.
 
@@ -67,7 +68,7 @@ class _Level:
     island: frozenset[str]
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _levels(mesh: Mesh, topology: Topology) -> tuple[_Level, ...]:
     """Return the levels of a mesh, the slowest first."""
     links = {axis: topology.link(mesh, (axis,)) for axis, n in mesh.shape.items() if n > 1}
@@ -219,7 +220,7 @@ def _sums(
     return ranks[pending[0][:, None] & pending[1]], ranks[pending[0][:, None] & ~pending[1]], before[:, None], after
 
 
-@functools.lru_cache(maxsize=1 << 12)
+@cached
 def _settling(
     mesh: Mesh, topology: Topology, added: frozenset[str], cut: frozenset[str], shape: tuple[int, ...], senders: int = 1
 ) -> tuple[int, float]:
@@ -256,7 +257,7 @@ def _settling(
     return (1 if cut.issuperset(axes) else 2) * (ranks(axes) - 1), time
 
 
-@functools.lru_cache(maxsize=1 << 12)
+@cached
 def _passing(launch: float, axes: tuple[tuple[float, int, bool], ...]) -> float:
     """Return the least µs to pass axes, in one collective or in several.
 
@@ -310,7 +311,7 @@ def _senders_of(target: TensorSpec) -> Callable[[TensorSpec], int]:
     return senders
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@cached(maxsize=1 << 14)
 def _overlapped(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> int:
     """Return how many blocks of a dim cut by ``before`` the last block of the dim cut by ``after`` overlaps."""
     if not size:
@@ -386,7 +387,7 @@ def _cuts(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple([sizes[axis] for axis in axes])
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@cached(maxsize=1 << 14)
 def _rows(size: int, cuts: tuple[int, ...], places: tuple[int | None, ...]) -> Rows:
     """Return the rows of the blocks at ``places`` along the cuts. None stands for all places. Neighbours are joined."""
     rows: list[tuple[int, int]] = []
@@ -401,7 +402,7 @@ def _rows(size: int, cuts: tuple[int, ...], places: tuple[int | None, ...]) -> R
     return tuple(rows)
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@cached(maxsize=1 << 14)
 def _common(some: Rows, others: Rows) -> int:
     """Return how many rows two sets share."""
     count = i = k = 0

@@ -6,12 +6,12 @@ Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), se
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described, micros
@@ -119,13 +119,13 @@ def _slowest(links: list[Link]) -> Link:
     return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _stays(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
     """Return whether some axis of a group stays on a host, so that data also passes the links of the host."""
     return any(mesh.shape[axis] > 1 and not _leaves_host(mesh, (axis,), per_host) for axis in axes)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _leaves_host(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
     """Return whether the corners of a group along the axes stand on more than one host."""
     corners = [(0,) * len(mesh.axis_names)]
@@ -136,7 +136,7 @@ def _leaves_host(mesh: Mesh, axes: tuple[str, ...], per_host: int) -> bool:
     return len({mesh.rank_at(at) // per_host for at in corners}) > 1
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 def links_differ(mesh: Mesh, topology: Topology) -> bool:
     """Return whether some axes of a mesh are quicker than others, or than all axes together."""
     axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)

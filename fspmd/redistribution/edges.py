@@ -9,13 +9,13 @@ A step of a route is a collective, the layout it leads to, and its price.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from math import comb, perm, prod
 from typing import NamedTuple
 
+from fspmd.cache import cached
 from fspmd.entries import Axes, Entry, blocks, entry_of
 from fspmd.messages import micros
 from fspmd.pairs import Call, call
@@ -104,7 +104,7 @@ def moved(
     )
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
     """Return the block lengths of a dim cut by ``axes``, in rank order, or None where they are equal."""
     parts = tuple([spec.mesh.shape[axis] for axis in axes])
@@ -222,7 +222,7 @@ def scatter(spec: TensorSpec, dim: int, now: Axes, new: Axes, options: Options) 
     return call("psum_scatter_unreduced", spec.mesh, new, options), after
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _orders(axes: Axes) -> tuple[Axes, ...]:
     """Return every choice of axes in every order."""
     return tuple(itertools.chain.from_iterable(itertools.permutations(axes, n + 1) for n in range(len(axes))))
@@ -261,7 +261,7 @@ def reblocks(
 _MANY = 500  # of more placements, only those that lead towards the target are considered
 
 
-@functools.lru_cache(maxsize=64)
+@cached(maxsize=64)
 def _placements(spec: TensorSpec) -> dict[TensorSpec, None]:
     """Return every cut of the dims of a whole tensor by free axes, in every order, or none if there are too many."""
     axes, ndim = free_axes(spec), spec.ndim

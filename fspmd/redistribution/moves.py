@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from fspmd.cache import cached
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Topology, price
 from fspmd.redistribution.cost import moves as is_moving
@@ -52,7 +52,7 @@ class Moves(NamedTuple):
         return Leg(self.route.source, self.route.target.with_partition(reached), self.calls, communicates)
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def moves(
     spec: TensorSpec,
     need: TensorSpec,

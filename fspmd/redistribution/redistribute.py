@@ -5,7 +5,6 @@ Every move is a row of the pair table, which also gives the communication of bac
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.entries import entry_axes
 from fspmd.foreign import refuse_misfit
 from fspmd.meshes.mesh import Mesh
@@ -82,12 +82,12 @@ def _owned(y: Tensor, calls: tuple[Call, ...]) -> Tensor:
     return y.clone() if _ends_in_slice(calls) else y
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def _kernels(calls: tuple[Call, ...]) -> frozenset[str]:
     return frozenset(step.pair.kernel for step in calls)
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def _ends_in_slice(calls: tuple[Call, ...]) -> bool:
     """Return whether a slice is among the calls that follow the last one that is no view."""
     last = itertools.takewhile(lambda step: step.pair.kernel in VIEWS, reversed(calls))
@@ -151,7 +151,7 @@ def borrowed_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     return _led(x, cuts(spec, topology()))
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def cuts(spec: TensorSpec, topology: Topology) -> tuple[Call, ...]:
     """Return the calls from a global tensor that every rank holds to its blocks: a slice per dim, then casts.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any, Final
 
+from fspmd.cache import cached
 from fspmd.entries import Axes, Flat, axes_within, entry_axes, refined
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import micros
@@ -67,7 +68,7 @@ class Route:
     __repr__ = __str__
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def route(source: TensorSpec, target: TensorSpec, topology: Topology, directly: bool = False) -> Route:
     """Return the quickest route. Of equally quick routes the one that holds less wins, then the one of fewer steps.
 
@@ -237,7 +238,7 @@ def _search(known: Route, topology: Topology, *, anywhere: bool) -> Route:
     return Route(source, target, steps, looked, queue[0][0] if queue else None)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _begins(mesh: Mesh, topology: Topology) -> float:
     """Return the µs until the first data of any collective arrives."""
     return topology.launch + min(topology.link(mesh, (axis,)).latency for axis in mesh.axis_names)

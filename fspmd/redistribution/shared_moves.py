@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from math import prod
 from typing import Any, Final
@@ -10,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.pairs import Call, apply, call, given, is_transformed, lend
 from fspmd.redistribution.cost import topology
@@ -178,7 +178,7 @@ def _known(x: Tensor, leg: Leg) -> Tensor | None:
     return known
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _twin(leg: Leg) -> Leg | None:
     """Return the gather to reduced for a gather to invariant, and the other way round. Forward both do the same."""
     if len(leg.calls) != 1 or leg.calls[0].pair.name not in _TWINS:

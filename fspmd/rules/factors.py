@@ -6,13 +6,13 @@ In ``"... m k, ... k n -> ... m n"`` the function sums over ``k``, which no resu
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 
 Shape = tuple[int, ...]
@@ -48,7 +48,7 @@ class Pattern:
     broadcasts: bool
 
 
-@functools.cache
+@cached
 def parse(text: str) -> Pattern:
     """Parse a rule such as ``"m k, k n -> m n"``; raises `ArgumentError` for other texts."""
     before, arrow, after = text.partition("->")
@@ -78,7 +78,7 @@ def match(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:
     return _matched(pattern, shapes)
 
 
-@functools.cache
+@cached
 def _named(pattern: Pattern, operands: int) -> Factors:
     return _matched(pattern, [()] * operands)
 

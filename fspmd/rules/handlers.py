@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.forms import is_dense, order_in_memory
 from fspmd.ops.traits import name_of
@@ -156,7 +157,7 @@ _OF_MEMORY: Final = {
 }
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def handler_of(func: Any) -> Handler | None:
     """Return the function that runs in place of a torch function on `Sharded` values, or None."""
     if getattr(func, "__module__", None) == "torch.nn.init":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Number
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.cache import cached
 from fspmd.ops.linearity import LINEAR, WHEN, argument, plain_name
 from fspmd.ops.operators import OPERATORS
 from fspmd.ops.traits import is_tagged, name_of
@@ -323,7 +323,7 @@ _BY_FUNCTION: Final[dict[Any, Row]] = {
 }
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def row_of(func: Any) -> Row | None:
     """Return the row of a torch function, method or property; None if there is none, or if it is not of torch."""
     if not _is_torch(func):
@@ -425,7 +425,7 @@ _BY_ARGUMENT: Final = frozenset(
 )
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def may_be_composite(func: Any) -> bool:
     """Whether `composite_of` may return a composite for a call of a function."""
     if isinstance(func, OpOverload) or not _is_torch(func):
@@ -460,14 +460,14 @@ _RAGGED: Final = frozenset(
 _RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave narrow"))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def writes(func: Any) -> bool:
     """Whether a function writes into its first operand. By torch's convention its name then ends in an underscore."""
     name = name_of(func)
     return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__"
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def without_write(func: Any) -> Callable[..., Any]:
     """Return the function without a write that computes the value which ``func`` writes into its first operand."""
     name = name_of(func).removesuffix("_")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
+from fspmd.cache import cached
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Options, Transport
 from fspmd.transport.pending import Pending
@@ -11,7 +10,7 @@ from fspmd.transport.pending import Pending
 __all__ = ["Options", "Pending", "Transport", "transport_of"]
 
 
-@functools.cache
+@cached
 def _transport(name: str) -> Transport:
     if name == "simulation":
         from fspmd.transport.simulation import SimulationTransport

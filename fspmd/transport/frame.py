@@ -6,13 +6,13 @@ has. Its *frame* is that set of axes, in mesh order. Shards are in row-major ord
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
+from fspmd.cache import cached
 from fspmd.errors import MeshError
 from fspmd.meshes.mesh import Mesh
 
@@ -45,18 +45,18 @@ class Frame:
 _FRAMES: Final[WeakValueDictionary[Any, Frame]] = WeakValueDictionary()
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def frame(mesh: Mesh, axes: tuple[str, ...] | frozenset[str]) -> Frame:
     """Return the frame of a set of axes of ``mesh``."""
     ordered = mesh.ordered(axes)
     return _FRAMES.setdefault((mesh, ordered), Frame(mesh, ordered))
 
 
-#: Meshes on which sizes have differed from rank to rank. Until there is one, no call looks at sizes.
-UNEVEN: set[Mesh] = set()
+#: Transports on which sizes have differed from rank to rank. Until there is one, no call looks at sizes.
+UNEVEN: set[str] = set()
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def union(a: Frame, b: Frame) -> Frame:
     """Return the smallest frame that has the axes of both. Their meshes are one mesh, or a mesh and its slice."""
     mesh = a.mesh if a.mesh is b.mesh or a.mesh.contains(b.mesh) else b.mesh
@@ -68,7 +68,7 @@ def union(a: Frame, b: Frame) -> Frame:
     return frame(mesh, a.axes + b.axes)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def spread(source: Frame, target: Frame) -> tuple[int, ...]:
     """Return for each shard of ``target`` the index of the equal shard of ``source``, whose axes are a part of its."""
     assert set(source.axes) <= set(target.axes), f"{source} has axes that {target} lacks"
@@ -83,7 +83,7 @@ def spread(source: Frame, target: Frame) -> tuple[int, ...]:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def groups(whole: Frame, axes: tuple[str, ...]) -> tuple[Frame, tuple[tuple[int, ...], ...]]:
     """Return the frame without ``axes``, and for each of its shards the group of indices of the shards of ``whole``.
 

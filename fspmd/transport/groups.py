@@ -6,7 +6,6 @@ that equal sets of ranks share one group.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from fspmd.cache import cached
 from fspmd.errors import ShapeError
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
@@ -75,7 +75,7 @@ def _no_group() -> None:
     return None
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | None, default: Any) -> Group:
     ranks = mesh.group_ranks(axes)
     if index_groups is not None:

@@ -26,7 +26,7 @@ def local_int(held: Frame, values: Sequence[int]) -> Any:
     first = values[0]
     if values.count(first) == len(values):
         return first
-    UNEVEN.add(held.mesh)
+    UNEVEN.add(held.mesh.transport)
     return torch.SymInt(LocalInt(held, list(values)))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, outside_transforms
 from fspmd.transport.call import Layout, Options, Transport
@@ -234,7 +234,7 @@ class SimulationTransport(Transport):
         return _index(mesh, axes).clone()
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _index(mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     held = frame(mesh, axes)
     _, (order,) = groups(held, axes)

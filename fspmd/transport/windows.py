@@ -5,7 +5,6 @@ A *window* is the part of the global tensor that a rank holds: ``(start, length)
 
 from __future__ import annotations
 
-import functools
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.entries import blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.spec import TensorSpec
@@ -102,7 +102,7 @@ class Reblock:
         return all(_terms(source, a) == _terms(target, b) for a, b in pairs if a is not None and b is not None)
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def _moving(source: TensorSpec, target: TensorSpec) -> tuple[str, ...]:
     moving = set[str]()
     for now, then in zip(source.partition.dim_axes, target.partition.dim_axes, strict=True):
@@ -123,7 +123,7 @@ def window(spec: TensorSpec, at: Coordinate) -> Window:
     return tuple([cuts[sum([at[i] * n for i, n in strides])] for strides, cuts in _cuts(spec)])
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _cuts(spec: TensorSpec) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...]:
     """Return for each dim its strides in windows, (mesh axis, stride), and its windows in rank order."""
     names, sizes, cuts = spec.mesh.axis_names, spec.mesh.shape, []
@@ -143,7 +143,7 @@ def lacking(source: TensorSpec, target: TensorSpec) -> int:
     return prod([length for _, length in needed]) - (prod([n for _, n in common]) if common is not None else 0)
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def _last_window(spec: TensorSpec) -> Window:
     return window(spec, tuple([n - 1 for n in spec.mesh.shape.values()]))
 
@@ -185,7 +185,7 @@ def _group(move: Reblock, spec: TensorSpec, at: Coordinate) -> tuple[int, ...]:
     return tuple(i for axis, i in zip(spec.mesh.axis_names, at, strict=True) if axis not in moving)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _holders(move: Reblock) -> dict[tuple[int, ...], dict[Window, list[int]]]:
     """Return for each group the ranks that hold each window of the source."""
     source = move.source
@@ -196,7 +196,7 @@ def _holders(move: Reblock) -> dict[tuple[int, ...], dict[Window, list[int]]]:
     return holders
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
     """Return the parts of the new block of the rank at a coordinate of the target's mesh.
 
@@ -212,7 +212,7 @@ def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
     return tuple(result)
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def traffic(move: Reblock) -> Traffic:
     """Return the traffic of the busiest rank, without a list of all parts."""
     if move.across:
@@ -230,7 +230,7 @@ def traffic(move: Reblock) -> Traffic:
         return Traffic(int(received.max()), int((size - own).max()))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _rows(
     mesh: Mesh, axes: frozenset[str], size: int, before: tuple[str, ...], after: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,7 +262,7 @@ def _traffic_across(move: Reblock) -> Traffic:
     return Traffic(messages, elements)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 def _places(sizes: tuple[int, ...], cut: tuple[int, ...]) -> Tensor:
     """Return the index of each rank along some axes, major first. It has a dim per mesh axis, of size 1 for others."""
     place = torch.zeros((1,) * len(sizes), dtype=torch.int64, device="cpu")
@@ -272,14 +272,14 @@ def _places(sizes: tuple[int, ...], cut: tuple[int, ...]) -> Tensor:
     return place
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 def _pieces(size: int, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the starts and the ends of the pieces of a dim."""
     starts, lengths = torch.tensor(list(blocks(size, cuts)), device="cpu").T.contiguous()
     return starts, starts + lengths
 
 
-@functools.lru_cache(maxsize=8192)
+@cached(maxsize=8192)
 def is_idle(move: Reblock) -> bool:
     """Return whether no rank lacks elements."""
     return not traffic(move).elements
@@ -299,7 +299,7 @@ def _received(move: Reblock, at: Coordinate) -> tuple[Window, Window | None, int
     return mine, own, size - (prod([length for _, length in own]) if own is not None else 0)
 
 
-@functools.lru_cache(maxsize=1024)
+@cached(maxsize=1024)
 def _starts(spec: TensorSpec) -> tuple[tuple[int, ...], ...]:
     """Return for each dim the starts of its pieces that are not empty."""
     return tuple(tuple(sorted({start for start, rows in cuts if rows})) for _, cuts in _cuts(spec))
@@ -319,7 +319,7 @@ class Flow(NamedTuple):
     shape: tuple[int, ...] | None  # of the new block; None if the process is not a member of the target's mesh
 
 
-@functools.lru_cache(maxsize=2048)
+@cached(maxsize=2048)
 def flow(move: Reblock, rank: int) -> Flow:
     """Return the flow of a global rank."""
     source, target = move.source, move.target
