@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fspmd.global_view.layouts import CallLayouts, Choice, state_of
 from fspmd.redistribution.cost import Topology, links_differ, native_time, price, work
@@ -116,13 +116,44 @@ def _combinations(
     def chosen(row: Sequence[int]) -> list[_Option]:
         return [options[i][k] for group, k in zip(alike, row, strict=False) for i in group]
 
-    rows: list[tuple[int, ...]] = [()]
+    rows: list[tuple[tuple[int, ...], _Lows]] = [((), _Lows((-1.0,) * len(operands), False))]
     for group in alike:
-        rows = [(*row, k) for row in rows for k in range(len(options[group[0]]))]
+        added = [_lows([options[i][k] for i in group], len(operands)) for k in range(len(options[group[0]]))]
+        rows = [((*row, k), _join(lows, more)) for row, lows in rows for k, more in enumerate(added)]
         if len(rows) > _MOST:
-            rows = sorted(heapq.nsmallest(_FEW, rows, lambda row: _bounds(chosen(row), topology)[0]))
+            rows = sorted(heapq.nsmallest(_FEW, rows, lambda row: _least(row[1], topology)))
     order = sorted(range(len(options)), key=[i for group in alike for i in group].__getitem__)
-    return ([combination[i] for i in order] for combination in map(chosen, rows))
+    return ([combination[i] for i in order] for combination in (chosen(row) for row, _ in rows))
+
+
+class _Lows(NamedTuple):
+    """The lower bounds of the moves of a part of a combination, so that the bound of a longer part needs no more."""
+
+    moves: tuple[float, ...]  # per operand µs: the largest, -1 without a move, inf if a slice leaves less to move
+    pends: bool
+
+
+def _lows(part: Sequence[_Option], operands: int) -> _Lows:
+    lows = _Lows((-1.0,) * operands, False)
+    for _, _, changes, pends in part:
+        lows = _join(lows, _Lows(tuple([changes[i][0] if i in changes else -1.0 for i in range(operands)]), pends))
+    return lows
+
+
+def _join(a: _Lows, b: _Lows) -> _Lows:
+    pairs = zip(a.moves, b.moves, strict=True)
+    return _Lows(
+        tuple([max(x, y) if x < 0 or y < 0 or bool(x) is bool(y) else inf for x, y in pairs]), a.pends or b.pends
+    )
+
+
+def _least(lows: _Lows, topology: Topology) -> float:
+    """Return the least time (µs) of the moves of a combination."""
+    least = 0.0
+    for low in lows.moves:
+        if low > 0:
+            least += topology.launch if low == inf else low
+    return least + (topology.launch / 2 if least and lows.pends else 0.0)  # at least sums are scattered
 
 
 def _place(axis: str, spec: TensorSpec) -> int | str:

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -236,12 +236,13 @@ def _settling(
         return 0, 0.0
     quickest, parts = min(latency.values()), prod(mesh.shape[axis] for axis in cut)
     fetching = _gathering(senders, quickest, topology) if senders > 1 else 0.0
+    divisor = gcd(*shape)
 
     def joining(scattered: Axes) -> float:
         if cut.issuperset(scattered):
             return fetching
-        slowest, counts = max(latency[axis] for axis in scattered if axis not in cut), map(ranks, _choices(scattered))
-        pieces = max(n for n in counts if not any(size % n for size in shape))
+        slowest = max(latency[axis] for axis in scattered if axis not in cut)
+        pieces = max([n for n in map(ranks, _choices(scattered)) if not divisor % n])
         count = max(2, senders, -(-pieces // parts))
         single = topology.launch + slowest * (count - 1)
         return min(single, _gathering(count, quickest, topology, 2) + slowest - quickest)
@@ -358,15 +359,17 @@ def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSp
     corners = ({None} if a in island else {0, 0 if a in pending else n - 1} for a, n in sizes.items())
     islands, ranks = list(itertools.product(*corners)), prod(sizes[axis] for axis in island)
 
-    def rows(dim: int, axes: Axes) -> list[Rows]:
-        cuts, places = _cuts(axes, sizes), [names.index(axis) for axis in axes]
-        return [_rows(target.shape[dim], cuts, tuple([at[i] for i in places])) for at in islands]
-
-    needed_rows = list(itertools.starmap(rows, enumerate(target.partition.dim_axes)))
+    places = dict(zip(names, zip(*islands, strict=True), strict=True))  # axis -> the place of each island
 
     @functools.cache
     def shared(dim: int, axes: Axes) -> list[int]:
-        return list(map(_common, rows(dim, axes), needed_rows[dim]))
+        """Return for each island how many rows of its blocks of a dim cut by ``axes`` it needs."""
+        needed = target.partition.dim_axes[dim]
+        cuts, cuts_needed = _cuts(axes, sizes), _cuts(needed, sizes)
+        at = list(zip(*[places[axis] for axis in (*axes, *needed)], strict=True)) or [()] * len(islands)
+        size, n = target.shape[dim], len(axes)
+        known = {a: _common(_rows(size, cuts, a[:n]), _rows(size, cuts_needed, a[n:])) for a in set(at)}
+        return list(map(known.__getitem__, at))
 
     def held(spec: TensorSpec) -> Iterable[int]:
         dims = map(shared, itertools.count(), spec.partition.dim_axes)
