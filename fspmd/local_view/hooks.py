@@ -83,7 +83,7 @@ def _wrap_apply() -> None:
             _check_followed(cls, args)
         if body is None and state.completes:
             return _bind_zeros(original(cls, *args, **kwargs), args)
-        if body is None or cls.__module__.startswith("fspmd.") or not (tracker is None or is_active(tracker)):
+        if body is None or _types_itself(cls) or not (tracker is None or is_active(tracker)):
             return original(cls, *args, **kwargs)  # inside a torch function the tracker has cast the operands already
         result = INVARIANT
         if tracker is not None:
@@ -105,6 +105,11 @@ def _wrap_apply() -> None:
         return _bind_body(out, args, body, tracker)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+
+
+def _types_itself(cls: Any) -> bool:
+    """Return whether a Function belongs to the machinery. `fspmd.nn` is written as users write."""
+    return cls.__module__.startswith("fspmd.") and not cls.__module__.startswith("fspmd.nn.")
 
 
 def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:

@@ -1,0 +1,30 @@
+"""Parts of models over typed values, as pure functions: attention over sequences that are cut over ranks.
+
+They are written in the public words of fspmd, and stand above everything else.
+"""
+
+from fspmd.nn.attend import Part, attend_block, merge, nothing
+from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
+from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
+from fspmd.nn.sequences import SequenceLayout, balanced, contiguous, striped, zigzag
+
+__all__ = [
+    "Causal",
+    "Documents",
+    "Full",
+    "Mask",
+    "Part",
+    "Prefix",
+    "SequenceLayout",
+    "SlidingWindow",
+    "attend_block",
+    "balanced",
+    "contiguous",
+    "gathered_attention",
+    "merge",
+    "nothing",
+    "ring_attention",
+    "striped",
+    "ulysses_attention",
+    "zigzag",
+]

@@ -1,0 +1,172 @@
+"""Attention of queries to a part of the keys, and how parts become the whole.
+
+A part is a pair ``(out, lse)``: the attention to these keys alone, and the logarithm of the sum of the exponentials of
+its scores. `merge` makes of the parts of two sets of keys the part of both. It is associative and commutative, and
+`nothing` is its identity, so parts may come in any order and on any rank. Parts are float32, or float64 if the operands
+are: with bfloat16 operands nothing is rounded between parts. The method is that of Dao et al., "FlashAttention"
+(NeurIPS 2022), and of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ShapeError
+
+
+class Part(NamedTuple):
+    """The attention to some keys: ``out`` f32[..., heads, queries, width] and ``lse`` f32[..., heads, queries].
+
+    A query that sees none of the keys has ``out`` 0 and ``lse`` -inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def nothing(query: Tensor, width: int) -> Part:
+    """The part of no keys, for values of a width. `merge` with it changes nothing."""
+    wide = query.detach().to(_wide(query))
+    return Part(wide.new_zeros((*query.shape[:-1], width)), wide.new_full(query.shape[:-1], -torch.inf))
+
+
+def merge(a: Part, b: Part) -> Part:
+    """The part of the keys of both. The two sets of keys must have no key in common. Differentiable.
+
+    >>> q, k, v = torch.ones(1, 1, 2), torch.eye(4, 2)[None], torch.arange(4.0).view(1, 4, 1)
+    >>> first, second = attend_block(q, k[:, :1], v[:, :1]), attend_block(q, k[:, 1:], v[:, 1:])
+    >>> torch.allclose(merge(first, second).out, attend_block(q, k, v).out)
+    True
+    """
+    top = torch.maximum(a.lse, b.lse).detach()
+    top = top.where(top != -torch.inf, 0)
+    weight_a, weight_b = (a.lse - top).exp(), (b.lse - top).exp()
+    total = weight_a + weight_b
+    seen = total != 0
+    total = total.where(seen, 1)
+    out = a.out * (weight_a / total)[..., None] + b.out * (weight_b / total)[..., None]
+    return Part(out, (top + total.log()).where(seen, -torch.inf))
+
+
+def attend_block(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None, scale: float | None = None
+) -> Part:
+    """The attention of queries to some keys, on this rank alone. Differentiable in both results.
+
+    Args:
+        query: [..., heads, queries, width]
+        key: [..., kv_heads, keys, width]; each of the ``kv_heads`` serves ``heads / kv_heads`` heads of queries.
+        value: [..., kv_heads, keys, value_width]
+        allowed: which query sees which key: bool, broadcastable to [..., 1, queries, keys]. None: all see all.
+        scale: of the scores; the default is ``width ** -0.5``.
+
+    Returns:
+        the part of these keys, in float32, or float64 if the operands are.
+
+    Raises:
+        ShapeError: The shapes do not fit together.
+
+    >>> out, lse = attend_block(torch.ones(2, 3, 4), torch.ones(1, 5, 4), torch.ones(1, 5, 6))
+    >>> out.shape, lse.shape
+    (torch.Size([2, 3, 6]), torch.Size([2, 3]))
+    """
+    check_shapes(query, key, value, "attend_block")
+    return Part(*_Attend.apply(query, key, value, allowed, scale))
+
+
+class _Attend(torch.autograd.Function):
+    """`forward` and `backward` of one part."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        part = forward(query, key, value, allowed, scale)
+        ctx.save_for_backward(query, key, value, allowed, *part)
+        ctx.scale = scale
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, allowed, *part = ctx.saved_tensors
+        grads = backward(Part(out_grad, lse_grad), query, key, value, Part(*part), allowed, ctx.scale)
+        return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, what: str) -> None:
+    """Raise `ShapeError` unless queries, keys and values fit together."""
+    shapes = [tuple(x.shape) for x in (query, key, value)]
+    fits = (
+        min(x.dim() for x in (query, key, value)) >= 3
+        and query.shape[-1] == key.shape[-1]
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[:-3] == key.shape[:-3]
+        and key.shape[-3] > 0
+        and query.shape[-3] % key.shape[-3] == 0
+    )
+    if not fits:
+        raise ShapeError(
+            f"{what} got a query, key and value of shapes {', '.join(map(str, shapes))}; they must be [..., heads, queries,"
+            " width], [..., kv_heads, keys, width] and [..., kv_heads, keys, value_width], heads a multiple of kv_heads"
+        )
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None) -> Part:
+    """`attend_block` without checks and without gradients."""
+    query, key, value = (x.to(_wide(x)) for x in (query, key, value))
+    scores = _scores(query, key, allowed, scale)
+    if not key.shape[-2]:
+        return nothing(query, value.shape[-1])
+    top = scores.amax(-1, keepdim=True)
+    top = top.where(top != -torch.inf, 0)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = _grouped(weights @ value[..., None, :, :]) / total.where(total != 0, 1).flatten(-4, -3)
+    return Part(out, _grouped(top + total.log())[..., 0])
+
+
+def backward(
+    grad: Part, query: Tensor, key: Tensor, value: Tensor, whole: Part, allowed: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value that come from some keys, wide.
+
+    ``whole`` is the part of all keys that the queries see, of which these may be a few: the gradients of several sets of
+    keys then add up to those of the whole.
+    """
+    heads = query.shape[-3]
+    query, key, value = (x.to(_wide(x)) for x in (query, key, value))
+    scores = _scores(query, key, allowed, scale)
+    lse = whole.lse.where(whole.lse != -torch.inf, torch.inf)  # a query that sees nothing has weights of 0
+    split = (-3, (key.shape[-3], heads // key.shape[-3]))
+    out_grad = grad.out.to(query.dtype).unflatten(*split)
+    weights = scores.sub_(lse.unflatten(-2, split[1])[..., None]).exp_()
+    drop = ((grad.out * whole.out).sum(-1) - grad.lse).to(query.dtype).unflatten(-2, split[1])[..., None]
+    scores_grad = (out_grad @ value[..., None, :, :].mT).sub_(drop).mul_(weights)
+    scores_grad = scores_grad.mul_(query.shape[-1] ** -0.5 if scale is None else scale)
+    query_grad = _grouped(scores_grad @ key[..., None, :, :])
+    key_grad = (scores_grad.mT @ query.unflatten(*split)).sum(-3)
+    return query_grad, key_grad, (weights.mT @ out_grad).sum(-3)
+
+
+def _scores(query: Tensor, key: Tensor, allowed: Tensor | None, scale: float | None) -> Tensor:
+    """The scores [..., kv_heads, heads / kv_heads, queries, keys]."""
+    groups = key.shape[-3], query.shape[-3] // key.shape[-3]
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).unflatten(-3, groups) @ key[
+        ..., None, :, :
+    ].mT
+    if allowed is not None:
+        hidden = ~(allowed if allowed.dim() < 3 else allowed.unsqueeze(-3))
+        scores.masked_fill_(hidden, -torch.inf)
+    return scores
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """[..., kv_heads, heads / kv_heads, n, m] as [..., heads, n, m]."""
+    return x.flatten(-4, -3)

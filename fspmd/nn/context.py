@@ -1,0 +1,288 @@
+"""Attention over a sequence that is cut over ranks (context parallelism), for use inside a body.
+
+Three ways compute the same. They differ in what moves, for n ranks and blocks of b bytes of keys and values:
+
+* `ring_attention`: blocks of keys and values go round a ring, each on its way while the one before it is in use. A rank
+  receives (n - 1) b bytes forward and 3 (n - 1) b backward, in n - 1 rounds, and holds two blocks.
+* `gathered_attention`: an all-gather of keys and values, (n - 1) b bytes, and a reduce-scatter of their gradients. A rank
+  holds the keys and values of the whole sequence.
+* `ulysses_attention`: all-to-alls exchange the cut of the sequence for a cut of heads (Jacobs et al., "DeepSpeed
+  Ulysses", 2023). Queries and results move too, but each only by (n - 1) / n of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, ppermute
+from fspmd.entries import blocks
+from fspmd.errors import ShapeError
+from fspmd.nn import attend
+from fspmd.nn.attend import Part, attend_block, check_shapes, merge
+from fspmd.nn.masks import Full, Mask
+from fspmd.nn.sequences import Axes, SequenceLayout, check_axis, contiguous
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axis: Axes,
+    *,
+    mask: Mask | None = None,
+    layout: SequenceLayout | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention by a ring. Queries stay, and blocks of keys and values pass all ranks.
+
+    Args:
+        query: This rank's block [..., heads, queries, width] of a sequence that ``axis`` cuts.
+        key: [..., kv_heads, queries, width]. Only the ``kv_heads`` heads travel.
+        value: [..., kv_heads, queries, value_width]
+        axis: The mesh axis, or axes in rank order, over which the sequence is cut.
+        mask: Who sees whom, by positions. The default is all.
+        layout: Which positions each rank has. The default is `contiguous`, which needs blocks of one length.
+        scale: Of the scores. The default is ``width ** -0.5``.
+        sinks: The score of an attention sink for each head, [heads], which takes a share of the weights.
+
+    Returns:
+        [..., heads, queries, value_width], of the dtype of ``query``. A query that sees no key has 0.
+
+    Communication: n - 1 `ppermute` of keys and values, forward; in backward the same again, and n of their gradients.
+
+    Raises:
+        ShapeError: The shapes do not fit together, or the layout does not fit the axis.
+
+    >>> from fspmd import P, device_get, device_put, make_mesh, shard_map
+    >>> from fspmd.nn import Causal, zigzag
+    >>> mesh, layout = make_mesh((4,), ("cp",)), zigzag(16, 4)
+    >>> q, k, v = torch.randn(3, 2, 16, 8, dtype=torch.float64)
+    >>> ring = shard_map(lambda q, k, v: ring_attention(q, k, v, "cp", mask=Causal(), layout=layout),
+    ...                  mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
+    >>> out = layout.restore(device_get(ring(*(layout.store(x, 1) for x in (q, k, v)))), 1)
+    >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    True
+    """
+    layout = _checked(query, key, value, axis, layout, "ring_attention")
+    turns = _turns(axis, mask or Full(), layout, 1)
+    part = _Ring.apply(*(_padded(x, turns.length) for x in (query, key, value)), turns, scale)
+    return _finished(part, sinks, query.dtype, query.shape[-2])
+
+
+def gathered_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axis: Axes,
+    *,
+    mask: Mask | None = None,
+    layout: SequenceLayout | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention to gathered keys and values. Arguments and results are those of `ring_attention`.
+
+    Communication: an `all_gather` of keys and one of values, forward; a reduce-scatter of each gradient, backward.
+    """
+    layout = _checked(query, key, value, axis, layout, "gathered_attention")
+    turns = _turns(axis, mask or Full(), layout, 1)
+    query_block, *blocks = (_padded(x, turns.length) for x in (query, key, value))
+    key, value = (all_gather(x, axis, axis=x.dim() - 2, tiled=True) for x in blocks)
+    part = attend_block(query_block, key, value, turns.allowed_of_all(query.device), scale)
+    return _finished(part, sinks, query.dtype, query.shape[-2])
+
+
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axis: Axes,
+    *,
+    ring: Axes | None = None,
+    mask: Mask | None = None,
+    layout: SequenceLayout | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention with heads in the place of the sequence. Arguments and results are those of `ring_attention`.
+
+    Where there are fewer KV heads than ranks, each is repeated as often as needed.
+
+    Args:
+        ring: A second axis, over which the sequence is cut first: ``P(..., ("ring", "heads"))``. Along it the keys and
+            values pass in a ring, as in `ring_attention`; ``layout`` then says which positions its ranks have.
+
+    Communication: an `all_to_all` of each operand and one of the result, forward; the same of gradients, backward.
+
+    Raises:
+        ShapeError: As `ring_attention`; and the number of heads is no multiple of the ranks.
+    """
+    check_shapes(query, key, value, "ulysses_attention")
+    n, ranks, heads = axis_size(axis), 1 if ring is None else axis_size(ring), query.shape[-3]
+    if heads % n:
+        raise ShapeError(
+            f"ulysses_attention got {heads} heads for the {n} ranks of {axis!r}, to which it gives equally many; call "
+            "ring_attention, or make the axis a divisor of the heads"
+        )
+    if layout is None:
+        layout = contiguous(query.shape[-2] * n * ranks, ranks)
+    if layout.ranks != ranks:
+        raise ShapeError(
+            f"ulysses_attention got a layout of {layout.ranks} ranks; its ranks are those of the ring, of which there are "
+            f"{ranks}: make one by contiguous({layout.length}, {ranks})"
+        )
+    turns = _turns(ring, mask or Full(), layout, n)
+    repeats = lcm(key.shape[-3], n) // key.shape[-3]
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+    padded = (_padded(x, turns.length // n) for x in (query, key, value))
+    parts = (all_to_all(x, axis, x.dim() - 3, x.dim() - 2, tiled=True) for x in padded)
+    if sinks is not None:
+        sinks = sinks.view(n, heads // n)[axis_index(axis)]
+    out = _finished(_Ring.apply(*parts, turns, scale), sinks, query.dtype, turns.length)
+    return all_to_all(out, axis, out.dim() - 2, out.dim() - 3, tiled=True).narrow(-2, 0, query.shape[-2])
+
+
+def _checked(
+    query: Tensor, key: Tensor, value: Tensor, axis: Axes, layout: SequenceLayout | None, what: str
+) -> SequenceLayout:
+    """The layout, after checks."""
+    check_shapes(query, key, value, what)
+    n = axis_size(axis)
+    if layout is None:
+        layout = contiguous(query.shape[-2] * n, n)
+    check_axis(layout, axis, what)
+    return layout
+
+
+def _finished(part: tuple[Tensor, Tensor], sinks: Tensor | None, dtype: torch.dtype, length: int) -> Tensor:
+    """The first ``length`` rows of a result, after the sinks have taken their share."""
+    out, lse = part
+    if sinks is not None:
+        out = out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])).exp()[..., None]
+    return out.to(dtype).narrow(-2, 0, length)
+
+
+def _padded(x: Tensor, length: int) -> Tensor:
+    """A block with zeros up to a length."""
+    return F.pad(x, (0, 0, 0, length - x.shape[-2]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Turns:
+    """The steps of a ring. In step i a rank has the block of the rank i places before it.
+
+    ``table`` has the positions by rank: int64 [ranks, length]. Places at which there is none have -1.
+    """
+
+    axis: Axes | None  # None: one rank
+    mask: Mask
+    table: Tensor
+    steps: list[int]  # in which some rank's queries see a key
+    free: frozenset[int]  # of these, those in which all queries see all keys
+
+    @property
+    def length(self) -> int:
+        """The length of a padded block."""
+        return self.table.shape[1]
+
+    def hop(self, places: int) -> list[tuple[int, int]]:
+        """Who sends to whom, for so many steps at once."""
+        n = len(self.table)
+        return [(r, (r + places) % n) for r in range(n)]
+
+    def allowed(self, step: int, device: torch.device) -> Tensor | None:
+        """Which queries see which keys of a step: bool [length, length]; None: all see all."""
+        if step in self.free:
+            return None
+        at, table = 0 if self.axis is None else axis_index(self.axis), self.table.to(device)
+        return _allowed(self.mask, table[at], table[(at - step) % len(table)])
+
+    def allowed_of_all(self, device: torch.device) -> Tensor | None:
+        """Which queries see which keys of the whole sequence, as it is stored."""
+        if len(self.free) == len(self.table):
+            return None
+        table = self.table.to(device)
+        return _allowed(self.mask, table[0 if self.axis is None else axis_index(self.axis)], table.flatten())
+
+
+def _allowed(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    return mask.allows(queries.clamp(min=0)[:, None], keys.clamp(min=0)) & (keys >= 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _turns(axis: Axes | None, mask: Mask, layout: SequenceLayout, parts: int) -> _Turns:
+    """The steps of a ring over ``axis``, whose blocks are cut into ``parts`` parts that may have different lengths."""
+    n, most = layout.ranks, -(-layout.block_length // parts)
+    rows = [row[row >= 0] for row in layout.table]
+    table = torch.stack(
+        [
+            torch.cat(
+                [F.pad(row[start : start + k], (0, most - k), value=-1) for start, k in blocks(len(row), (parts,))]
+            )
+            for row in rows
+        ]
+    )
+    over = [
+        {mask.over(q, k) for r in range(n) for q in layout.runs[r] for k in layout.runs[(r - i) % n]} for i in range(n)
+    ]
+    steps = [i for i, known in enumerate(over) if known - {False}]
+    padded = bool((table < 0).any())
+    return _Turns(axis, mask, table, steps, frozenset(i for i in steps if over[i] == {True} and not padded))
+
+
+class _Ring(torch.autograd.Function):
+    """The ring, and once more in backward: saved are a rank's own blocks, and not those that pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, turns: _Turns, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        whole = attend.nothing(query, value.shape[-1])
+        for step, pair, _ in _passing((key, value), turns):
+            part = attend.forward(query, *pair, turns.allowed(step, query.device), scale)
+            whole = part if step == turns.steps[0] else merge(whole, part)
+        ctx.save_for_backward(query, key, value, *whole)
+        ctx.turns, ctx.scale = turns, scale
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, *whole = ctx.saved_tensors
+        turns, grad = ctx.turns, Part(out_grad, lse_grad)
+        grads = [torch.zeros_like(x, dtype=whole[0].dtype) for x in (query, key, value)]
+        coming = None
+        for step, pair, hop in _passing((key, value), turns):
+            allowed = turns.allowed(step, query.device)
+            parts = attend.backward(grad, query, *pair, Part(*whole), allowed, ctx.scale)
+            if coming is not None:
+                grads[1:] = coming.wait()
+            grads = [total + part for total, part in zip(grads, parts, strict=True)]
+            coming = ppermute(tuple(grads[1:]), turns.axis, turns.hop(hop), wait=False) if hop else None
+        if coming is not None:
+            grads[1:] = coming.wait()
+        return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None
+
+
+def _passing(pair: tuple[Tensor, Tensor], turns: _Turns) -> Iterator[tuple[int, tuple[Tensor, Tensor], int]]:
+    """Yield each step, the pair of keys and values that a rank has in it, and the places that their gradients go next.
+
+    The pair of the next step is under way while one is in use. The gradients come home in the end.
+    """
+    if turns.steps and turns.steps[0]:
+        pair = ppermute(pair, turns.axis, turns.hop(turns.steps[0]))
+    for step, after in itertools.pairwise([*turns.steps, len(turns.table)]):
+        hop, is_last = (after - step) % len(turns.table), after == len(turns.table)
+        coming = None if is_last else ppermute(pair, turns.axis, turns.hop(hop), wait=False)
+        yield step, pair, hop
+        pair = pair if coming is None else coming.wait()

@@ -1,0 +1,150 @@
+"""Attention masks as data: which query sees which key, by their positions in the whole sequence.
+
+A mask is a value. It knows nothing about layouts or ranks: `ring_attention` and its relatives ask it about the positions
+of their blocks, so that one mask serves every layout of the sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError
+from fspmd.messages import described
+
+
+class Mask:
+    """The base of all masks. ``a & b`` allows what both allow, ``a | b`` what one of them allows.
+
+    >>> prefix_lm = Causal() | Prefix(2)
+    >>> prefix_lm.allows(torch.arange(4)[:, None], torch.arange(4)).int()
+    tensor([[1, 1, 0, 0],
+            [1, 1, 0, 0],
+            [1, 1, 1, 0],
+            [1, 1, 1, 1]], dtype=torch.int32)
+    """
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether queries see keys: bool, of the shape to which the two tensors of positions broadcast."""
+        raise NotImplementedError
+
+    def over(self, queries: range, keys: range) -> bool | None:
+        """Whether all queries of a range see all keys of another (True) or none (False). None: neither is known."""
+        return None
+
+    def __and__(self, other: Mask) -> Mask:
+        return Both(self, _mask(other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Either(self, _mask(other))
+
+
+def _mask(x: object) -> Mask:
+    if not isinstance(x, Mask):
+        raise ArgumentError(f"a mask was joined with {described(x)}; join it with a mask, such as Causal()")
+    return x
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        return torch.ones((), dtype=torch.bool, device=query.device).expand(
+            torch.broadcast_shapes(query.shape, key.shape)
+        )
+
+    def over(self, queries: range, keys: range) -> bool | None:
+        return True
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees the keys up to its own position."""
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query
+
+    def over(self, queries: range, keys: range) -> bool | None:
+        return _known(keys[-1] <= queries[0], keys[0] > queries[-1])
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """A query sees the keys at a distance below ``size``, before and after it. With `Causal` it sees those before."""
+
+    size: int
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        return (query - key).abs() < self.size
+
+    def over(self, queries: range, keys: range) -> bool | None:
+        farthest = max(queries[-1] - keys[0], keys[-1] - queries[0])
+        nearest = max(queries[0] - keys[-1], keys[0] - queries[-1])
+        return _known(farthest < self.size, nearest >= self.size)
+
+
+@dataclass(frozen=True)
+class Prefix(Mask):
+    """Every query sees the first ``size`` keys. ``Causal() | Prefix(n)`` is the mask of a prefix language model."""
+
+    size: int
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        return (key < self.size).expand(torch.broadcast_shapes(query.shape, key.shape))
+
+    def over(self, queries: range, keys: range) -> bool | None:
+        return _known(keys[-1] < self.size, keys[0] >= self.size)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Packed sequences: a query sees the keys of its own document.
+
+    ``ids`` has the number of the document at each position: int [S]. Every process has all of it.
+    """
+
+    ids: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.ids, Tensor) or self.ids.dim() != 1:
+            raise ArgumentError(f"Documents got {described(self.ids)}; give it the document of each position, int [S]")
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        return self.ids[query] == self.ids[key]
+
+
+@dataclass(frozen=True)
+class Both(Mask):
+    """What both masks allow."""
+
+    first: Mask
+    second: Mask
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        return self.first.allows(query, key) & self.second.allows(query, key)
+
+    def over(self, queries: range, keys: range) -> bool | None:
+        known = self.first.over(queries, keys), self.second.over(queries, keys)
+        return False if False in known else None if None in known else True
+
+
+@dataclass(frozen=True)
+class Either(Mask):
+    """What one of two masks allows."""
+
+    first: Mask
+    second: Mask
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        return self.first.allows(query, key) | self.second.allows(query, key)
+
+    def over(self, queries: range, keys: range) -> bool | None:
+        known = self.first.over(queries, keys), self.second.over(queries, keys)
+        return True if True in known else None if None in known else False
+
+
+def _known(all_seen: bool, none_seen: bool) -> bool | None:
+    return True if all_seen else False if none_seen else None

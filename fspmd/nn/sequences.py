@@ -1,0 +1,218 @@
+"""Layouts of a sequence over ranks: which positions each rank has. Each is a permutation with its inverse.
+
+With a causal mask the last positions see the most keys. A layout that gives each rank a share of early and of late
+positions lets all ranks do the same work. Rotary embeddings, masks and losses take their positions from the layout.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from fspmd.collectives import axis_index, axis_size
+from fspmd.entries import blocks
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.messages import described
+from fspmd.nn.masks import Mask
+
+Axes = str | tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """An order of the positions of a sequence, whose blocks lie on ``ranks`` ranks.
+
+    Element i of the stored sequence has position ``order[i]``: int64 [S]. ``P("cp")`` cuts the stored sequence. Its
+    blocks have the length ceil(S / ranks), and the last ones have the rest.
+
+    >>> layout = zigzag(8, 2)
+    >>> layout.order, layout.inverse
+    (tensor([0, 1, 6, 7, 2, 3, 4, 5]), tensor([0, 1, 4, 5, 6, 7, 2, 3]))
+    """
+
+    order: Tensor
+    ranks: int
+
+    def __post_init__(self) -> None:
+        if not torch.equal(self.order.sort().values, torch.arange(len(self.order))):
+            raise ArgumentError(f"SequenceLayout got {self.order} for order; give it each position from 0 on, once")
+
+    @property
+    def length(self) -> int:
+        """The length of the whole sequence."""
+        return len(self.order)
+
+    @functools.cached_property
+    def inverse(self) -> Tensor:
+        """The place of each position in the stored sequence: int64 [S]."""
+        return self.order.argsort()
+
+    @functools.cached_property
+    def block_length(self) -> int:
+        """The length of the longest block."""
+        return -(-self.length // self.ranks)
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether all blocks have one length."""
+        return self.length % self.ranks == 0
+
+    def store(self, x: Tensor, dim: int) -> Tensor:
+        """A whole sequence, which is dim ``dim`` of ``x``, in the order of this layout."""
+        return x.index_select(dim, self.order.to(x.device))
+
+    def restore(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of `store`: a stored sequence in the order of its positions.
+
+        >>> layout, x = striped(5, 2), torch.arange(5)
+        >>> layout.store(x, 0), layout.restore(layout.store(x, 0), 0)
+        (tensor([0, 2, 4, 1, 3]), tensor([0, 1, 2, 3, 4]))
+        """
+        return x.index_select(dim, self.inverse.to(x.device))
+
+    def positions(self, axis: Axes, length: int | None = None) -> Tensor:
+        """In a body, the positions of this rank's block: int64 [block]. Nothing moves.
+
+        Args:
+            axis: The axis, or axes, over which the sequence is cut.
+            length: The length of the block, ``x.shape[dim]``. It may be left out where all blocks have one length.
+        """
+        check_axis(self, axis, "positions")
+        if length is None:
+            if not self.is_even:
+                raise ShapeError(
+                    f"positions of a sequence of {self.length} on {self.ranks} ranks, whose blocks have different lengths,"
+                    " got no length; pass that of the block: layout.positions(axis, x.shape[dim])"
+                )
+            length = self.block_length
+        return self.order[axis_index(axis) * self.block_length + torch.arange(length)]
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """The positions by rank: int64 [ranks, block_length], with -1 beyond the end of a shorter block."""
+        rows = [self.order[start : start + n] for start, n in blocks(self.length, (self.ranks,))]
+        return torch.stack([torch.nn.functional.pad(row, (0, self.block_length - len(row)), value=-1) for row in rows])
+
+    @functools.cached_property
+    def runs(self) -> tuple[tuple[range, ...], ...]:
+        """The runs of consecutive positions of each rank. Where they are many, one range from the first to the last."""
+        return tuple(_runs([p for p in row if p >= 0]) for row in self.table.tolist())
+
+    def work(self, mask: Mask) -> list[int]:
+        """The number of pairs of a query and a key that each rank computes for a mask."""
+        keys = torch.arange(self.length)
+        return [
+            sum(int(mask.allows(part[:, None], keys).sum()) for part in row[row >= 0].split(1024)) for row in self.table
+        ]
+
+
+def _runs(positions: list[int]) -> tuple[range, ...]:
+    runs = [[p for _, p in group] for _, group in groupby(enumerate(sorted(positions)), lambda pair: pair[1] - pair[0])]
+    if len(runs) > 8:
+        return (range(min(positions), max(positions) + 1),)
+    return tuple(range(run[0], run[-1] + 1) for run in runs)
+
+
+def check_axis(layout: SequenceLayout, axis: Axes, what: str) -> None:
+    """Raise `ShapeError` unless the layout has as many ranks as the axes."""
+    if axis_size(axis) != layout.ranks:
+        raise ShapeError(
+            f"{what} over {axis!r}, which has {axis_size(axis)} ranks, got a layout of {layout.ranks} ranks; make one: "
+            f"contiguous({layout.length}, {axis_size(axis)})"
+        )
+
+
+def contiguous(length: int, ranks: int) -> SequenceLayout:
+    """Each rank has consecutive positions.
+
+    >>> contiguous(6, 2).table
+    tensor([[0, 1, 2],
+            [3, 4, 5]])
+    """
+    _check(length, ranks, "contiguous")
+    return SequenceLayout(torch.arange(length), ranks)
+
+
+def striped(length: int, ranks: int) -> SequenceLayout:
+    """Neighbouring positions are on neighbouring ranks (Brandon et al., "Striped Attention", 2023).
+
+    Where the length is no multiple of the ranks, a rank whose block is full is passed over.
+
+    >>> striped(6, 2).table
+    tensor([[0, 2, 4],
+            [1, 3, 5]])
+    """
+    _check(length, ranks, "striped")
+    room = [n for _, n in blocks(length, (ranks,))]
+    rows: list[list[int]] = [[] for _ in room]
+    position = 0
+    while position < length:
+        for row, n in zip(rows, room, strict=True):
+            if len(row) < n and position < length:
+                row.append(position)
+                position += 1
+    return _of_rows(rows, ranks)
+
+
+def zigzag(length: int, ranks: int) -> SequenceLayout:
+    """Rank r has part r and part 2 * ranks - 1 - r of the sequence, so that all ranks have the same causal work.
+
+    >>> zigzag(8, 2).table
+    tensor([[0, 1, 6, 7],
+            [2, 3, 4, 5]])
+    """
+    _check(length, ranks, "zigzag")
+    room = [n for _, n in blocks(length, (ranks,))]
+    rows: list[list[int]] = [[] for _ in room]
+    position = 0
+    parts = [(r, -(-n // 2)) for r, n in enumerate(room)] + [(r, n // 2) for r, n in reversed([*enumerate(room)])]
+    for r, n in parts:
+        rows[r] += range(position, position + n)
+        position += n
+    return _of_rows(rows, ranks)
+
+
+def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLayout:
+    """A layout whose ranks compute about as many pairs of a mask each.
+
+    The sequence is cut into ``parts`` parts per rank. The part with the most pairs goes to the rank that has the fewest.
+
+    Raises:
+        ShapeError: The length is no multiple of ``ranks * parts``.
+
+    >>> causal_in_documents = Causal() & Documents(torch.tensor([0] * 6 + [1] * 10))
+    >>> balanced(16, 2, causal_in_documents, 4).work(causal_in_documents)
+    [38, 38]
+    """
+    _check(length, ranks, "balanced")
+    if length % (ranks * parts):
+        raise ShapeError(
+            f"balanced got a sequence of {length} for {ranks} ranks with {parts} parts each; the length must be a "
+            f"multiple of {ranks * parts}: pad the sequence, or pass fewer parts"
+        )
+    n, keys = length // (ranks * parts), torch.arange(length)
+    work = [int(mask.allows(part[:, None], keys).sum()) for part in keys.split(n)]
+    queue, rows = [(0, r) for r in range(ranks)], [list[int]() for _ in range(ranks)]
+    for part in sorted(range(len(work)), key=lambda part: -work[part]):
+        done, r = heapq.heappop(queue)
+        rows[r].append(part)
+        if len(rows[r]) < parts:
+            heapq.heappush(queue, (done + work[part], r))
+    return _of_rows([[p * n + i for p in sorted(row) for i in range(n)] for row in rows], ranks)
+
+
+def _of_rows(rows: list[list[int]], ranks: int) -> SequenceLayout:
+    return SequenceLayout(torch.tensor([p for row in rows for p in row], dtype=torch.int64), ranks)
+
+
+def _check(length: object, ranks: object, what: str) -> None:
+    if type(length) is not int or type(ranks) is not int or length < 0 or ranks < 1:
+        raise ArgumentError(
+            f"{what} got {described(length)} for length and {described(ranks)} for ranks; give it the length of the whole "
+            "sequence and the number of ranks that share it"
+        )
