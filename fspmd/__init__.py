@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-from fspmd import random
+from fspmd import nn, random
 from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp, vmap
 from fspmd.autodiff.engine import install as _install_module_hooks
 from fspmd.autodiff.transforms import install as _install_transforms
@@ -244,6 +244,7 @@ __all__ = [
     "lockstep",
     "make_mesh",
     "measure_topology",
+    "nn",
     "normal",
     "ones",
     "pad_to_blocks",

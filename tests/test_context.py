@@ -1,83 +1,40 @@
-"""Attention over a sequence that is cut over ranks, beside dense attention in float64."""
+"""Attention over a sequence that is cut over ranks: values, gradients, layouts, masks, errors."""
 
+import functools
 import itertools
 import math
-import random
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from context_programs import F64, LAYOUTS, MASKS, Case, compute, dense, seen_by, worst
+from full import FULL
+from processes import Processes
 from torch import Tensor
 
-from fspmd import P, device_get, make_mesh, shard_map
+from fspmd import P, communication_log, device_get, device_put, make_mesh, shard_map
 from fspmd.errors import ShapeError
 from fspmd.nn import (
     Causal,
     Documents,
     Full,
-    Mask,
-    Part,
+    PartialAttention,
     Prefix,
-    SequenceLayout,
     SlidingWindow,
     attend_block,
     balanced,
+    context,
     contiguous,
     gathered_attention,
     merge,
     nothing,
     ring_attention,
     striped,
+    tiles,
     ulysses_attention,
     zigzag,
 )
-
-F64 = torch.float64
-IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4, 4, 5, 5])
-
-#: each mask, and what it allows by its definition, one pair of positions at a time
-MASKS: dict[str, tuple[Mask, Callable[[int, int], bool]]] = {
-    "full": (Full(), lambda q, k: True),
-    "causal": (Causal(), lambda q, k: k <= q),
-    "window": (Causal() & SlidingWindow(3), lambda q, k: q - 3 < k <= q),
-    "both sides": (SlidingWindow(2), lambda q, k: abs(q - k) < 2),
-    "prefix": (Causal() | Prefix(4), lambda q, k: k <= q or k < 4),
-    "documents": (Causal() & Documents(IDS), lambda q, k: k <= q and int(IDS[q]) == int(IDS[k])),
-    "none": (Prefix(0), lambda q, k: False),
-    "first keys": (Prefix(2), lambda q, k: k < 2),
-}
-LAYOUTS: dict[str, Callable[[int, int], SequenceLayout]] = {
-    "contiguous": contiguous,
-    "striped": striped,
-    "zigzag": zigzag,
-}
-RING, BOTH = "ring", ("outer", "inner")
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """The definition, with a softmax over the keys that a query sees and the sink."""
-    group = q.shape[-3] // k.shape[-3]
-    k, v = k.repeat_interleave(group, -3), v.repeat_interleave(group, -3)
-    weights = ((q @ k.mT) * scale).exp() * seen
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.exp()[:, None, None]
-    return weights @ v / total.where(total != 0, 1)
-
-
-def seen_by(mask: str, length: int) -> Tensor:
-    allows = MASKS[mask][1]
-    return torch.tensor([[allows(q, k) for k in range(length)] for q in range(length)], dtype=F64).view(length, length)
-
-
-def operands(draw: random.Random, length: int) -> tuple[list[Tensor], int]:
-    kv_heads, group, width, value_width = draw.choice([1, 2]), draw.choice([1, 2, 4]), 4, draw.choice([4, 6])
-    batch = draw.choice([(), (2,), (2, 1)])
-    heads = kv_heads * group
-    shapes = (heads, length, width), (kv_heads, length, width), (kv_heads, length, value_width)
-    return [torch.randn(*batch, *shape, dtype=F64) for shape in shapes], heads
-
 
 CASES = [
     (way, n, length, mask, layout)
@@ -90,39 +47,107 @@ CASES = [
 
 
 @pytest.mark.one_of(6)
-@pytest.mark.parametrize(("way", "n", "length", "mask", "layout"), CASES)
-def test_every_way_is_dense_attention(way: str, n: int, length: int, mask: str, layout: str) -> None:
-    draw = random.Random(f"{way} {n} {length} {mask} {layout}")
-    torch.manual_seed(draw.randrange(1 << 30))
-    (q, k, v), heads = operands(draw, length)
-    inner = draw.choice([m for m in (1, 2, 4) if heads % m == 0])
-    n = next(m for m in (n, 2, 1) if heads % m == 0) if way == "ulysses" else n
-    sinks = torch.randn(heads, dtype=F64) if draw.random() < 0.5 else None
-    scale = draw.choice([None, 0.3])
-    sizes = (n, inner) if way == "both" else (n,)
-    mesh = make_mesh(sizes, BOTH[: len(sizes)], transport="simulation")
-    cut: Any = BOTH[: len(sizes)]
-    lies = LAYOUTS[layout](length, 1 if way == "ulysses" else n)
-    kind = MASKS[mask][0]
-    options: dict[str, Any] = {"mask": kind, "layout": lies, "scale": scale}
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_every_way_is_dense_attention(case: Case) -> None:
+    for mine, right in compute(case):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
 
-    def body(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-        if way == "both":
-            return ulysses_attention(q, k, v, "inner", ring="outer", sinks=sinks, **options)
-        call = {"ring": ring_attention, "gathered": gathered_attention, "ulysses": ulysses_attention}[way]
-        return call(q, k, v, "outer", sinks=sinks, **options)
 
-    rows = P(*[None] * (q.dim() - 2), cut)
-    call = shard_map(body, mesh=mesh, in_specs=(rows, rows, rows, P()), out_specs=rows)
-    leaves = [x.requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
-    dims = [q.dim() - 2] * 3
-    stored = [lies.store(x, dim) for x, dim in zip(leaves, dims, strict=False)]
-    out = lies.restore(device_get(call(*stored, sinks)), q.dim() - 2)
-    expected = dense(q, k, v, seen_by(mask, length), scale or 0.5, sinks)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    cotangent = torch.randn_like(out)
-    grads, right = (torch.autograd.grad(y, leaves, cotangent) for y in (out, expected))
-    torch.testing.assert_close(grads, right, rtol=1e-11, atol=1e-11)
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cut the short sequences of tests into tiles too."""
+    context._turns.cache_clear()
+    monkeypatch.setattr(tiles, "LEAST_LENGTH", 1)
+    monkeypatch.setattr(tiles, "MOST_TILES", 4)
+    yield
+    context._turns.cache_clear()
+
+
+@pytest.mark.one_of(6)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.usefixtures("small_tiles")
+def test_tiles_are_dense_attention(case: Case) -> None:
+    for mine, right in compute(case):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_ranks_compute_what_a_closed_form_says(n: int) -> None:
+    """Pairs of tiles of each rank, of m tiles per block: with a zigzag half of all, and half of the diagonal more."""
+    m, length = tiles.MOST_TILES, n * tiles.MOST_TILES * tiles.LEAST_LENGTH
+    turns = context._turns("cp", Causal(), zigzag(length, n), 1)
+    assert sum(step.pairs for step in turns.tiles.values()) == n * m * m // 2 + m // 2 == turns.all_keys.pairs
+    one = context._turns((), Causal(), contiguous(length, 1), n)
+    assert one.tiles[0].pairs == m * (m + 1) // 2
+    window = context._turns("cp", Causal() & SlidingWindow(tiles.LEAST_LENGTH), contiguous(length, n), 1)
+    assert window.steps == [0, 1]
+    assert [step.pairs for step in window.tiles.values()] == [2 * m - 1, 1]
+
+
+def test_what_moves_is_what_a_closed_form_says() -> None:
+    """In blocks of keys and values, of n ranks. Queries and results have as many bytes as keys and values together."""
+    n, rows = 4, P(None, "cp")
+    mesh = make_mesh((n,), ("cp",), transport="simulation")
+    leaves = [device_put(torch.randn(heads, 32, 8, dtype=F64), rows, mesh=mesh).requires_grad_() for heads in (8, 4, 4)]
+    block = 2 * 4 * 8 * 8 * 8
+    window = Causal() & SlidingWindow(3)
+    for way, mask, forward, backward in (
+        (ring_attention, Full(), n - 1, 2 * n - 1),
+        (ring_attention, window, 1, 3),
+        (gathered_attention, Full(), n - 1, n - 1),
+        (ulysses_attention, Full(), 3 * (n - 1) / n, 3 * (n - 1) / n),
+    ):
+        call = shard_map(functools.partial(way, axis="cp", mask=mask), mesh=mesh, in_specs=rows, out_specs=rows)
+        with communication_log() as there:
+            out = call(*leaves)
+        total = out.sum()
+        with communication_log() as back:
+            torch.autograd.grad(total, leaves)
+        assert [sum(event.price.moved for event in log) / block for log in (there, back)] == [forward, backward], way
+
+
+@pytest.mark.parametrize("way", [ring_attention, gathered_attention])
+def test_bfloat16_is_as_exact_on_eight_ranks_as_on_one(way: Any) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 512, 32, dtype=torch.bfloat16)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = dense(*exact, seen_by("causal", 512), 32**-0.5, None)
+    cotangent, rows = torch.randn_like(expected), P(None, "cp")
+    right = [expected.detach(), *torch.autograd.grad(expected, exact, cotangent)]
+
+    def errors(n: int) -> list[float]:
+        mesh = make_mesh((n,), ("cp",), transport="simulation")
+        lies = zigzag(512, n)
+        call = shard_map(
+            functools.partial(way, axis="cp", mask=Causal(), layout=lies), mesh=mesh, in_specs=rows, out_specs=rows
+        )
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = lies.restore(device_get(call(*(lies.store(x, 1) for x in leaves))), 1)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, cotangent.bfloat16())]
+        return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, right, strict=True)]
+
+    for alone, shared in zip(errors(1), errors(8), strict=True):
+        assert shared <= 1.1 * alone
+
+
+def test_memory_of_a_freed_temporary_is_no_copy_of_a_view() -> None:
+    """A record took the scores for the memory of positions that were freed before."""
+    compute(("gathered", 1, 11, "full", "contiguous"), jitted=True)
+
+
+@pytest.mark.one_of(24)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_a_record_is_dense_attention(case: Case) -> None:
+    for mine, right in compute(case, jitted=True):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
+def test_processes_compute_dense_attention() -> None:
+    cases = CASES if FULL else CASES[::97]
+    with Processes(4) as pool:
+        for jitted in (False, True):
+            for found in pool.run(worst, cases[jitted :: 2 if not FULL else 1], jitted):
+                assert not [row for row in found if not row[1] < 1e-11]
 
 
 def test_parts_are_a_monoid() -> None:
@@ -139,7 +164,8 @@ def test_parts_are_a_monoid() -> None:
             total = merge(total, parts[i])
         torch.testing.assert_close(total, whole, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(merge(merge(*parts[:2]), merge(*parts[2:])), whole, rtol=1e-13, atol=1e-13)
-    assert (whole.lse[:, 3] == -math.inf).all() and (whole.out[:, 3] == 0).all()
+    assert (whole.lse[:, 3] == -math.inf).all()
+    assert (whole.out[:, 3] == 0).all()
 
 
 def test_gradients_of_parts_are_those_of_autograd() -> None:
@@ -155,7 +181,7 @@ def test_gradients_of_parts_are_those_of_autograd() -> None:
 
     assert torch.autograd.gradcheck(both, (q, k, v))
     a, b = (attend_block(q, k[:, c], v[:, c], seen[:, c]) for c in (slice(0, 2), slice(2, 5)))
-    whole = merge(Part(*a), Part(*b)).out
+    whole = merge(PartialAttention(*a), PartialAttention(*b)).out
     expected = attend_block(q, k, v, seen).out
     cotangent = torch.randn_like(whole)
     for mine, right in zip(*(torch.autograd.grad(y, (q, k, v), cotangent) for y in (whole, expected)), strict=True):
@@ -185,9 +211,9 @@ def test_layouts_are_permutations_cut_as_fspmd_cuts(layout: str, ranks: int, len
     assert sorted(lies.order.tolist()) == list(range(length))
     mesh = make_mesh((ranks,), ("cp",), transport="simulation")
     spec = P("cp")
-    found = shard_map(
-        lambda x: lies.positions("cp", x.shape[0]), mesh=mesh, in_specs=spec, out_specs=spec
-    )(torch.arange(length))
+    found = shard_map(lambda x: lies.positions("cp", x.shape[0]), mesh=mesh, in_specs=spec, out_specs=spec)(
+        torch.arange(length)
+    )
     assert torch.equal(device_get(found), lies.order)
     x = torch.randn(2, length)
     assert torch.equal(lies.restore(lies.store(x, 1), 1), x)
@@ -208,18 +234,16 @@ def test_work_is_even_where_a_layout_says_so() -> None:
 
 def test_wrong_shapes_are_told() -> None:
     mesh = make_mesh((2,), ("cp",), transport="simulation")
-    q, k = torch.randn(4, 8, 4), torch.randn(3, 8, 4)
-    run = shard_map(lambda q, k: ring_attention(q, k, k, "cp"), mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
-    with pytest.raises(ShapeError, match="heads a multiple of kv_heads"):
+    q, k, rows = torch.randn(4, 8, 4), torch.randn(3, 8, 4), P(None, "cp")
+    run = shard_map(lambda q, k: ring_attention(q, k, k, "cp"), mesh=mesh, in_specs=rows, out_specs=rows)
+    with pytest.raises(ShapeError, match="heads a multiple"):
         run(q, k)
-    run = shard_map(
-        lambda q: ring_attention(q, q, q, "cp", layout=contiguous(8, 4)),
-        mesh=mesh,
-        in_specs=P(None, "cp"),
-        out_specs=P(None, "cp"),
-    )
+    longer = contiguous(8, 4)
+    run = shard_map(lambda q: ring_attention(q, q, q, "cp", layout=longer), mesh=mesh, in_specs=rows, out_specs=rows)
     with pytest.raises(ShapeError, match=r"contiguous\(8, 2\)"):
         run(q)
-    run = shard_map(lambda q: ulysses_attention(q, q, q, "cp"), mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
+    run = shard_map(
+        lambda q: ulysses_attention(q, q, q, "cp"), mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp")
+    )
     with pytest.raises(ShapeError, match="3 heads for the 2 ranks"):
         run(k)

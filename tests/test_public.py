@@ -25,7 +25,7 @@ LINE = make_mesh((4,), ("x",), transport="simulation")
 def test_names() -> None:
     public = [name for name in dir(fspmd) if not name.startswith("_")]
     assert sorted(public) == sorted(fspmd.__all__)
-    assert [name for name in public if isinstance(getattr(fspmd, name), ModuleType)] == ["random"]
+    assert [name for name in public if isinstance(getattr(fspmd, name), ModuleType)] == ["nn", "random"]
     with pytest.raises(NoRuleError, match="has no rule"):
         device_put(torch.ones(5, 3), P("x"), mesh=LINE).to_sparse()
 

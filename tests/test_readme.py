@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PENDING = (ROOT / "docs" / "pending.md").read_text()
 ADD_AN_OP = (ROOT / "docs" / "add_an_op.md").read_text()
-
+SEQUENCES = (ROOT / "docs" / "sequences.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
@@ -30,6 +30,10 @@ def test_programs_print_what_is_said_of_other_reductions() -> None:
 
 def test_programs_print_what_is_said_of_rules() -> None:
     check(ADD_AN_OP, 4)
+
+
+def test_programs_print_what_is_said_of_sequences() -> None:
+    check(SEQUENCES, 1)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

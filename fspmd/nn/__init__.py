@@ -3,8 +3,9 @@
 They are written in the public words of fspmd, and stand above everything else.
 """
 
-from fspmd.nn.attend import Part, attend_block, merge, nothing
+from fspmd.nn.attend import PartialAttention, attend_block, merge, nothing
 from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
+from fspmd.nn.costs import attention_costs
 from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
 from fspmd.nn.sequences import SequenceLayout, balanced, contiguous, striped, zigzag
 
@@ -13,11 +14,12 @@ __all__ = [
     "Documents",
     "Full",
     "Mask",
-    "Part",
+    "PartialAttention",
     "Prefix",
     "SequenceLayout",
     "SlidingWindow",
     "attend_block",
+    "attention_costs",
     "balanced",
     "contiguous",
     "gathered_attention",

@@ -17,7 +17,7 @@ from torch import Tensor
 from fspmd.errors import ShapeError
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """The attention to some keys: ``out`` f32[..., heads, queries, width] and ``lse`` f32[..., heads, queries].
 
     A query that sees none of the keys has ``out`` 0 and ``lse`` -inf.
@@ -27,13 +27,13 @@ class Part(NamedTuple):
     lse: Tensor
 
 
-def nothing(query: Tensor, width: int) -> Part:
+def nothing(query: Tensor, width: int) -> PartialAttention:
     """The part of no keys, for values of a width. `merge` with it changes nothing."""
     wide = query.detach().to(_wide(query))
-    return Part(wide.new_zeros((*query.shape[:-1], width)), wide.new_full(query.shape[:-1], -torch.inf))
+    return PartialAttention(wide.new_zeros((*query.shape[:-1], width)), wide.new_full(query.shape[:-1], -torch.inf))
 
 
-def merge(a: Part, b: Part) -> Part:
+def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """The part of the keys of both. The two sets of keys must have no key in common. Differentiable.
 
     >>> q, k, v = torch.ones(1, 1, 2), torch.eye(4, 2)[None], torch.arange(4.0).view(1, 4, 1)
@@ -48,12 +48,12 @@ def merge(a: Part, b: Part) -> Part:
     seen = total != 0
     total = total.where(seen, 1)
     out = a.out * (weight_a / total)[..., None] + b.out * (weight_b / total)[..., None]
-    return Part(out, (top + total.log()).where(seen, -torch.inf))
+    return PartialAttention(out, (top + total.log()).where(seen, -torch.inf))
 
 
 def attend_block(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None, scale: float | None = None
-) -> Part:
+) -> PartialAttention:
     """The attention of queries to some keys, on this rank alone. Differentiable in both results.
 
     Args:
@@ -74,7 +74,7 @@ def attend_block(
     (torch.Size([2, 3, 6]), torch.Size([2, 3]))
     """
     check_shapes(query, key, value, "attend_block")
-    return Part(*_Attend.apply(query, key, value, allowed, scale))
+    return PartialAttention(*_Attend.apply(query, key, value, allowed, scale))
 
 
 class _Attend(torch.autograd.Function):
@@ -90,9 +90,11 @@ class _Attend(torch.autograd.Function):
         return part
 
     @staticmethod
-    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, allowed, *part = ctx.saved_tensors
-        grads = backward(Part(out_grad, lse_grad), query, key, value, Part(*part), allowed, ctx.scale)
+        grads = backward(
+            PartialAttention(out_grad, lse_grad), query, key, value, PartialAttention(*part), allowed, ctx.scale
+        )
         return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None
 
 
@@ -109,8 +111,9 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, what: str) -> None:
     )
     if not fits:
         raise ShapeError(
-            f"{what} got a query, key and value of shapes {', '.join(map(str, shapes))}; they must be [..., heads, queries,"
-            " width], [..., kv_heads, keys, width] and [..., kv_heads, keys, value_width], heads a multiple of kv_heads"
+            f"{what} got a query, key and value of shapes {', '.join(map(str, shapes))}; they must be "
+            "[..., heads, queries, width], [..., kv_heads, keys, width] and [..., kv_heads, keys, value_width], with "
+            "heads a multiple of kv_heads"
         )
 
 
@@ -118,7 +121,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None) -> Part:
+def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None) -> PartialAttention:
     """`attend_block` without checks and without gradients."""
     query, key, value = (x.to(_wide(x)) for x in (query, key, value))
     scores = _scores(query, key, allowed, scale)
@@ -129,16 +132,22 @@ def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, s
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     out = _grouped(weights @ value[..., None, :, :]) / total.where(total != 0, 1).flatten(-4, -3)
-    return Part(out, _grouped(top + total.log())[..., 0])
+    return PartialAttention(out, _grouped(top + total.log())[..., 0])
 
 
 def backward(
-    grad: Part, query: Tensor, key: Tensor, value: Tensor, whole: Part, allowed: Tensor | None, scale: float | None
+    grad: PartialAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: PartialAttention,
+    allowed: Tensor | None,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value that come from some keys, wide.
 
-    ``whole`` is the part of all keys that the queries see, of which these may be a few: the gradients of several sets of
-    keys then add up to those of the whole.
+    ``whole`` is the part of all keys that the queries see, of which these may be a few: the gradients of several sets
+    of keys then add up to those of the whole.
     """
     heads = query.shape[-3]
     query, key, value = (x.to(_wide(x)) for x in (query, key, value))
@@ -158,9 +167,8 @@ def backward(
 def _scores(query: Tensor, key: Tensor, allowed: Tensor | None, scale: float | None) -> Tensor:
     """The scores [..., kv_heads, heads / kv_heads, queries, keys]."""
     groups = key.shape[-3], query.shape[-3] // key.shape[-3]
-    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).unflatten(-3, groups) @ key[
-        ..., None, :, :
-    ].mT
+    scaled: Tensor = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores: Tensor = scaled.unflatten(-3, groups) @ key[..., None, :, :].mT
     if allowed is not None:
         hidden = ~(allowed if allowed.dim() < 3 else allowed.unsqueeze(-3))
         scores.masked_fill_(hidden, -torch.inf)

@@ -2,10 +2,10 @@
 
 Three ways compute the same. They differ in what moves, for n ranks and blocks of b bytes of keys and values:
 
-* `ring_attention`: blocks of keys and values go round a ring, each on its way while the one before it is in use. A rank
-  receives (n - 1) b bytes forward and 3 (n - 1) b backward, in n - 1 rounds, and holds two blocks.
-* `gathered_attention`: an all-gather of keys and values, (n - 1) b bytes, and a reduce-scatter of their gradients. A rank
-  holds the keys and values of the whole sequence.
+* `ring_attention`: blocks of keys and values go round a ring, each on its way while the one before it is in use. A
+  rank receives (n - 1) b bytes forward and (2 n - 1) b backward, more if gradients are wider, and holds two blocks.
+* `gathered_attention`: an all-gather of keys and values, (n - 1) b bytes, and a reduce-scatter of their gradients. A
+  rank holds the keys and values of the whole sequence.
 * `ulysses_attention`: all-to-alls exchange the cut of the sequence for a cut of heads (Jacobs et al., "DeepSpeed
   Ulysses", 2023). Queries and results move too, but each only by (n - 1) / n of a block.
 """
@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, ppermute
+from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, ppermute, psum_scatter
 from fspmd.entries import blocks
 from fspmd.errors import ShapeError
 from fspmd.nn import attend
-from fspmd.nn.attend import Part, attend_block, check_shapes, merge
+from fspmd.nn.attend import PartialAttention, check_shapes, merge
 from fspmd.nn.masks import Full, Mask
 from fspmd.nn.sequences import Axes, SequenceLayout, check_axis, contiguous
+from fspmd.nn.tiles import Tiles, count_of, make_tiles, runs_of
+from fspmd.tracing import hidden
 
 
 def ring_attention(
@@ -96,9 +98,7 @@ def gathered_attention(
     """
     layout = _checked(query, key, value, axis, layout, "gathered_attention")
     turns = _turns(axis, mask or Full(), layout, 1)
-    query_block, *blocks = (_padded(x, turns.length) for x in (query, key, value))
-    key, value = (all_gather(x, axis, axis=x.dim() - 2, tiled=True) for x in blocks)
-    part = attend_block(query_block, key, value, turns.allowed_of_all(query.device), scale)
+    part = _Gathered.apply(*(_padded(x, turns.length) for x in (query, key, value)), turns, scale)
     return _finished(part, sinks, query.dtype, query.shape[-2])
 
 
@@ -138,13 +138,15 @@ def ulysses_attention(
         layout = contiguous(query.shape[-2] * n * ranks, ranks)
     if layout.ranks != ranks:
         raise ShapeError(
-            f"ulysses_attention got a layout of {layout.ranks} ranks; its ranks are those of the ring, of which there are "
-            f"{ranks}: make one by contiguous({layout.length}, {ranks})"
+            f"ulysses_attention got a layout of {layout.ranks} ranks; its ranks are those of the ring, of which there "
+            f"are {ranks}: make one by contiguous({layout.length}, {ranks})"
         )
-    turns = _turns(ring, mask or Full(), layout, n)
+    turns = _turns(ring or (), mask or Full(), layout, n)
     repeats = lcm(key.shape[-3], n) // key.shape[-3]
     if repeats > 1:
-        key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+        key, value = (
+            x.unsqueeze(-3).expand(*[-1] * (x.dim() - 2), repeats, -1, -1).flatten(-4, -3) for x in (key, value)
+        )
     padded = (_padded(x, turns.length // n) for x in (query, key, value))
     parts = (all_to_all(x, axis, x.dim() - 3, x.dim() - 2, tiled=True) for x in padded)
     if sinks is not None:
@@ -182,63 +184,91 @@ def _padded(x: Tensor, length: int) -> Tensor:
 class _Turns:
     """The steps of a ring. In step i a rank has the block of the rank i places before it.
 
-    ``table`` has the positions by rank: int64 [ranks, length]. Places at which there is none have -1.
+    ``table`` has the positions by rank and tile: int64 [ranks, tiles, length]. Places at which there is none have -1.
     """
 
-    axis: Axes | None  # None: one rank
+    axis: Axes  # () if there is one rank
     mask: Mask
     table: Tensor
-    steps: list[int]  # in which some rank's queries see a key
-    free: frozenset[int]  # of these, those in which all queries see all keys
+    tiles: dict[int, Tiles]  # of each step in which some rank's queries see a key
 
     @property
     def length(self) -> int:
         """The length of a padded block."""
-        return self.table.shape[1]
+        return self.table[0].numel()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps in which some rank's queries see a key."""
+        return list(self.tiles)
+
+    @property
+    def at(self) -> int | Tensor:
+        """The number of this rank."""
+        return axis_index(self.axis) if self.axis else 0
 
     def hop(self, places: int) -> list[tuple[int, int]]:
         """Who sends to whom, for so many steps at once."""
         n = len(self.table)
         return [(r, (r + places) % n) for r in range(n)]
 
-    def allowed(self, step: int, device: torch.device) -> Tensor | None:
-        """Which queries see which keys of a step: bool [length, length]; None: all see all."""
-        if step in self.free:
-            return None
-        at, table = 0 if self.axis is None else axis_index(self.axis), self.table.to(device)
-        return _allowed(self.mask, table[at], table[(at - step) % len(table)])
-
-    def allowed_of_all(self, device: torch.device) -> Tensor | None:
-        """Which queries see which keys of the whole sequence, as it is stored."""
-        if len(self.free) == len(self.table):
-            return None
-        table = self.table.to(device)
-        return _allowed(self.mask, table[0 if self.axis is None else axis_index(self.axis)], table.flatten())
-
-
-def _allowed(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
-    return mask.allows(queries.clamp(min=0)[:, None], keys.clamp(min=0)) & (keys >= 0)
+    @functools.cached_property
+    @hidden
+    def all_keys(self) -> Tiles:
+        """The tiles of a rank's queries and the keys of the whole sequence, as it is stored."""
+        n, keys, runs = len(self.table), self.table.flatten(0, 1), runs_of(self.table)
+        return make_tiles(
+            self.table, keys.expand(n, -1, -1), runs, [[run for row in runs for run in row]] * n, self.mask
+        )
 
 
 @functools.lru_cache(maxsize=256)
-def _turns(axis: Axes | None, mask: Mask, layout: SequenceLayout, parts: int) -> _Turns:
+@hidden
+def _turns(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int) -> _Turns:
     """The steps of a ring over ``axis``, whose blocks are cut into ``parts`` parts that may have different lengths."""
+    turns = _tiled(axis, mask, layout, parts, max(1, count_of(layout.block_length) // parts))
+    skips = any(len(turns.tiles) < layout.ranks or step.skips for step in turns.tiles.values())
+    return turns if skips else _tiled(axis, mask, layout, parts, 1)
+
+
+def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int, tiles: int) -> _Turns:
+    """The steps, with ``tiles`` tiles in each part of a block."""
     n, most = layout.ranks, -(-layout.block_length // parts)
-    rows = [row[row >= 0] for row in layout.table]
-    table = torch.stack(
-        [
-            torch.cat(
-                [F.pad(row[start : start + k], (0, most - k), value=-1) for start, k in blocks(len(row), (parts,))]
-            )
-            for row in rows
-        ]
-    )
-    over = [
-        {mask.over(q, k) for r in range(n) for q in layout.runs[r] for k in layout.runs[(r - i) % n]} for i in range(n)
-    ]
-    steps = [i for i, known in enumerate(over) if known - {False}]
-    padded = bool((table < 0).any())
-    return _Turns(axis, mask, table, steps, frozenset(i for i in steps if over[i] == {True} and not padded))
+    most = -(-most // tiles) * tiles
+
+    def padded(row: Tensor) -> Tensor:
+        cuts = blocks(len(row), (parts,))
+        return torch.cat([F.pad(row[start : start + k], (0, most - k), value=-1) for start, k in cuts])
+
+    table = torch.stack([padded(row[row >= 0]) for row in layout.table]).view(n, tiles * parts, -1)
+    runs = runs_of(table)
+    steps = {i: make_tiles(table, table.roll(i, 0), runs, [runs[r - i] for r in range(n)], mask) for i in range(n)}
+    return _Turns(axis, mask, table, {i: step for i, step in steps.items() if step.groups})
+
+
+class _Gathered(torch.autograd.Function):
+    """Attention to gathered keys and values. Their gradients are summed wide: bfloat16 sums would lose precision."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, turns: _Turns, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (all_gather(x, turns.axis, axis=x.dim() - 2, tiled=True) for x in (key, value))
+        whole = turns.all_keys.forward(query, keys, values, turns.at, scale)
+        ctx.save_for_backward(query, keys, values, *whole)
+        ctx.turns, ctx.scale = turns, scale
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, *whole = ctx.saved_tensors
+        turns, grad = ctx.turns, PartialAttention(out_grad, lse_grad)
+        query_grad, *grads = turns.all_keys.backward(
+            grad, query, keys, values, PartialAttention(*whole), turns.at, ctx.scale
+        )
+        summed = (psum_scatter(g, turns.axis, scatter_dimension=g.dim() - 2, tiled=True) for g in grads)
+        key_grad, value_grad = (g.to(keys.dtype) for g in summed)
+        return query_grad.to(query.dtype), key_grad, value_grad, None, None
 
 
 class _Ring(torch.autograd.Function):
@@ -248,23 +278,22 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, turns: _Turns, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        whole = attend.nothing(query, value.shape[-1])
+        whole, at = attend.nothing(query, value.shape[-1]), turns.at
         for step, pair, _ in _passing((key, value), turns):
-            part = attend.forward(query, *pair, turns.allowed(step, query.device), scale)
+            part = turns.tiles[step].forward(query, *pair, at, scale)
             whole = part if step == turns.steps[0] else merge(whole, part)
         ctx.save_for_backward(query, key, value, *whole)
         ctx.turns, ctx.scale = turns, scale
         return whole
 
     @staticmethod
-    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *whole = ctx.saved_tensors
-        turns, grad = ctx.turns, Part(out_grad, lse_grad)
+        turns, grad = ctx.turns, PartialAttention(out_grad, lse_grad)
         grads = [torch.zeros_like(x, dtype=whole[0].dtype) for x in (query, key, value)]
-        coming = None
+        at, coming = turns.at, None
         for step, pair, hop in _passing((key, value), turns):
-            allowed = turns.allowed(step, query.device)
-            parts = attend.backward(grad, query, *pair, Part(*whole), allowed, ctx.scale)
+            parts = turns.tiles[step].backward(grad, query, *pair, PartialAttention(*whole), at, ctx.scale)
             if coming is not None:
                 grads[1:] = coming.wait()
             grads = [total + part for total, part in zip(grads, parts, strict=True)]

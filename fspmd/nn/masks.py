@@ -1,7 +1,7 @@
 """Attention masks as data: which query sees which key, by their positions in the whole sequence.
 
-A mask is a value. It knows nothing about layouts or ranks: `ring_attention` and its relatives ask it about the positions
-of their blocks, so that one mask serves every layout of the sequence.
+A mask is a value. It knows nothing about layouts or ranks: `ring_attention` and its relatives ask it about the
+positions of their blocks, so that one mask serves every layout of the sequence.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Mask:
         return None
 
     def __and__(self, other: Mask) -> Mask:
-        return Both(self, _mask(other))
+        return AllOf(self, _mask(other))
 
     def __or__(self, other: Mask) -> Mask:
-        return Either(self, _mask(other))
+        return AnyOf(self, _mask(other))
 
 
 def _mask(x: object) -> Mask:
@@ -117,7 +117,7 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True)
-class Both(Mask):
+class AllOf(Mask):
     """What both masks allow."""
 
     first: Mask
@@ -132,7 +132,7 @@ class Both(Mask):
 
 
 @dataclass(frozen=True)
-class Either(Mask):
+class AnyOf(Mask):
     """What one of two masks allows."""
 
     first: Mask

@@ -9,7 +9,7 @@ from typing import Any, Final
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, UntypedStorage, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fspmd import tracing
@@ -66,7 +66,8 @@ class Values(RecordingMode):
         self._of_rank: set[fx.Node] = set()  # constants that differ from rank to rank
         self._owners: dict[int, fx.Node] = {}  # nodes of inputs and captured tensors, by memory
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values and their fakes, by id
-        self._copies: list[tuple[StorageWeakRef, set[int]]] = []  # copies that are views in torch, and all memories
+        #: copies that are views in torch, and all memories; a weak reference keeps other memory from the same address
+        self._copies: list[tuple[StorageWeakRef, set[StorageWeakRef]]] = []
         self._causes: dict[int, Cause] = {}  # causes of forward steps, by autograd's sequence numbers
         self._before: dict[int, Cause] = {}  # causes of the last steps before autograd's sequence numbers
         self._nodes: dict[int, tuple[ReferenceType[Tensor], fx.Node]] = {}  # nodes of live tensors, by id
@@ -112,7 +113,11 @@ class Values(RecordingMode):
         return self._owners.get(self._memory(x))
 
     def _memory(self, x: Tensor) -> int:
-        """The number of a tensor's memory. In a fake recording a tensor with values counts as its fake."""
+        """The number of a tensor's memory, while the memory lives."""
+        return int(self._storage(x)._cdata)
+
+    def _storage(self, x: Tensor) -> UntypedStorage:
+        """A tensor's memory. In a fake recording a tensor with values counts as its fake."""
         block = _first_block(x)
         if is_wrapped(block):
             block = unwrapped(block)
@@ -124,21 +129,24 @@ class Values(RecordingMode):
                     self._stand_ins[id(block)] = block, stand_in(block, self.mode)
             block = self._stand_ins[id(block)][1]
         with DisableTorchFunction():
-            return int(block.untyped_storage()._cdata)
+            return block.untyped_storage()
 
     def copied(self, copy: Tensor, x: Tensor) -> None:
         """Note that ``copy``, a part of ``x``, is a copy in the record and a view in torch."""
         with DisableTorchFunction():
             alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
-        base = self._memory(x)
+        base = StorageWeakRef(self._storage(x))
         # x may be a copy itself, and freed soon
         shared = [memories for _, memories in self._copies if base in memories]
-        self._copies.append((alive, {self._memory(copy), base}.union(*shared)))
+        self._copies.append((alive, {StorageWeakRef(self._storage(copy)), base}.union(*shared)))
 
     def is_copied(self, x: Tensor) -> bool:
         """Whether a write into a tensor would, in torch, change another tensor, which is a copy in the record."""
         self._copies = [entry for entry in self._copies if not entry[0].expired()]
-        return bool(self._copies) and any(self._memory(x) in memories for _, memories in self._copies)
+        if not self._copies:
+            return False
+        memory = StorageWeakRef(self._storage(x))
+        return any(memory in memories for _, memories in self._copies)
 
     def constant(self, x: Tensor, value: Tensor | None = None) -> Tensor:
         """A tensor that is the same in every run of this rank, so that Python may know its value."""

@@ -1,0 +1,206 @@
+"""Attention of a block by tiles, of which only those are computed in which some query sees some key.
+
+A block of a sequence is cut into tiles of one length. Which tiles of queries meet which tiles of keys follows from the
+positions and the mask, before anything runs. All ranks run the same operations on equally many tiles: a rank that needs
+fewer gets hidden ones. So ranks do equal work where the layout of the sequence balances it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fspmd.nn import attend
+from fspmd.nn.attend import PartialAttention
+from fspmd.nn.masks import Mask
+
+MOST_TILES = 8  # of a block of queries
+LEAST_LENGTH = 64  # of a tile; shorter ones spend more on copies than they save
+
+
+class TileRuns(NamedTuple):
+    """The positions of a tile, and whether it has places without a position."""
+
+    ranges: list[range]
+    padded: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Pairs of tiles that are computed together: int64 [ranks, pairs], and bool for ``real``."""
+
+    query: Tensor
+    key: Tensor
+    real: Tensor  # False: a hidden pair, for ranks that need fewer
+    masked: bool  # whether some query of a real pair does not see some key
+
+    def to(self, device: torch.device) -> Pairs:
+        """The same group on a device."""
+        return Pairs(self.query.to(device), self.key.to(device), self.real.to(device), self.masked)
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """What each rank computes of its queries and the keys that it has in a step.
+
+    ``queries`` and ``keys`` have the positions by rank and tile: int64 [ranks, tiles, length]; -1 where there is none.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Mask
+    groups: tuple[Pairs, ...]
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of tiles that each rank computes."""
+        return sum(group.query.shape[1] for group in self.groups)
+
+    @property
+    def skips(self) -> bool:
+        """Whether some pairs of tiles are not computed."""
+        return self.pairs < self.queries.shape[1] * self.keys.shape[1]
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, at: int | Tensor, scale: float | None
+    ) -> PartialAttention:
+        """The part of the keys, on the rank ``at`` of the ranks that share the sequence."""
+        parts, chosen = [], []
+        queries, keys, values = self._cut(query, self.queries), self._cut(key, self.keys), self._cut(value, self.keys)
+        for q, k, of_query, _, allowed in self._each(query.device, at):
+            parts.append(attend.forward(_take(queries, q), _take(keys, k), _take(values, k), allowed, scale))
+            chosen.append(of_query)
+        if not parts:
+            return attend.nothing(query, value.shape[-1])
+        out, lse, where = (
+            torch.cat([p.out for p in parts], -4),
+            torch.cat([p.lse for p in parts], -3),
+            torch.cat(chosen, 1),
+        )
+        by_tile = torch.where(where[:, :, None, None], lse.unsqueeze(-4), -torch.inf)  # [..., tiles, pairs, heads, n]
+        total = by_tile.logsumexp(-3)
+        weights = (by_tile - total.where(total != -torch.inf, 0).unsqueeze(-3)).exp()
+        whole = (weights.movedim(-3, -1).unsqueeze(-2) @ out.movedim(-4, -2).unsqueeze(-5)).squeeze(-2)
+        return PartialAttention(self._joined(whole), total.movedim(-3, -2).flatten(-2))
+
+    def backward(
+        self,
+        grad: PartialAttention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: PartialAttention,
+        at: int | Tensor,
+        scale: float | None,
+    ) -> list[Tensor]:
+        """The gradients of query, key and value; ``whole`` is the part of all keys that the queries see."""
+        dtype = whole.out.dtype
+        totals = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
+        cuts = [self._cut(x, self.queries) for x in (query, grad.out, whole.out)]
+        rows = [x.unflatten(-1, self.queries.shape[1:]).movedim(-2, -3) for x in (grad.lse, whole.lse)]
+        keys, values = self._cut(key, self.keys), self._cut(value, self.keys)
+        for q, k, of_query, of_key, allowed in self._each(query.device, at):
+            mine, out_grad, out = (_take(x, q) for x in cuts)
+            lse_grad, lse = (x.index_select(-3, q) for x in rows)
+            parts = attend.backward(
+                PartialAttention(out_grad, lse_grad),
+                mine,
+                _take(keys, k),
+                _take(values, k),
+                PartialAttention(out, lse),
+                allowed,
+                scale,
+            )
+            for i, (part, of_tile) in enumerate(zip(parts, (of_query, of_key, of_key), strict=True)):
+                summed = torch.tensordot(of_tile.to(dtype), part.movedim(-4, 0), 1).movedim(0, -4)
+                totals[i] = totals[i] + self._joined(summed)
+        return totals
+
+    def _each(
+        self, device: torch.device, at: int | Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
+        """Yield of each group the tiles of queries and of keys, which pairs are of which tile, and who sees whom."""
+        queries, keys = self.queries.to(device)[at], self.keys.to(device)[at]
+        for group in (g.to(device) for g in self.groups):
+            q, k, real = group.query[at], group.key[at], group.real[at]
+            allowed = None
+            if group.masked:
+                seen = keys[k]
+                allowed = self.mask.allows(queries[q].clamp(min=0)[:, :, None], seen.clamp(min=0)[:, None, :])
+                allowed = (allowed & (seen >= 0)[:, None, :] & real[:, None, None]).unsqueeze(1)
+            of_query, of_key = (
+                (torch.arange(len(tiles), device=device)[:, None] == index) & real
+                for tiles, index in ((queries, q), (keys, k))
+            )
+            yield q, k, of_query, of_key, allowed
+
+    @staticmethod
+    def _cut(x: Tensor, positions: Tensor) -> Tensor:
+        """[..., heads, n, width] as [..., tiles, heads, length, width]."""
+        cut: Tensor = x.unflatten(-2, positions.shape[1:])
+        return cut.movedim(-3, -4)
+
+    @staticmethod
+    def _joined(x: Tensor) -> Tensor:
+        """[..., tiles, heads, length, width] as [..., heads, n, width]."""
+        return x.movedim(-4, -3).flatten(-3, -2)
+
+
+def _take(tiles: Tensor, index: Tensor) -> Tensor:
+    return tiles.index_select(-4, index)
+
+
+def count_of(length: int) -> int:
+    """Return into how many tiles a block of a length is cut."""
+    return max(1, min(MOST_TILES, length // LEAST_LENGTH))
+
+
+def runs_of(table: Tensor) -> list[list[TileRuns]]:
+    """The runs of positions of each tile, by rank. ``table`` has the positions: int64 [ranks, tiles, length]."""
+    return [[_runs(tile) for tile in row] for row in table.tolist()]
+
+
+def make_tiles(
+    queries: Tensor, keys: Tensor, of_queries: list[list[TileRuns]], of_keys: list[list[TileRuns]], mask: Mask
+) -> Tiles:
+    """The tiles of a step. ``queries`` and ``keys`` are those of `Tiles`, the others their `runs_of`."""
+    free, some = list[list[tuple[int, int]]](), list[list[tuple[int, int]]]()
+    over = functools.cache(mask.over)
+    for query_runs, key_runs in zip(of_queries, of_keys, strict=True):
+        known = {(i, j): _over(over, q, k) for i, q in enumerate(query_runs) for j, k in enumerate(key_runs)}
+        free.append([pair for pair, seen in known.items() if seen])
+        some.append([pair for pair, seen in known.items() if seen is None])
+    groups = (_group(pairs, masked) for pairs, masked in ((free, False), (some, True)))
+    return Tiles(queries, keys, mask, tuple(group for group in groups if group is not None))
+
+
+def _over(over: Callable[[range, range], bool | None], queries: TileRuns, keys: TileRuns) -> bool | None:
+    known = {over(q, k) for q in queries.ranges for k in keys.ranges}
+    if None in known or len(known) > 1:
+        return None
+    return True in known and (not keys.padded or None)
+
+
+def _runs(positions: list[int]) -> TileRuns:
+    """The runs of consecutive positions. Where they are many, one range from the first to the last."""
+    places = sorted(p for p in positions if p >= 0)
+    starts = [i for i, p in enumerate(places) if not i or places[i - 1] != p - 1]
+    if len(starts) > MOST_TILES:
+        starts = starts[:1]
+    ends = [*starts[1:], len(places)] if starts else []
+    ranges = [range(places[start], places[end - 1] + 1) for start, end in zip(starts, ends, strict=True)]
+    return TileRuns(ranges, len(places) < len(positions))
+
+
+def _group(pairs: list[list[tuple[int, int]]], masked: bool) -> Pairs | None:
+    most = max(map(len, pairs))
+    if not most:
+        return None
+    rows = torch.tensor([[*row, *[(0, 0)] * (most - len(row))] for row in pairs])
+    real = torch.tensor([[i < len(row) for i in range(most)] for row in pairs])
+    return Pairs(rows[..., 0], rows[..., 1], real, masked or not bool(real.all()))
