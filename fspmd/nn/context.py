@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.cache import cached
 from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, ppermute, psum_scatter
 from fspmd.entries import blocks
 from fspmd.errors import ShapeError
@@ -222,7 +223,7 @@ class _Turns:
         )
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 @hidden
 def _turns(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int) -> _Turns:
     """The steps of a ring over ``axis``, whose blocks are cut into ``parts`` parts that may have different lengths."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.collectives import axis_index, axis_size
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
@@ -117,7 +118,7 @@ def check_axis(layout: SequenceLayout, axis: Axes, what: str) -> None:
         )
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 @hidden
 def contiguous(length: int, ranks: int) -> SequenceLayout:
     """Each rank has consecutive positions.
@@ -130,7 +131,7 @@ def contiguous(length: int, ranks: int) -> SequenceLayout:
     return SequenceLayout(torch.arange(length), ranks)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 @hidden
 def striped(length: int, ranks: int) -> SequenceLayout:
     """Neighbouring positions are on neighbouring ranks (Brandon et al., "Striped Attention", 2023).
@@ -153,7 +154,7 @@ def striped(length: int, ranks: int) -> SequenceLayout:
     return _of_rows(rows, ranks)
 
 
-@functools.lru_cache(maxsize=256)
+@cached(maxsize=256)
 @hidden
 def zigzag(length: int, ranks: int) -> SequenceLayout:
     """Rank r has part r and part 2 * ranks - 1 - r of the sequence, so that all ranks have the same causal work.
