@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections import defaultdict
@@ -132,6 +133,33 @@ def leaf_paths(tree: Any, root: str, *, none_is_leaf: bool = True, in_order: boo
     namespace, is_leaf = (IN_ORDER, is_sharded) if in_order else ("", None)
     accessors = optree.tree_accessors(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=namespace)
     return [accessor.codify(root) for accessor in accessors]
+
+
+class Label:
+    """The Python expression of a leaf, made when a message shows it."""
+
+    __slots__ = ("_at", "_paths")
+
+    def __init__(self, paths: Callable[[], list[str]], at: int) -> None:
+        self._paths, self._at = paths, at
+
+    def __str__(self) -> str:
+        return self._paths()[self._at]
+
+
+def labels(treedef: optree.PyTreeSpec, roots: Sequence[str] | str) -> list[Label]:
+    """Return the label of each leaf of a tree, or of a tuple of trees with a name for each. They keep no leaf.
+
+    >>> [str(label) for label in labels(flatten({"w": [1, 2]})[1], "params")]
+    ["params['w'][0]", "params['w'][1]"]
+    """
+
+    @functools.cache
+    def paths() -> list[str]:
+        rows = [(roots, treedef)] if isinstance(roots, str) else zip(roots, treedef.children(), strict=True)
+        return [accessor.codify(root) for root, tree in rows for accessor in tree.accessors()]
+
+    return [Label(paths, i) for i in range(treedef.num_leaves)]
 
 
 def parameter_names(f: Any, count: int) -> list[str]:

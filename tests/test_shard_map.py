@@ -666,3 +666,17 @@ def test_the_keys_of_dicts_must_sort_before_leaves_are_taken_in_order(
         else:
             with pytest.raises(fspmd.TreeError, match="of a dict do not sort"):
                 call()
+
+
+def test_names_of_leaves_are_made_for_errors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = make_mesh((2,), ("x",), transport="simulation")
+    tree = {"b": [torch.arange(4.0), torch.ones(2)], "a": torch.ones(2)}
+    codified = []
+    codify = optree.PyTreeAccessor.codify
+    monkeypatch.setattr(optree.PyTreeAccessor, "codify", lambda *args: codified.append(1) or codify(*args))
+    x = fspmd.reshard(device_put(tree, P("x"), mesh=mesh), P("x"))
+    out = shard_map(lambda tree: tree, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+    assert torch.equal(device_get(out)["b"][0], torch.arange(4.0))
+    assert not codified
+    with pytest.raises(FspmdError, match=r"tree\['b'\]\[1\] of shape"):
+        device_put(tree, {"a": P("x"), "b": [P("x"), P("x", "y")]}, mesh=mesh)

@@ -26,7 +26,7 @@ Entry = Callable[[Any], Any]
 
 
 def argument_failure(
-    leaf: Any, partition: P | None, label: str, body: Body, outer_axes: frozenset[str]
+    leaf: Any, partition: P | None, label: object, body: Body, outer_axes: frozenset[str]
 ) -> Failure | None:
     """Return the failure of an argument under its spec, or None."""
     if partition is None or leaf is None:
@@ -38,7 +38,7 @@ def argument_failure(
             return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
     elif is_simulated(leaf):
         if not outer_axes:
-            return holds_all_ranks(label)
+            return holds_all_ranks(str(label))
     elif not is_plain(leaf):
         return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
     elif found := misfit(leaf):
@@ -71,7 +71,9 @@ def _as_tensor(leaf: Any) -> str:
     return f"{static}, or register {type(leaf).__name__} with optree if it is a tree of tensors"
 
 
-def make_entry(leaf: Any, partition: P | None, label: str, body: Body, new_axes: frozenset[str], nested: bool) -> Entry:
+def make_entry(
+    leaf: Any, partition: P | None, label: object, body: Body, new_axes: frozenset[str], nested: bool
+) -> Entry:
     """Return the entry of one leaf. It is made once per plan."""
     if partition is None and isinstance(leaf, Sharded):
         return functools.partial(of_form, leaf.form)
@@ -122,7 +124,7 @@ def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | 
 
 
 def _plain_entry(
-    partition: P, label: str, body: Body, variance: Variance | None, widen: Call | None, nested: bool
+    partition: P, label: object, body: Body, variance: Variance | None, widen: Call | None, nested: bool
 ) -> Entry:
     cut = bool(partition.mentioned)
     cuts_of: dict[Any, tuple[Call, ...]] = {}  # by shape and dtype
@@ -160,7 +162,7 @@ def _plain_entry(
     return enter
 
 
-def _check_even_blocks(x: Tensor, partition: P, label: str, body: Body) -> None:
+def _check_even_blocks(x: Tensor, partition: P, label: object, body: Body) -> None:
     """Raise `ShapeError` on all ranks if a block that a nested map cuts again has several shapes."""
     with outside_transforms():
         layouts = body.transport.layouts([x], body.mesh)

@@ -28,25 +28,29 @@ from fspmd.transport import Options, transport_of
 from fspmd.transport.call import Layout
 from fspmd.transport.frame import Frame, frame, groups
 from fspmd.transport.local_tensor import BLOCKS, block_type, blocks_of, frame_of, held_frame, is_uneven
+from fspmd.trees import Label
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The exit of a leaf. ``known`` is the fast path: if it returns None, ``failure`` checks and ``leave`` converts."""
+    """The exit of leaves with one spec. If the fast path ``known`` gives None, ``failure`` checks, ``leave`` converts.
+
+    ``failure`` and ``leave`` take the leaf and its label.
+    """
 
     known: Callable[[Any], Any]
-    leave: Callable[[Any], Any]
-    failure: Callable[[Any], Failure | None]
+    leave: Callable[[Any, Label], Any]
+    failure: Callable[[Any, Label], Failure | None]
 
 
 class Exits:
     """The exits of the leaves of one tree of results. All leaves are checked before one communicates."""
 
-    __slots__ = ("_failures", "_header", "_known", "_leave")
+    __slots__ = ("_failures", "_header", "_known", "_labels", "_leave")
 
-    def __init__(self, header: str, exits: list[Exit]) -> None:
-        self._header = header
+    def __init__(self, header: str, labels: list[Label], exits: list[Exit]) -> None:
+        self._header, self._labels = header, labels
         self._known = [e.known for e in exits]
         self._leave = [e.leave for e in exits]
         self._failures = [e.failure for e in exits]
@@ -61,16 +65,16 @@ class Exits:
         return done
 
     def _check(self, leaves: list[Any]) -> None:
-        results = (failure(x) for failure, x in zip(self._failures, leaves, strict=True))
+        results = map(operator.call, self._failures, leaves, self._labels)
         if failures := [failure for failure in results if failure is not None]:
             refuse(self._header, failures)
 
     def leave(self, leaves: list[Any]) -> list[Any]:
         """Convert leaves that have been checked."""
         done, failures = [], []
-        for leave, x in zip(self._leave, leaves, strict=True):
+        for leave, x, label in zip(self._leave, leaves, self._labels, strict=True):
             try:
-                done.append(leave(x))
+                done.append(leave(x, label))
             except ShapeError as error:
                 failures.append(Failure(str(error), ShapeError))
         if failures:
@@ -78,14 +82,14 @@ class Exits:
         return done
 
 
-def static_failure(x: Any, path: str) -> Failure | None:
+def static_failure(x: Any, path: object) -> Failure | None:
     """Return the failure of a result without a spec, which must not be a block, or None."""
     if isinstance(x, (Tensor, Handle)):
         return Failure(f"{path} is {described(x)}, but its spec is None (a static result); give it a P", SpecError)
     return None
 
 
-def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: frozenset[str]) -> Failure | None:
+def result_failure(x: Any, partition: P, path: object, body: Body, outer_axes: frozenset[str]) -> Failure | None:
     """Return the failure of a result under its spec, or None."""
     if type(x) not in BLOCKS and not is_plain(x):
         return _kind_failure(x, partition, path)
@@ -96,7 +100,7 @@ def result_failure(x: Any, partition: P, path: str, body: Body, outer_axes: froz
     return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None
 
 
-def _kind_failure(x: Any, partition: P, path: str) -> Failure | None:
+def _kind_failure(x: Any, partition: P, path: object) -> Failure | None:
     if x is None or (isinstance(x, (int, float, complex)) and not partition.mentioned):
         return None
     if isinstance(x, (int, float, complex)):
@@ -110,7 +114,7 @@ def _kind_failure(x: Any, partition: P, path: str) -> Failure | None:
     return Failure(text, ArgumentError)
 
 
-def _type_failure(x: Tensor, partition: P, path: str, inner: frozenset[str]) -> Failure | None:
+def _type_failure(x: Tensor, partition: P, path: object, inner: frozenset[str]) -> Failure | None:
     """Return the failure of a value whose type does not fit its spec, or None."""
     variance = get_variance(x)
     if variance is variance_of_spec(partition) and type(x) is Tensor:
@@ -175,12 +179,10 @@ def _with_axes(partition: P, axes: list[str], ndim: int) -> P:
     return P(*entries, unreduced=partition.unreduced, reduced=partition.reduced)
 
 
-def make_exit(
-    partition: P | None, body: Body, outer_axes: frozenset[str], nested: bool, path: str, static: bool
-) -> Exit:
-    """Return the exit of a leaf, made once per plan and result tree. ``static``: the leaf is an unchanged Sharded."""
+def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], nested: bool, static: bool) -> Exit:
+    """Return the exit of leaves with one spec, made once per plan and result tree. ``static``: unchanged Shardeds."""
     if partition is None:
-        return Exit(_unknown, lambda x: x, _unknown if static else lambda x: static_failure(x, path))
+        return Exit(_unknown, lambda x, _: x, _unknown if static else static_failure)
     target = variance_of_spec(partition)
     specs: dict[Any, TensorSpec] = {}
     simulated = body.mesh.transport == "simulation"
@@ -202,7 +204,7 @@ def make_exit(
         spec = specs.get((x.shape, x.dtype, x.layout))
         return None if spec is None else pair(x, spec)
 
-    def leave(x: Any) -> Any:
+    def leave(x: Any, path: Label) -> Any:
         if x is None:
             return None
         if not is_plain(x):
@@ -232,7 +234,7 @@ def make_exit(
                 specs[x.shape, x.dtype, x.layout] = spec
         return _in_outer_body(x, spec, body) if nested else pair(x, spec)
 
-    def failure(x: Any) -> Failure | None:
+    def failure(x: Any, path: Label) -> Failure | None:
         return result_failure(x, partition, path, body, outer_axes)
 
     return Exit(_unknown if nested else known, leave, failure)
@@ -243,7 +245,7 @@ def _needs_gradient(x: Tensor) -> bool:
     return x.requires_grad or bool(transforms_active())
 
 
-def _unknown(x: Any) -> None:
+def _unknown(x: Any, label: Any = None) -> None:
     return None
 
 
@@ -304,7 +306,7 @@ def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
     return _held(x, frame(body.mesh, spec.partition.axes | spec.partition.unreduced), body)
 
 
-def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> TensorSpec:
+def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: object) -> TensorSpec:
     """Return the layout whose blocks the ranks hold. None stands for a value that is not a tensor.
 
     Raises:
@@ -315,7 +317,7 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: str) -> Tens
     return spec_of_layouts(layouts, partition, mesh, name)
 
 
-def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, name: str) -> TensorSpec:
+def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, name: object) -> TensorSpec:
     """Return `spec_of_blocks` for the dtype and shape of each rank, in row-major order."""
     coordinates = list(frame(mesh, mesh.axis_names).coordinates())
     checked = []

@@ -21,10 +21,10 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.outside import usable_mesh
 from fspmd.pairs import Call, call
-from fspmd.sharded import Sharded
+from fspmd.sharded import IN_ORDER, Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import known_values
-from fspmd.trees import check_keys, leaf_paths, parameter_names, prefix_over
+from fspmd.trees import Label, check_keys, labels, parameter_names, prefix_over
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Plan:
     body: Body
     treedef: optree.PyTreeSpec  # of the arguments, with a block in place of each Sharded
     entries: list[Entry]
-    labels: list[str]  # the name of each leaf in messages
+    labels: list[Label]  # the name of each leaf in messages
     partitions: list[P | None]
     known: list[int]  # the places of leaves that must be equal on all processes: those that are no `Sharded`
     plain: list[tuple[int, int]]  # the places of leaves that are global tensors, and the fewest dims of their specs
@@ -79,22 +79,18 @@ class Plan:
         if out is None and isinstance(self.out_specs, P):
             text = f"result is None, but its spec is {self.out_specs!r}; return a tensor, or write out_specs=None"
             refuse(header, [Failure(text, ArgumentError)])
-        check_keys(optree.tree_structure(out, none_is_leaf=True))
-        paths = leaf_paths(out, "result")
-        leaves = optree.tree_leaves(out, none_is_leaf=True)
+        leaves, treedef = optree.tree_flatten(out, none_is_leaf=True)
+        check_keys(treedef)
+        paths = labels(treedef, "result")
         for x, spec, path in zip(leaves, specs, paths, strict=True):
             failure = static_failure(x, path) if spec is None else result_failure(x, spec, path, body, self.outer_axes)
             if failure is not None:
                 failures.append(failure)
         if failures:
             refuse(header, failures)
-        return Exits(
-            header,
-            [
-                make_exit(spec, body, self.outer_axes, self.nested, path, isinstance(x, Sharded))
-                for x, spec, path in zip(leaves, specs, paths, strict=True)
-            ],
-        )
+        kinds = [(spec, isinstance(x, Sharded)) for x, spec in zip(leaves, specs, strict=True)]
+        exits = {kind: make_exit(kind[0], body, self.outer_axes, self.nested, kind[1]) for kind in set(kinds)}
+        return Exits(header, paths, [exits[kind] for kind in kinds])
 
 
 _MISFITS = "{}: the arguments do not fit in_specs"
@@ -123,10 +119,9 @@ def make_plan(
     specs = _specs_of(f, args, names, in_specs, roots, name)
     treedef = optree.tree_structure(args, none_is_leaf=True)
     check_keys(treedef)
-    labels = _labels(args, roots)
-    in_order = labels if labels == roots else _labels(args, roots, in_order=True)  # leaves alone have one order
+    names_of_leaves = labels(treedef, roots)
     leaves = optree.tree_leaves(args, none_is_leaf=True)
-    rows = list(zip(leaves, specs, labels, strict=True))
+    rows = list(zip(leaves, specs, names_of_leaves, strict=True))
     _check_meshes(rows, mesh, name)
     results = [argument_failure(leaf, spec, label, body, outer_axes) for leaf, spec, label in rows]
     if failures := [failure for failure in results if failure is not None]:
@@ -142,15 +137,12 @@ def make_plan(
         for i, (leaf, spec, _) in enumerate(rows)
         if spec is not None and not isinstance(leaf, Sharded)
     ]
-    order = None
-    if in_order != labels:
-        places = {path: i for i, path in enumerate(in_order)}
-        order = [places[path] for path in labels]
+    order = _order_of(treedef)
     return Plan(
         body=body,
         treedef=treedef,
         entries=entries,
-        labels=labels,
+        labels=names_of_leaves,
         partitions=specs,
         known=[i for i, leaf in enumerate(leaves) if not isinstance(leaf, Sharded)],
         plain=plain,
@@ -164,10 +156,11 @@ def make_plan(
     )
 
 
-def _labels(args: tuple[Any, ...], roots: list[str], in_order: bool = False) -> list[str]:
-    """Return the name of each leaf of the arguments in messages."""
-    rows = zip(roots, args, strict=True)
-    return [path for root, arg in rows for path in leaf_paths(arg, root, in_order=in_order)]
+def _order_of(treedef: optree.PyTreeSpec) -> list[int] | None:
+    """Return the place of each leaf if dicts keep their own order, or None if it is the same."""
+    places = list(range(treedef.num_leaves))
+    in_order = optree.tree_leaves(treedef.unflatten(places), none_is_leaf=True, namespace=IN_ORDER)
+    return None if in_order == places else sorted(places, key=in_order.__getitem__)
 
 
 def _name_of(f: Any) -> str:
@@ -188,7 +181,7 @@ def _resolve_mesh(mesh: Mesh | None, outer: Body | None, name: str) -> Mesh:
     return usable_mesh(mesh or (None if outer is None else outer.mesh), name)
 
 
-def _check_meshes(rows: list[tuple[Any, Any, str]], mesh: Mesh, name: str) -> None:
+def _check_meshes(rows: list[tuple[Any, Any, Label]], mesh: Mesh, name: str) -> None:
     failures = [
         Failure(f"{label} is {leaf!r}", MeshError, "move it first: device_put(device_get(x), spec, mesh=mesh)")
         for leaf, _, label in rows

@@ -23,7 +23,7 @@ from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import known_values, transport_of
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
-from fspmd.trees import adopt, broadcast_prefix, check_keys, flatten_values, leaf_paths
+from fspmd.trees import adopt, broadcast_prefix, check_keys, flatten_values, labels, leaf_paths
 
 
 def device_put(tree: Any, specs: Any, *, mesh: Mesh | None = None, src: int | None = None) -> Any:
@@ -97,7 +97,7 @@ def _put_from(tree: Any, specs: Any, mesh: Mesh, src: int, what: str) -> Any:
 def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     leaves, treedef = flatten_values(tree)
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
-    check_leaves(leaves, partitions, leaf_paths(tree, "tree"), [mesh] * len(leaves), what, (Tensor, TensorSpec))
+    check_leaves(leaves, partitions, labels(treedef, "tree"), [mesh] * len(leaves), what, (Tensor, TensorSpec))
     if known_values.hear is not None:
         for leaf, partition, label in zip(leaves, partitions, leaf_paths(tree, "tree"), strict=True):
             if partition is not None and type(leaf) is not Sharded:

@@ -26,7 +26,7 @@ from fspmd.redistribution.redistribute import begun, redistribute, to_blocks
 from fspmd.redistribution.routes import Route
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec, complain
-from fspmd.trees import broadcast_prefix, leaf_paths
+from fspmd.trees import broadcast_prefix, labels, leaf_paths
 
 
 def reshard(
@@ -209,7 +209,8 @@ def _checked(tree: Any, leaves: list[Any], specs: Any, mesh: Mesh | None, what: 
         raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     meshes = [_mesh_of(leaf, partition, mesh, what) for leaf, partition in zip(leaves, partitions, strict=True)]
-    check_leaves(leaves, partitions, leaf_paths(tree, "tree"), meshes, what)
+    names = labels(optree.tree_structure(tree, none_is_leaf=True), "tree")
+    check_leaves(leaves, partitions, names, meshes, what)
     for leaf, target in zip(leaves, meshes, strict=True):
         if target is None:
             continue
@@ -274,14 +275,14 @@ def explain(tree: Any, specs: Any, mesh: Mesh | None = None) -> Explanation:
     each rank sends 196,608 B in 13.6 µs and holds 524,288 B at most
     """
     leaves, _ = optree.tree_flatten(tree, is_leaf=_is_value, none_is_leaf=True)
-    labels = leaf_paths(tree, "tree")
+    paths = leaf_paths(tree, "tree")
     values = [Sharded(_EMPTY, leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
-    for label, leaf in zip(labels, values, strict=True):
+    for label, leaf in zip(paths, values, strict=True):
         if leaf is not None and not isinstance(leaf, Sharded):
             raise ArgumentError(f"explain: {label} is {described(leaf)}; give it a Sharded, or a TensorSpec")
     partitions, meshes = _checked(tree, values, specs, mesh, "explain")
     routes = []
-    for label, x, partition, target_mesh in zip(labels, values, partitions, meshes, strict=True):
+    for label, x, partition, target_mesh in zip(paths, values, partitions, meshes, strict=True):
         if x is not None and partition is not None:
             target = TensorSpec(target_mesh, partition, x.shape, x.dtype)
             has_gradient = x.requires_grad and torch.is_grad_enabled()

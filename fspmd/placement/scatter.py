@@ -77,7 +77,7 @@ class ScatterRoute:
 def check_leaves(
     leaves: list[Any],
     partitions: list[Any],
-    labels: list[str],
+    labels: Sequence[object],
     meshes: Sequence[Mesh | None],
     what: str,
     types: tuple[Any, ...] = (Tensor, Sharded),
@@ -97,7 +97,7 @@ def check_leaves(
         elif lacks_values(leaf, mesh):
             failures.append(Failure(f"{label} is on the meta device, which has no values", ArgumentError, PLANNED))
         elif is_simulated(leaf):
-            failures.append(holds_all_ranks(label))
+            failures.append(holds_all_ranks(str(label)))
         elif mesh is not None and (wrong := complain(partition, mesh, leaf.ndim)):
             failures.append(Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError))
     if failures:
