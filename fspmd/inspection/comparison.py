@@ -1,0 +1,261 @@
+"""The comparison of ranks: a running hash for each group of the collectives that this rank has come to.
+
+The first rank of a group tells its hash after every N-th collective, and the other ranks compare. If one differs, all
+ranks of the group tell their last collectives, which show where they parted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from fspmd.digests import digests
+from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
+from fspmd.inspection.histories import (
+    DIGEST,
+    DTYPES,
+    SHOWN,
+    History,
+    fact_of,
+    facts_of,
+    key_of,
+    parting_text,
+    ring_of,
+    ring_text,
+)
+from fspmd.inspection.lines import user_line
+from fspmd.inspection.presence import PERIOD, Presence
+from fspmd.inspection.values import is_told, number_of
+from fspmd.inspection.watch import Communication, Noted
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import counted
+from fspmd.spec import describe
+from fspmd.torch_internals import transforms_active
+from fspmd.tracing import is_recording
+
+_KEPT: Final = 64  # hashes of each group that stay in the store
+_MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
+LATE: Final = (
+    "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
+    "lockstep() the first line where they part"
+)
+
+
+class Comparison(Presence):
+    """The collectives of this rank within a block of code, and whether those of other ranks are the same.
+
+    Args:
+        seconds: The time that the meeting at the end may take; None for a minute.
+        every: After how many collectives of a group its ranks compare; 0 for no comparison.
+        line: Where the block begins.
+        period: The seconds between two signs of life.
+    """
+
+    outer: Comparison | None
+
+    def __init__(self, seconds: float | None, every: int, line: str, period: float) -> None:
+        super().__init__(line, period)
+        self.seconds, self.every = seconds, every
+        self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
+        self.failure = ""  # ranks have parted
+
+    def call(self, call: Noted, x: Tensor) -> None:
+        number, plain = call.number, call.plain
+        if number is None:
+            plain.facts = plain.facts or facts_of(plain)
+            number = call.number = plain.facts[0] and hash((plain.facts[0], call.by.number))
+        if not number:
+            return
+        if self.failure:
+            raise LockstepError(self.failure)
+        _, key, is_even = plain.facts
+        group = self.groups.get(key)
+        if group is None:
+            group = self._group(plain.mesh, plain.axes, key)
+        shape, dtype = x.shape, x.dtype
+        group.hash = now = hash((group.hash, number, shape if is_even else 0, DTYPES[dtype]))
+        group.count = count = group.count + 1
+        self.last = entry = (count, now, plain, call.by, dtype, shape, time.monotonic())
+        group.ring.append(entry)
+        if self.every and not count % self.every:
+            group.due.append((count, now))
+        if self.outer is not None:
+            self.outer.call(call, x)
+
+    def value(self, mesh: Mesh, label: str, x: Any) -> None:
+        """A value that must be equal on all processes of a mesh comes in. Its digest counts as a collective."""
+        if mesh.transport != "process_group" or mesh.coordinate() is None or mesh.size == 1 or is_recording():
+            return
+        if isinstance(x, Tensor):
+            if not is_told(x) or transforms_active():
+                return
+            text, number = f"{label}, {describe(x.dtype, x.shape)}", digests([x])[0]
+        elif isinstance(x, bool):  # one rank may be told to print
+            return
+        else:
+            text, number = label, x if type(x) is int else number_of(x)
+        if self.failure:
+            raise LockstepError(self.failure)
+        line, key = user_line(sys._getframe(1)), key_of(mesh, ())
+        group = self.groups.get(key) or self._group(mesh, (), key)
+        group.hash = now = hash((group.hash, number, zlib.crc32(text.encode()), line.number))
+        group.count = count = group.count + 1
+        value = f"{text}, {DIGEST} {number & (1 << 64) - 1:016x}"
+        group.ring.append((count, now, value, line, None, (), time.monotonic()))
+        if not count % self.every:
+            group.due.append((count, now))
+
+    def record(self, communications: Sequence[Communication]) -> None:
+        known = self.facts.get((id(communications),))
+        if known is None:
+            known = communications, [fact_of(each) for each in communications]
+            if isinstance(communications, tuple):
+                self.facts[(id(communications),)] = known
+        for number, key, each, line in known[1]:
+            if not number:
+                continue
+            if self.failure:
+                raise LockstepError(self.failure)
+            group = self.groups.get(key)
+            if group is None:
+                group = self._group(each.mesh, each.axes, key)
+            group.hash = now = hash((group.hash, number))
+            group.count = count = group.count + 1
+            self.last = entry = (count, now, each, line, each.dtype, each.shape, time.monotonic())
+            group.ring.append(entry)
+            if self.every and not count % self.every:
+                group.due.append((count, now))
+        if self.outer is not None:
+            self.outer.record(communications)
+
+    def _group(self, mesh: Mesh, axes: tuple[str, ...], key: str) -> History:
+        if self.thread is None:
+            self.begin()
+        ranks = tuple(sorted(mesh.group_ranks(axes or mesh.axis_names)))
+        group = self.groups[key] = History(key, ranks)
+        return group
+
+    def _compare(self, me: int, is_long: bool) -> None:
+        """Compare the hashes that are due, and if this rank waits for long, the last collectives of its groups."""
+        store = self.store
+        if not self.every or self.failure:
+            return
+        if store.check(["parting"]):
+            self.failure = store.get("parting").decode()
+            return
+        for group in list(self.groups.values()):
+            parts = False
+            while group.due:
+                count, mine = group.due[0]
+                key = f"hash/{group.key}/{count}"
+                if group.ranks[0] == me:
+                    store.set(key, str(mine))
+                    store.delete_key(f"hash/{group.key}/{count - _KEPT * self.every}")
+                elif not store.check([key]):
+                    break
+                elif int(store.get(key)) != mine:
+                    parts = True
+                group.due.popleft()
+            if is_long:  # perhaps for a rank that waits in another group
+                if group.told != group.count:
+                    group.told = group.count
+                    store.set(f"ring/{group.key}/{me}", ring_text(group))
+                parts = parts or self._has_parted(group, me)
+            if parts or store.check([f"parted/{group.key}"]):
+                self._part(group, me)
+
+    def _has_parted(self, group: History, me: int) -> bool:
+        """Whether the last collectives of a waiting rank of the group are others, or a rank has ended with fewer."""
+        mine = {count: number for count, number, *_ in group.ring}
+        for rank in group.ranks:
+            if rank == me:
+                continue
+            if self.store.check([f"ring/{group.key}/{rank}"]):
+                theirs = ring_of(self.store.get(f"ring/{group.key}/{rank}"))
+                if any(mine.get(count, number) != number for count, (number, _) in theirs.items()):
+                    return True
+            if self.store.check([f"end/{rank}"]):
+                count, _ = json.loads(self.store.get(f"end/{rank}")).get(group.key, (0, 0))
+                if count < group.count:
+                    return True
+        return False
+
+    def _part(self, group: History, me: int) -> None:
+        """Tell the last collectives to all ranks of a group, and make the error of theirs."""
+        store = self.store
+        for each in list(self.groups.values()):  # other groups may part as well, when this rank has left
+            store.set(f"ring/{each.key}/{me}", ring_text(each))
+            store.set(f"told/{each.key}/{me}", "")
+        store.set(f"parted/{group.key}", "")
+        keys = {rank: f"told/{group.key}/{rank}" for rank in group.ranks}
+        end = time.monotonic() + 6 * PERIOD
+        while time.monotonic() < end and not store.check(list(keys.values())):
+            store.set(f"at/{me}", self._told())
+            time.sleep(0.02)
+        rings = {
+            rank: ring_of(store.get(f"ring/{group.key}/{rank}")) if store.check([keys[rank]]) else {}
+            for rank in group.ranks
+        }
+        self.failure = parting_text(rings)
+        store.set("parting", self.failure)
+
+    def _raise_if_parted(self) -> None:
+        """Raise the error of ranks that have parted, which this rank's thread may be about to make.
+
+        A rank that has left with it is then no news.
+        """
+        keys = ["parting", *(f"parted/{group.key}" for group in list(self.groups.values()))]
+        if self.every and any(self.store.check([key]) for key in keys):
+            end = time.monotonic() + 10 * PERIOD
+            while not self.failure and time.monotonic() < end:
+                time.sleep(0.005)
+        if self.failure:
+            raise LockstepError(self.failure)
+
+    def _meet(self) -> None:
+        """Wait for all ranks of this rank's groups, and compare once more."""
+        me, limit = world.process_rank(), self.seconds or _MEETING
+        counts = {group.key: (group.count, group.hash) for group in self.groups.values()}
+        ranks = sorted({rank for group in self.groups.values() for rank in group.ranks} - {me})
+        end = time.monotonic() + limit
+        while self.store is None and time.monotonic() < end:
+            time.sleep(0.001)
+        store = self.store
+        if store is None:
+            return
+        store.set(f"end/{me}", json.dumps(counts))
+        self._await_all("end", ranks, end)
+        ends = {rank: json.loads(store.get(f"end/{rank}")) for rank in ranks}
+        for group in list(self.groups.values()):
+            mine = [group.count, group.hash]
+            if any(ends[rank].get(group.key, [0, 0]) != mine for rank in group.ranks if rank != me):
+                self._part(group, me)
+                raise LockstepError(self.failure)
+        store.set(f"agreed/{me}", "")
+        self._await_all("agreed", ranks, end)  # their other groups may have parted
+
+    def _await_all(self, what: str, ranks: list[int], end: float) -> None:
+        """Wait until ranks have told something of their end, or one has told of another error."""
+        me, store, late = world.process_rank(), self.store, list(ranks)
+        while late := [rank for rank in late if not store.check([f"{what}/{rank}"])]:
+            if self.failure:
+                raise LockstepError(self.failure)
+            if gone := [rank for rank in late if store.check([f"left/{rank}"])]:
+                self._raise_if_parted()
+                lines = [f"rank {rank} {store.get(f'left/{rank}').decode()}" for rank in gone]
+                raise PeerError(join_failures(f"rank {me} has come to the end of the block alone:", lines))
+            if time.monotonic() > end:
+                self._hear(me)
+                now = time.monotonic()
+                lines = [f"rank {rank} {self._state(rank, now)}" for rank in late[:SHOWN]]
+                limit = self.seconds or _MEETING
+                head = f"rank {me} has waited {limit} s at the end of the block for {counted(len(late), 'rank')}:"
+                raise DeadlineError(join_failures(head, lines, LATE))
+            time.sleep(0.005)

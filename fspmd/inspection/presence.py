@@ -1,0 +1,149 @@
+"""What ranks tell each other of where they stand, through the store of torch.distributed.
+
+A thread beside the program tells every quarter of a second that this rank lives, at which collective it was last, and
+since when it waits. While this rank waits for long, the thread reads what the others tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from fspmd.inspection.histories import SHOWN, History, key_of, text_of
+from fspmd.inspection.watch import Note
+from fspmd.meshes import world
+from fspmd.messages import counted
+from fspmd.transport.reports import own_store
+
+PERIOD: Final = 0.25  # seconds between two signs of life
+FAREWELL: Final = 1.5  # seconds in which the others may read what the first rank has told: its process has the store
+_entries: Final[dict[str, Iterator[int]]] = {}  # how often each line was entered
+
+
+class Presence(Note):
+    """This rank within a block of code, as it tells of itself, and the other ranks there, as they have told.
+
+    Args:
+        line: Where the block begins. Ranks meet in the block that each of them enters there for the same time.
+        period: The seconds between two signs of life.
+    """
+
+    def __init__(self, line: str, period: float) -> None:
+        self.line, self.number = line, next(_entries.setdefault(line, itertools.count()))
+        self.period = period
+        self.groups: dict[str, History] = {}
+        self.last: tuple[Any, ...] | None = None  # the last collective, as in a ring, and its time
+        self.waiting: float | None = None  # since when this rank waits
+        self.hurries = False  # the backend has failed
+        self.thread: threading.Thread | None = None
+        self.ended = threading.Event()
+        self.heard: dict[int, tuple[float, dict[str, Any]]] = {}  # by rank: when it changed, what it told
+        self.gone: dict[int, str] = {}  # ranks that left by an error
+        self.answered = 0.0  # when the store did
+        self.store: Any = None
+
+    def begin(self) -> None:
+        """Start the thread."""
+        self.answered = time.monotonic()
+        self.thread = threading.Thread(target=self._run, name="fspmd-monitor", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        me = world.process_rank()
+        try:
+            self.store = self._channel(self.number)
+        except Exception:
+            return
+        while True:
+            try:
+                self.store.set(f"at/{me}", self._told())
+                waiting = self.waiting
+                is_long = self.hurries or (waiting is not None and time.monotonic() - waiting > 2 * self.period)
+                if is_long:
+                    self._hear(me)
+                self._compare(me, is_long)
+                self.answered = time.monotonic()
+            except Exception:
+                if self.ended.is_set():
+                    return
+            if self.ended.wait(self.period):
+                return
+
+    def _compare(self, me: int, is_long: bool) -> None:
+        """What the thread does besides. ``is_long``: this rank waits for long."""
+
+    def _told(self, left: bool = False) -> str:
+        """What this rank tells the others."""
+        last, waiting, now = self.last, self.waiting, time.monotonic()
+        at = "" if last is None else f"{text_of(last)}, {now - last[-1]:.1f} s ago"
+        waits = None if waiting is None else now - waiting
+        return json.dumps({"at": at, "waits": waits, "left": left, "time": now})
+
+    def _hear(self, me: int) -> None:
+        """Read what other ranks tell."""
+        size = world.world_size()
+        ranks = range(size) if size <= 64 or self.last is None else self._last_group().ranks
+        gone = dict(self.gone)
+        for rank in ranks:
+            if rank != me and self.store.check([f"at/{rank}"]):
+                told = json.loads(self.store.get(f"at/{rank}"))
+                if rank not in self.heard or self.heard[rank][1] != told:
+                    self.heard[rank] = (time.monotonic(), told)
+                if self.store.check([f"left/{rank}"]):
+                    gone[rank] = self.store.get(f"left/{rank}").decode()
+        self.gone = gone  # all at once: the first to leave is among them
+
+    def _last_group(self) -> History:
+        assert self.last is not None
+        call = self.last[2]
+        return self.groups[key_of(call.mesh, call.axes)]
+
+    def _states(self, ranks: Sequence[int]) -> list[str]:
+        """Where other ranks stand, all if ``ranks`` is empty."""
+        me, now = world.process_rank(), time.monotonic()
+        lines = []
+        silence = now - self.answered
+        if silence > 3 * self.period + 1:
+            lines.append(
+                f"the store of torch.distributed has not answered for {silence:.1f} s: the process that holds it, rank "
+                "0 without torchrun, has ended or is stopped"
+            )
+        others = [rank for rank in ranks or range(world.world_size()) if rank != me]
+        states = [f"rank {rank} {self._state(rank, now)}" for rank in others]
+        lines += sorted(states, key=lambda state: " has waited " in state)[:SHOWN]  # first those that others wait for
+        return lines + ([f"and {counted(len(others) - SHOWN, 'other rank')}"] if len(others) > SHOWN else [])
+
+    def _state(self, rank: int, now: float) -> str:
+        if rank not in self.heard:
+            return self.gone.get(rank, "has told nothing: it has not come to this block, or has ended")
+        changed, told = self.heard[rank]
+        age = now - changed
+        where = f"it was last at {told['at']}" if told["at"] else "it has come to no collective there"
+        if rank in self.gone:
+            return f"{self.gone[rank]}; {where}"
+        if told["left"]:
+            return f"has left the block; {where}"
+        if age > max(0.6, 4 * self.period) and age > now - self.answered + self.period:
+            return f"has given no sign of life for {age:.1f} s: it has ended, or is stopped; {where}"
+        if told["waits"] is not None:
+            return f"has waited {told['waits'] + age:.1f} s; {where}"
+        return f"runs outside of collectives; {where}"
+
+    def _last_words(self, text: str) -> None:
+        me = world.process_rank()
+        store = self._channel(self.number)
+        if text:
+            store.set(f"left/{me}", text)
+        store.set(f"at/{me}", self._told(left=True))
+        store.add("ended", 1)
+        end = time.monotonic() + FAREWELL
+        while text and me == 0 and store.add("ended", 0) < world.world_size() and time.monotonic() < end:
+            time.sleep(0.02)
+        self._channel(self.number - 2).delete_key(f"at/{me}")
+
+    def _channel(self, number: int) -> Any:
+        return own_store(f"fspmd.monitor/{self.line}/{number}")
