@@ -13,7 +13,7 @@ from full import FULL
 from processes import Processes
 from torch import Tensor
 
-from fspmd import P, communication_log, device_get, device_put, make_mesh, shard_map
+from fspmd import P, TensorSpec, communication_log, device_get, device_put, jit, make_mesh, shard_map
 from fspmd.errors import ShapeError
 from fspmd.nn import (
     Causal,
@@ -247,3 +247,10 @@ def test_wrong_shapes_are_told() -> None:
     )
     with pytest.raises(ShapeError, match="3 heads for the 2 ranks"):
         run(k)
+
+
+def test_repeats_by_a_number_leave_blocks_even() -> None:
+    mesh, rows = make_mesh((4,), ("cp",), transport="abstract"), P(None, "cp")
+    spec = TensorSpec(mesh, rows, (2, 8, 4), F64)
+    call = shard_map(lambda x: x.repeat_interleave(3, 0), mesh=mesh, in_specs=rows, out_specs=rows)
+    assert jit(call).lower(spec).cost().moved == 0

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fspmd.errors import ShapeError
+from fspmd.torch_internals import aten_cpu_attention, aten_cpu_attention_backward
 
 
 class PartialAttention(NamedTuple):
@@ -92,9 +94,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, allowed, *part = ctx.saved_tensors
-        grads = backward(
-            PartialAttention(out_grad, lse_grad), query, key, value, PartialAttention(*part), allowed, ctx.scale
-        )
+        grads = backward(out_grad, lse_grad, query, key, value, PartialAttention(*part), allowed, ctx.scale)
         return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None
 
 
@@ -123,10 +123,12 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None) -> PartialAttention:
     """`attend_block` without checks and without gradients."""
-    query, key, value = (x.to(_wide(x)) for x in (query, key, value))
-    scores = _scores(query, key, allowed, scale)
     if not key.shape[-2]:
         return nothing(query, value.shape[-1])
+    query, key, value = (x.to(_wide(x)) for x in (query, key, value))
+    if _has_kernel(query):
+        return _kernel_forward(query, key, value, allowed, scale)
+    scores = _scores(query, key, allowed, scale)
     top = scores.amax(-1, keepdim=True)
     top = top.where(top != -torch.inf, 0)
     weights = scores.sub_(top).exp_()
@@ -136,7 +138,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, s
 
 
 def backward(
-    grad: PartialAttention,
+    out_grad: Tensor,
+    lse_grad: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -149,25 +152,97 @@ def backward(
     ``whole`` is the part of all keys that the queries see, of which these may be a few: the gradients of several sets
     of keys then add up to those of the whole.
     """
-    heads = query.shape[-3]
     query, key, value = (x.to(_wide(x)) for x in (query, key, value))
-    scores = _scores(query, key, allowed, scale)
+    out_grad = out_grad.to(query.dtype)
     lse = whole.lse.where(whole.lse != -torch.inf, torch.inf)  # a query that sees nothing has weights of 0
-    split = (-3, (key.shape[-3], heads // key.shape[-3]))
-    out_grad = grad.out.to(query.dtype).unflatten(*split)
-    weights = scores.sub_(lse.unflatten(-2, split[1])[..., None]).exp_()
-    drop = ((grad.out * whole.out).sum(-1) - grad.lse).to(query.dtype).unflatten(-2, split[1])[..., None]
-    scores_grad = (out_grad @ value[..., None, :, :].mT).sub_(drop).mul_(weights)
-    scores_grad = scores_grad.mul_(query.shape[-1] ** -0.5 if scale is None else scale)
+    if lse_grad is None and key.shape[-2] and _has_kernel(query):
+        return _kernel_backward(out_grad, query, key, value, PartialAttention(whole.out, lse), allowed, scale)
+    groups = key.shape[-3], query.shape[-3] // key.shape[-3]
+    drop = (out_grad * whole.out).sum(-1) - (0 if lse_grad is None else lse_grad)
+    out_grad = out_grad.unflatten(-3, groups)
+    weights = _scores(query, key, allowed, scale).sub_(lse.unflatten(-2, groups)[..., None]).exp_()
+    scores_grad = (out_grad @ value[..., None, :, :].mT).sub_(drop.unflatten(-2, groups)[..., None]).mul_(weights)
+    scores_grad = scores_grad.mul_(_scale(query, scale))
     query_grad = _grouped(scores_grad @ key[..., None, :, :])
-    key_grad = (scores_grad.mT @ query.unflatten(*split)).sum(-3)
+    key_grad = (scores_grad.mT @ query.unflatten(-3, groups)).sum(-3)
     return query_grad, key_grad, (weights.mT @ out_grad).sum(-3)
+
+
+# --- torch's kernel for CPUs ----------------------------------------------------------------------------------------
+#
+# It wants four dims, as many heads of keys as of queries, values as wide as keys, and a mask of floats. It ends the
+# process for no keys, and gives a query that sees no key the lse 0.
+
+
+def _has_kernel(query: Tensor) -> bool:
+    return query.device.type == "cpu" and query.shape[-2] > 0
+
+
+def _kernel_forward(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None
+) -> PartialAttention:
+    batch, width = query.shape[:-1], value.shape[-1]
+    operands, bias = _alike(query, key, value), _bias(query, key, allowed)
+    out, lse = aten_cpu_attention(*operands, attn_mask=bias, scale=_scale(query, scale))
+    out, lse = out[..., :width].reshape(*batch, width), lse.reshape(batch)
+    if allowed is not None:
+        sees = allowed.any(-1)
+        out, lse = out.where(sees[..., None], 0), lse.where(sees, -torch.inf)
+    return PartialAttention(out, lse)
+
+
+def _kernel_backward(
+    out_grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: PartialAttention,
+    allowed: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    operands = _alike(query, key, value)
+    shape = operands[0].shape
+    out_grad, out = (F.pad(x, (0, shape[-1] - x.shape[-1])).reshape(shape) for x in (out_grad, whole.out))
+    lse, bias = whole.lse.reshape(out.shape[:-1]), _bias(query, key, allowed)
+    grads = aten_cpu_attention_backward(
+        out_grad, *operands, out, lse, 0.0, False, attn_mask=bias, scale=_scale(query, scale)
+    )
+    query_grad, key_grad, value_grad = (
+        g[..., : x.shape[-1]].reshape(*x.shape[:-3], query.shape[-3], *x.shape[-2:])
+        for g, x in zip(grads, (query, key, value), strict=True)
+    )
+    groups = key.shape[-3], query.shape[-3] // key.shape[-3]
+    return query_grad, key_grad.unflatten(-3, groups).sum(-3), value_grad.unflatten(-3, groups).sum(-3)
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """The operands as [batch, heads, n, width], with zeros up to one width, and the heads of keys repeated."""
+    heads, width = query.shape[-3], max(query.shape[-1], value.shape[-1])
+    key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
+    padded = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    return [x.reshape(-1, heads, *x.shape[-2:]) for x in padded]
+
+
+def _bias(query: Tensor, key: Tensor, allowed: Tensor | None) -> Tensor | None:
+    """The mask as numbers that are added to the scores: [batch, 1, queries, keys]."""
+    if allowed is None:
+        return None
+    sizes = query.shape[-2], key.shape[-2]
+    bias = torch.where(allowed, 0.0, -torch.inf).to(query.dtype)
+    return bias.expand(*query.shape[:-3], 1, *sizes).reshape(-1, 1, *sizes)
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return float(query.shape[-1] ** -0.5) if scale is None else scale
+
+
+# --- products -------------------------------------------------------------------------------------------------------
 
 
 def _scores(query: Tensor, key: Tensor, allowed: Tensor | None, scale: float | None) -> Tensor:
     """The scores [..., kv_heads, heads / kv_heads, queries, keys]."""
     groups = key.shape[-3], query.shape[-3] // key.shape[-3]
-    scaled: Tensor = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scaled: Tensor = query * _scale(query, scale)
     scores: Tensor = scaled.unflatten(-3, groups) @ key[..., None, :, :].mT
     if allowed is not None:
         hidden = ~(allowed if allowed.dim() < 3 else allowed.unsqueeze(-3))

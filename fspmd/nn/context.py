@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,8 +78,8 @@ def ring_attention(
     """
     layout = _checked(query, key, value, axis, layout, "ring_attention")
     turns = _turns(axis, mask or Full(), layout, 1)
-    part = _Ring.apply(*(_padded(x, turns.length) for x in (query, key, value)), turns, scale)
-    return _finished(part, sinks, query.dtype, query.shape[-2])
+    padded = (_padded(x, turns.length) for x in (query, key, value))
+    return _attend(_RING, padded, sinks, turns, scale, query.shape[-2])
 
 
 def gathered_attention(
@@ -99,8 +99,8 @@ def gathered_attention(
     """
     layout = _checked(query, key, value, axis, layout, "gathered_attention")
     turns = _turns(axis, mask or Full(), layout, 1)
-    part = _Gathered.apply(*(_padded(x, turns.length) for x in (query, key, value)), turns, scale)
-    return _finished(part, sinks, query.dtype, query.shape[-2])
+    padded = (_padded(x, turns.length) for x in (query, key, value))
+    return _attend(_GATHERED, padded, sinks, turns, scale, query.shape[-2])
 
 
 def ulysses_attention(
@@ -152,8 +152,9 @@ def ulysses_attention(
     parts = (all_to_all(x, axis, x.dim() - 3, x.dim() - 2, tiled=True) for x in padded)
     if sinks is not None:
         sinks = sinks.view(n, heads // n)[axis_index(axis)]
-    out = _finished(_Ring.apply(*parts, turns, scale), sinks, query.dtype, turns.length)
-    return all_to_all(out, axis, out.dim() - 2, out.dim() - 3, tiled=True).narrow(-2, 0, query.shape[-2])
+    out = _attend(_RING, parts, sinks, turns, scale, turns.length)
+    result: Tensor = all_to_all(out, axis, out.dim() - 2, out.dim() - 3, tiled=True)
+    return result.narrow(-2, 0, query.shape[-2])
 
 
 def _checked(
@@ -166,14 +167,6 @@ def _checked(
         layout = contiguous(query.shape[-2] * n, n)
     check_axis(layout, axis, what)
     return layout
-
-
-def _finished(part: tuple[Tensor, Tensor], sinks: Tensor | None, dtype: torch.dtype, length: int) -> Tensor:
-    """The first ``length`` rows of a result, after the sinks have taken their share."""
-    out, lse = part
-    if sinks is not None:
-        out = out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])).exp()[..., None]
-    return out.to(dtype).narrow(-2, 0, length)
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
@@ -247,61 +240,112 @@ def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int, tiles: in
     return _Turns(axis, mask, table, {i: step for i, step in steps.items() if step.groups})
 
 
-class _Gathered(torch.autograd.Function):
-    """Attention to gathered keys and values. Their gradients are summed wide: bfloat16 sums would lose precision."""
+class _Way(NamedTuple):
+    """How a rank meets all keys: forward, and backward with what forward has kept of keys and values."""
+
+    forward: Callable[..., tuple[PartialAttention, Tensor, Tensor]]
+    backward: Callable[..., list[Tensor]]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention over a cut sequence, with sinks. Saved is one part: it has the sums of all keys, and of the sinks."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, turns: _Turns, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = (all_gather(x, turns.axis, axis=x.dim() - 2, tiled=True) for x in (key, value))
-        whole = turns.all_keys.forward(query, keys, values, turns.at, scale)
-        ctx.save_for_backward(query, keys, values, *whole)
-        ctx.turns, ctx.scale = turns, scale
-        return whole
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        way: _Way,
+        turns: _Turns,
+        scale: float | None,
+    ) -> Tensor:
+        (out, lse), keys, values = way.forward(query, key, value, turns, scale)
+        if sinks is not None:
+            alone, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out = out * (alone - lse).exp()[..., None]
+        ctx.save_for_backward(query, keys, values, sinks, out, lse)
+        ctx.way, ctx.turns, ctx.scale = way, turns, scale
+        return out.to(query.dtype)
 
     @staticmethod
-    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, keys, values, *whole = ctx.saved_tensors
-        turns, grad = ctx.turns, PartialAttention(out_grad, lse_grad)
-        query_grad, *grads = turns.all_keys.backward(
-            grad, query, keys, values, PartialAttention(*whole), turns.at, ctx.scale
-        )
-        summed = (psum_scatter(g, turns.axis, scatter_dimension=g.dim() - 2, tiled=True) for g in grads)
-        key_grad, value_grad = (g.to(keys.dtype) for g in summed)
-        return query_grad.to(query.dtype), key_grad, value_grad, None, None
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, sinks, *whole = ctx.saved_tensors
+        out, lse = whole
+        grads = ctx.way.backward(out_grad, query, keys, values, PartialAttention(out, lse), ctx.turns, ctx.scale)
+        sinks_grad = None
+        if sinks is not None:
+            shares = (sinks[:, None] - lse).exp() * (out_grad * out).sum(-1)
+            sinks_grad = -shares.sum(-1).flatten(0, -2).sum(0) if shares.dim() > 2 else -shares.sum(-1)
+            sinks_grad = sinks_grad.to(sinks.dtype)
+        return *(g.to(x.dtype) for g, x in zip(grads, (query, keys, values), strict=True)), sinks_grad, None, None, None
 
 
-class _Ring(torch.autograd.Function):
-    """The ring, and once more in backward: saved are a rank's own blocks, and not those that pass."""
+def _attend(
+    way: _Way, operands: Iterable[Tensor], sinks: Tensor | None, turns: _Turns, scale: float | None, length: int
+) -> Tensor:
+    """The first ``length`` rows of the attention of padded blocks."""
+    out: Tensor = _Attention.apply(*operands, sinks, way, turns, scale)
+    return out.narrow(-2, 0, length)
 
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, turns: _Turns, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
-        whole, at = attend.nothing(query, value.shape[-1]), turns.at
-        for step, pair, _ in _passing((key, value), turns):
-            part = turns.tiles[step].forward(query, *pair, at, scale)
-            whole = part if step == turns.steps[0] else merge(whole, part)
-        ctx.save_for_backward(query, key, value, *whole)
-        ctx.turns, ctx.scale = turns, scale
-        return whole
 
-    @staticmethod
-    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *whole = ctx.saved_tensors
-        turns, grad = ctx.turns, PartialAttention(out_grad, lse_grad)
-        grads = [torch.zeros_like(x, dtype=whole[0].dtype) for x in (query, key, value)]
-        at, coming = turns.at, None
-        for step, pair, hop in _passing((key, value), turns):
-            parts = turns.tiles[step].backward(grad, query, *pair, PartialAttention(*whole), at, ctx.scale)
-            if coming is not None:
-                grads[1:] = coming.wait()
-            grads = [total + part for total, part in zip(grads, parts, strict=True)]
-            coming = ppermute(tuple(grads[1:]), turns.axis, turns.hop(hop), wait=False) if hop else None
+def _gathered_forward(
+    query: Tensor, key: Tensor, value: Tensor, turns: _Turns, scale: float | None
+) -> tuple[PartialAttention, Tensor, Tensor]:
+    keys, values = (all_gather(x, turns.axis, axis=x.dim() - 2, tiled=True) for x in (key, value))
+    return turns.all_keys.forward(query, keys, values, turns.at, scale), keys, values
+
+
+def _gathered_backward(
+    out_grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    whole: PartialAttention,
+    turns: _Turns,
+    scale: float | None,
+) -> list[Tensor]:
+    """The gradients of keys and values are summed wide: bfloat16 sums would lose precision."""
+    grad, *grads = turns.all_keys.backward(out_grad, query, keys, values, whole, turns.at, scale)
+    return [grad, *(psum_scatter(g, turns.axis, scatter_dimension=g.dim() - 2, tiled=True) for g in grads)]
+
+
+def _ring_forward(
+    query: Tensor, key: Tensor, value: Tensor, turns: _Turns, scale: float | None
+) -> tuple[PartialAttention, Tensor, Tensor]:
+    """The ring. What is kept are a rank's own blocks, and not those that pass."""
+    whole, at = attend.nothing(query, value.shape[-1]), turns.at
+    for step, pair, _ in _passing((key, value), turns):
+        part = turns.tiles[step].forward(query, *pair, at, scale)
+        whole = part if step == turns.steps[0] else merge(whole, part)
+    return whole, key, value
+
+
+def _ring_backward(
+    out_grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: PartialAttention,
+    turns: _Turns,
+    scale: float | None,
+) -> list[Tensor]:
+    """The ring once more. The gradients of keys and values travel with them, and come home in the end."""
+    grads = [torch.zeros_like(x, dtype=whole.out.dtype) for x in (query, key, value)]
+    at, coming = turns.at, None
+    for step, pair, hop in _passing((key, value), turns):
+        parts = turns.tiles[step].backward(out_grad, query, *pair, whole, at, scale)
         if coming is not None:
             grads[1:] = coming.wait()
-        return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None
+        grads = [total + part for total, part in zip(grads, parts, strict=True)]
+        coming = ppermute(tuple(grads[1:]), turns.axis, turns.hop(hop), wait=False) if hop else None
+    if coming is not None:
+        grads[1:] = coming.wait()
+    return grads
+
+
+_RING, _GATHERED = _Way(_ring_forward, _ring_backward), _Way(_gathered_forward, _gathered_backward)
 
 
 def _passing(pair: tuple[Tensor, Tensor], turns: _Turns) -> Iterator[tuple[int, tuple[Tensor, Tensor], int]]:

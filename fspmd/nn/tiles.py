@@ -90,7 +90,7 @@ class Tiles:
 
     def backward(
         self,
-        grad: PartialAttention,
+        out_grad: Tensor,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -101,23 +101,15 @@ class Tiles:
         """The gradients of query, key and value; ``whole`` is the part of all keys that the queries see."""
         dtype = whole.out.dtype
         totals = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
-        cuts = [self._cut(x, self.queries) for x in (query, grad.out, whole.out)]
-        rows = [x.unflatten(-1, self.queries.shape[1:]).movedim(-2, -3) for x in (grad.lse, whole.lse)]
+        queries, out_grads, outs = (self._cut(x, self.queries) for x in (query, out_grad, whole.out))
+        lses = whole.lse.unflatten(-1, self.queries.shape[1:]).movedim(-2, -3)
         keys, values = self._cut(key, self.keys), self._cut(value, self.keys)
         for q, k, of_query, of_key, allowed in self._each(query.device, at):
-            mine, out_grad, out = (_take(x, q) for x in cuts)
-            lse_grad, lse = (x.index_select(-3, q) for x in rows)
-            parts = attend.backward(
-                PartialAttention(out_grad, lse_grad),
-                mine,
-                _take(keys, k),
-                _take(values, k),
-                PartialAttention(out, lse),
-                allowed,
-                scale,
-            )
-            for i, (part, of_tile) in enumerate(zip(parts, (of_query, of_key, of_key), strict=True)):
-                summed = torch.tensordot(of_tile.to(dtype), part.movedim(-4, 0), 1).movedim(0, -4)
+            part = PartialAttention(_take(outs, q), lses.index_select(-3, q))
+            operands = _take(queries, q), _take(keys, k), _take(values, k)
+            parts = attend.backward(_take(out_grads, q), None, *operands, part, allowed, scale)
+            for i, (gradient, of_tile) in enumerate(zip(parts, (of_query, of_key, of_key), strict=True)):
+                summed = torch.tensordot(of_tile.to(dtype), gradient.movedim(-4, 0), 1).movedim(0, -4)
                 totals[i] = totals[i] + self._joined(summed)
         return totals
 

@@ -114,7 +114,7 @@ _RANDOM: Final = words(
 _RECURRENT: Final = words("lstm gru rnn_tanh rnn_relu")
 _IN_COPIES: Final = _RECURRENT | words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
 _CALLS: Final = {"triplet_margin_with_distance_loss": "distance_function"}
-_RAGGED: Final = words("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave")
+_RAGGED: Final = words("nonzero argwhere masked_select unique unique_consecutive bincount")
 #: functions that read no values, so that operands may have any type
 _METADATA: Final = words(
     "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
@@ -229,6 +229,7 @@ _RAGGED_WHEN: Final[dict[str, Predicate]] = {
     **dict.fromkeys(_RAGGED, _ALWAYS),
     "__getitem__": _ragged_index,
     "where": lambda *args, **kwargs: len(args) + len(kwargs) == 1,
+    "repeat_interleave": lambda *args, **kwargs: not isinstance(argument(args, kwargs, 1, "repeats", None), int),
 }
 
 
