@@ -308,6 +308,39 @@ def raised_alone(port: int) -> tuple[str, float]:
     return outcome(act, nullcontext())
 
 
+def raised_before_a_message(port: int) -> tuple[str, float]:
+    """One rank raises in its body, and another waits for its message. There is no deadline."""
+    mesh, _ = fresh(port)
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+
+    def body(b: Tensor) -> Tensor:
+        for i in range(3):
+            if i == 1 and dist.get_rank() == 2:
+                raise KeyError("mine")
+            b = ppermute(b, "x", ring)
+        return b
+
+    def act() -> None:
+        shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(_x(mesh))
+
+    return outcome(act, nullcontext())
+
+
+def raised_before_a_group(port: int) -> tuple[str, float]:
+    """One rank raises in its body, before the first collective of its group. There is no deadline."""
+    mesh, _ = fresh(port, (2, 2), ("x", "y"))
+
+    def body(b: Tensor) -> Tensor:
+        if dist.get_rank() == 2:
+            raise KeyError("mine")
+        return psum(b, "y")
+
+    def act() -> None:
+        shard_map(body, mesh=mesh, in_specs=P(None, "y"), out_specs=P())(torch.ones(2, 2))
+
+    return outcome(act, nullcontext())
+
+
 def another_tensor(port: int) -> tuple[str, float]:
     """One rank passes another plain tensor."""
     mesh, rank = fresh(port)
@@ -521,6 +554,9 @@ def a_new_world(port: int) -> tuple[str, float]:
             x = _x(mesh)
             time.sleep(2 if rank == 2 else 0)
             _sum(mesh, x)
+            time.sleep(2 if rank == 1 else 0)
+            step = shard_map(lambda b: ppermute(b, "x", [(1, 3)]), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+            step(x)
 
     return outcome(act, nullcontext())
 

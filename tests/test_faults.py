@@ -114,6 +114,22 @@ def test_an_error_of_one_rank_is_told_without_a_deadline(four: Processes) -> Non
         assert "  * rank 2 raised in shard_map(body) KeyError: 'mine' (fault_programs.py:" in error
 
 
+def test_an_error_of_one_rank_is_told_to_those_that_wait_for_a_message(four: Processes) -> None:
+    errors = _run(four, fault_programs.raised_before_a_message, within=15)
+    assert errors.pop(2) == "KeyError: 'mine'"
+    for error in errors:
+        assert error.startswith("PeerError: rank "), error
+        assert " at ppermute over 'x' of mesh(x=4), f64[2] (fault_programs.py:" in error
+        assert "  * rank 2 raised in shard_map(body) KeyError: 'mine' (fault_programs.py:" in error
+
+
+def test_an_error_of_one_rank_is_told_to_those_that_make_a_group(four: Processes) -> None:
+    errors = _run(four, fault_programs.raised_before_a_group, within=10)
+    assert errors.pop(2) == "KeyError: 'mine'"
+    assert errors.pop(2).startswith("PeerError: rank 3 waits in vain at psum over 'y' of mesh(x=2, y=2), f32[2, 1] (")
+    assert errors == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("program", "rank", "label"),
     [

@@ -223,15 +223,14 @@ def _file(path: str) -> _File:
     return _File(path.startswith(LIBRARIES), is_ours, _OPS.get(path, ""), Path(path).name)
 
 
-def trace() -> Trace:
+def trace(frame: FrameType | None = None) -> Trace:
     """Find the cause of the call that runs: the nearest frame that is neither ours nor torch's, and the function that
-    it called."""
+    it called. ``frame``: the innermost frame of another thread."""
     dispatches: list[FrameType] = []
     op: FrameType | None = None
     outermost: FrameType | None = None
     style = edges = why = ""  # the style that lays out values; the file of a body's entries or exits
-    frame: FrameType | None = sys._getframe(1)
-    innermost = frame
+    innermost = frame = frame or sys._getframe(1)
     while frame is not None and (file := _file((code := frame.f_code).co_filename)).is_library:
         if file.is_ours:
             outermost = frame

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from types import FrameType
 from typing import Any, Final
 
 from fspmd.errors import PeerError, join_failures
 from fspmd.inspection.positions import position
 from fspmd.meshes import world
-from fspmd.transport.pending import SLICE
+from fspmd.transport.pending import SLICE, Meeting, Message
 from fspmd.transport.reports import PATIENCE, failures, last_failure, own_store, within
 
 _PERIOD: Final = 0.5  # seconds between two looks
 #: a rank that has told of a failure may have gone on; then it comes within so many seconds
 _GRACE: Final = 3.0
+_AT_ONCE: Final = timedelta(milliseconds=1)
 _SKEW: Final = 5.0  # seconds before the wait in which a failure counts
 
 
 class Lookout:
-    """A thread that tells the other ranks of the long wait of this one, and hears of their failures."""
+    """A thread that tells the other ranks of the long wait of this one, and hears of their failures.
 
-    def __init__(self, waited: float) -> None:
-        self.where, self.ranks = position()
+    ``frame``: the innermost frame of the thread that waits, if it is another one.
+    """
+
+    def __init__(self, waited: float, frame: FrameType | None = None) -> None:
+        self.where, self.ranks = position(frame)
         self.begin = time.monotonic() - waited
         self.news: list[str] = []  # of ranks that have failed
         self.over = threading.Event()
@@ -78,6 +86,105 @@ def wait_long(work: Any) -> None:
         raise
     finally:
         lookout.over.set()
+
+
+def wait_whole(work: Message | Meeting) -> None:
+    """Wait for a work whose wait cannot be cut.
+
+    Raises:
+        PeerError: another rank has failed since.
+    """
+    if isinstance(work, Meeting):
+        _meet(work)
+        return
+    global _watcher
+    if _watcher is None:
+        _watcher = threading.Thread(target=_watch, name="fspmd-watch", daemon=True)
+        _watcher.start()
+    watched = _watched[threading.get_ident()] = _Watched(time.monotonic(), work)
+    try:
+        work.wait()
+    except RuntimeError:
+        if watched.lookout is not None and watched.lookout.news:
+            world.abandon_groups()
+            watched.lookout.where, _ = position()
+            watched.lookout.check()
+        raise
+    finally:
+        del _watched[threading.get_ident()]
+        if watched.lookout is not None:
+            watched.lookout.over.set()
+
+
+class _Watched:
+    """The wait of a thread for a message."""
+
+    def __init__(self, begin: float, work: Message) -> None:
+        self.begin, self.work = begin, work
+        self.lookout: Lookout | None = None
+
+
+_watched: Final[dict[int, _Watched]] = {}  # by thread
+_watcher: threading.Thread | None = None
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_PERIOD)
+        for thread in list(_watched):
+            _look_after(thread)
+
+
+def _look_after(thread: int) -> None:
+    """Look out for a thread whose message takes long. If it waits in vain, end all works of the group."""
+    watched = _watched.get(thread)
+    if watched is None or (waited := time.monotonic() - watched.begin) < SLICE.total_seconds():
+        return
+    if watched.lookout is None:
+        watched.lookout = Lookout(waited, sys._current_frames().get(thread))
+    elif watched.lookout.news and _watched.get(thread) is watched:
+        with contextlib.suppress(RuntimeError):
+            watched.work.work.wait(_AT_ONCE)
+
+
+def _meet(meeting: Meeting) -> None:
+    begin, lookout = time.monotonic(), None
+
+    def check() -> None:
+        nonlocal lookout
+        if lookout is not None:
+            lookout.check()
+        elif (waited := time.monotonic() - begin) > SLICE.total_seconds():
+            lookout = Lookout(waited)
+
+    try:
+        wait_beside(meeting, check, _PERIOD)
+    except PeerError:
+        world.abandon_groups()
+        raise
+    finally:
+        if lookout is not None:
+            lookout.over.set()
+
+
+def wait_beside(work: Any, check: Callable[[], None], period: float) -> None:
+    """Wait for a work in another thread, and call ``check`` every few seconds, which may raise an error."""
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(period)
+    while thread.is_alive():
+        check()
+        thread.join(period)
+    if failed:
+        raise failed[0]
 
 
 def waits(ranks: Iterable[int]) -> dict[int, dict[str, Any]]:

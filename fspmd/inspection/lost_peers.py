@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from fspmd.errors import PeerError
-from fspmd.inspection.long_waits import ADVICE, wait_long, waits_told_by
+from fspmd.inspection.long_waits import ADVICE, wait_long, wait_whole, waits_told_by
 from fspmd.inspection.positions import position
 from fspmd.meshes import world
 from fspmd.transport.pending import explain_with, go_on_with
@@ -43,4 +43,4 @@ def _explained(error: RuntimeError) -> PeerError | None:
 def install() -> None:
     """Let errors of c10d become `PeerError`s, and long waits hear of other ranks."""
     explain_with(_explained)
-    go_on_with(wait_long)
+    go_on_with(wait_long, wait_whole)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fspmd.errors import DeadlineError, FspmdError, LockstepError, PeerError, join_failures
 from fspmd.inspection.comparison import LATE, Comparison
-from fspmd.inspection.long_waits import Lookout
+from fspmd.inspection.long_waits import Lookout, wait_beside
 from fspmd.inspection.lost_peers import told_by
 from fspmd.inspection.positions import position
 from fspmd.inspection.presence import FAREWELL, PERIOD
@@ -111,7 +111,7 @@ class Monitor(Comparison):
         is_over = False
         try:
             if type(work) is Meeting or (type(work) is Message and self.timed):
-                self._wait_beside(work, begin)
+                wait_beside(work, functools.partial(self.check, begin), self.period)
             else:
                 self._wait_in_slices(work.work if type(work) is Message else work, begin)
             is_over = True
@@ -136,25 +136,6 @@ class Monitor(Comparison):
                 pause = min(2 * pause, self.period / 4)
             self.check(begin)
         work.wait()
-
-    def _wait_beside(self, work: Any, begin: float) -> None:
-        """Wait in a thread, since the wait must not be timed."""
-        failed: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                work.wait()
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
-        thread.join(self.period)
-        while thread.is_alive():
-            self.check(begin)
-            thread.join(self.period)
-        if failed:
-            raise failed[0]
 
     def _waited(self, work: Any) -> bool:
         """Wait for a work of Gloo for a while. Return whether it has ended well."""

@@ -28,9 +28,12 @@ class Rendezvous:
         self.what, self.ranks = what, ranks
 
 
-def position() -> tuple[str, tuple[int, ...]]:
-    """The text of the collective that this thread runs, and the ranks of its group; () if it is of no mesh."""
-    frame: FrameType | None = sys._getframe(1)
+def position(innermost: FrameType | None = None) -> tuple[str, tuple[int, ...]]:
+    """The text of the collective that this thread runs, and the ranks of its group; () if it is of no mesh.
+
+    ``innermost``: the innermost frame of another thread, about which to tell.
+    """
+    frame: FrameType | None = innermost or sys._getframe(1)
     call: Call | None = None
     replayed: Cause | None = None
     forward, operand = "", None
@@ -43,9 +46,9 @@ def position() -> tuple[str, tuple[int, ...]]:
             call, operand = found, named.get("x")
         replayed = replayed or frame.f_globals.get(CAUSES, {}).get(frame.f_lineno)
         if isinstance(agreement := named.get("agreement"), Rendezvous):
-            return f"{agreement.what} ({trace().cause.where})", agreement.ranks
+            return f"{agreement.what} ({trace(innermost).cause.where})", agreement.ranks
         frame = frame.f_back
-    cause = replayed or trace().cause
+    cause = replayed or trace(innermost).cause
     backward = current_autograd_node() is not None
     here = f" ({'backward, ' * backward}{cause.where}{forward if backward else ''})"
     if call is None:

@@ -15,6 +15,7 @@ _Waiter = Callable[[Any], None]
 _waiter: _Waiter | None = None
 _explain: Callable[[RuntimeError], Exception | None] | None = None
 _go_on: _Waiter | None = None
+_whole: _Waiter | None = None
 _slice: tuple[timedelta, ...] = ()  # the arguments of the first wait for a work
 
 
@@ -30,10 +31,11 @@ def explain_with(explain: Callable[[RuntimeError], Exception | None]) -> None:
     _explain = explain
 
 
-def go_on_with(waiter: _Waiter) -> None:
-    """Let ``waiter`` go on with a wait that has taken longer than `SLICE`. Only waits on Gloo are cut so."""
-    global _go_on
-    _go_on = waiter
+def go_on_with(waiter: _Waiter, whole: _Waiter) -> None:
+    """Let ``waiter`` go on with a wait that has taken longer than `SLICE`, and ``whole`` wait for a `Message` or a
+    `Meeting`, whose wait cannot be cut. Only waits on Gloo are."""
+    global _go_on, _whole
+    _go_on, _whole = waiter, whole
 
 
 def _choose_slice() -> None:
@@ -89,7 +91,8 @@ class Pending:
 class Message:
     """A work of c10d that sends to one peer, or receives from one.
 
-    Gloo ends all works of a group if a message does not come within the time of a timed wait.
+    Gloo ends all works of a group if a message does not come within the time of a timed wait. `is_completed` is True
+    only after a wait.
     """
 
     __slots__ = ("work",)
@@ -97,9 +100,12 @@ class Message:
     def __init__(self, work: Any) -> None:
         self.work = work
 
-    def wait(self, _: timedelta | None = None) -> None:
-        """Wait for it, however long that takes."""
-        self.work.wait()
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Wait for it, however long that takes; with a limit, hear of other ranks meanwhile."""
+        if limit is None or _whole is None:
+            self.work.wait()
+        else:
+            _whole(self)
 
     def is_completed(self) -> bool:
         """Return whether it has arrived."""
@@ -115,9 +121,12 @@ class Meeting:
         self._make = make
         self.made: Any = None
 
-    def wait(self, _: timedelta | None = None) -> None:
-        """Make it, however long that takes."""
-        self.made = self._make()
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Make it, however long that takes; with a limit, hear of other ranks meanwhile."""
+        if limit is None or _whole is None:
+            self.made = self._make()
+        else:
+            _whole(self)
 
 
 def _meet(make: Callable[[], Any]) -> Any:
