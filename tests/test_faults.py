@@ -18,6 +18,7 @@ from processes import Processes, free_port
 
 from fspmd import ArgumentError, deadline, debug
 from fspmd.inspection import monitor
+from fspmd.inspection.histories import parting_text
 
 HERE = Path(__file__).parent
 
@@ -354,6 +355,20 @@ def test_a_process_ends_although_another_is_stopped() -> None:
     assert ranks[0].returncode == 1, error
     assert "DeadlineError: rank 0 has waited 3." in error, error
     assert "  * rank 1 has given no sign of life for " in error
+
+
+def test_a_slow_rank_is_not_the_one_that_differs() -> None:
+    """It has come less far, for values hold nobody up."""
+    values = {rank: {1: (7, "a, with the bits 1"), 2: (8, f"b, with the bits {rank // 2}")} for rank in range(4)}
+    del values[1][2]
+    values[3][2] = (9, values[3][2][1])
+    head, *lines, _ = parting_text(values).splitlines()
+    assert head == "ranks pass other values where all must pass one global value:"
+    assert lines[1] == "  * rank 1: none; the last was a, with the bits 1"
+    assert lines[3] == "  * rank 3: b, with the bits 1"
+    del values[0][2], values[2][2]
+    head, *lines, _ = parting_text(values).splitlines()
+    assert head == "ranks ran different collectives, from collective number 2 of their group in this block on:"
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "1", float("nan"), None])

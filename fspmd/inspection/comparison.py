@@ -203,8 +203,7 @@ class Comparison(Presence):
             rank: ring_of(store.get(f"ring/{group.key}/{rank}")) if store.check([keys[rank]]) else {}
             for rank in group.ranks
         }
-        self.failure = parting_text(rings)
-        store.set("parting", self.failure)
+        self.failure = store.compare_set("parting", "", parting_text(rings)).decode()  # all tell the first text
 
     def _raise_if_parted(self) -> None:
         """Raise the error of ranks that have parted, which this rank's thread may be about to make.

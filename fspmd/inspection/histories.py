@@ -110,7 +110,10 @@ def parting_text(
     told = {rank: ring for rank, ring in rings.items() if ring}
     counts = sorted({count for ring in told.values() for count in ring})
     oldest = max((min(ring) for ring in told.values()), default=0)
-    first = next((c for c in counts if c >= oldest and _differ(told, rings, c)), counts[-1] if counts else 0)
+    common = [count for count in counts if count >= oldest]
+    other = next((count for count in common if len(_numbers(told, count)) > 1), None)  # a slow rank has fewer
+    fewer = (c for c in common if len(told) < len(rings) or any(c not in ring for ring in told.values()))
+    first = next(fewer, counts[-1] if counts else 0) if other is None else other
     known = first == 1 or all(first - 1 in ring for ring in told.values() if first in ring)
     ordinal = f"collective number {first} of their group {where}"
     head = f"{what}, from {ordinal} on:" if known else f"ranks parted before {ordinal}:"
@@ -124,13 +127,12 @@ def parting_text(
         else:
             text = f"none; the last was {ring[max(ring)][1]}"
         lines.append(f"rank {rank}: {text}")
-    if known and len(told) == len(rings) and all(DIGEST in ring.get(first, (0, ""))[1] for ring in told.values()):
+    if known and other and all(DIGEST in ring[first][1] for ring in told.values() if first in ring):
         head = "ranks pass other values where all must pass one global value:"
         return join_failures(head, lines, _VALUES)
     return join_failures(head, lines, PARTED)
 
 
-def _differ(told: dict[int, dict[int, tuple[int, str]]], rings: dict[int, Any], count: int) -> bool:
-    """Whether ranks differ in the collective with this number."""
-    numbers = {ring[count][0] if count in ring else None for ring in told.values()}
-    return len(numbers) > 1 or len(told) < len(rings)
+def _numbers(told: dict[int, dict[int, tuple[int, str]]], count: int) -> set[int]:
+    """The hashes of the collective with this number."""
+    return {ring[count][0] for ring in told.values() if count in ring}

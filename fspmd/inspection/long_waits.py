@@ -88,6 +88,18 @@ def wait_long(work: Any) -> None:
         lookout.over.set()
 
 
+class _MessageWait:
+    """The wait of a thread for a message."""
+
+    def __init__(self, begin: float, work: Message) -> None:
+        self.begin, self.work = begin, work
+        self.lookout: Lookout | None = None
+
+
+_message_waits: Final[dict[int, _MessageWait]] = {}  # by thread
+_watcher: threading.Thread | None = None
+
+
 def wait_whole(work: Message | Meeting) -> None:
     """Wait for a work whose wait cannot be cut.
 
@@ -101,7 +113,7 @@ def wait_whole(work: Message | Meeting) -> None:
     if _watcher is None:
         _watcher = threading.Thread(target=_watch, name="fspmd-watch", daemon=True)
         _watcher.start()
-    watched = _watched[threading.get_ident()] = _Watched(time.monotonic(), work)
+    watched = _message_waits[threading.get_ident()] = _MessageWait(time.monotonic(), work)
     try:
         work.wait()
     except RuntimeError:
@@ -111,38 +123,26 @@ def wait_whole(work: Message | Meeting) -> None:
             watched.lookout.check()
         raise
     finally:
-        del _watched[threading.get_ident()]
+        del _message_waits[threading.get_ident()]
         if watched.lookout is not None:
             watched.lookout.over.set()
-
-
-class _Watched:
-    """The wait of a thread for a message."""
-
-    def __init__(self, begin: float, work: Message) -> None:
-        self.begin, self.work = begin, work
-        self.lookout: Lookout | None = None
-
-
-_watched: Final[dict[int, _Watched]] = {}  # by thread
-_watcher: threading.Thread | None = None
 
 
 def _watch() -> None:
     while True:
         time.sleep(_PERIOD)
-        for thread in list(_watched):
+        for thread in list(_message_waits):
             _look_after(thread)
 
 
 def _look_after(thread: int) -> None:
     """Look out for a thread whose message takes long. If it waits in vain, end all works of the group."""
-    watched = _watched.get(thread)
+    watched = _message_waits.get(thread)
     if watched is None or (waited := time.monotonic() - watched.begin) < SLICE.total_seconds():
         return
     if watched.lookout is None:
         watched.lookout = Lookout(waited, sys._current_frames().get(thread))
-    elif watched.lookout.news and _watched.get(thread) is watched:
+    elif watched.lookout.news and _message_waits.get(thread) is watched:
         with contextlib.suppress(RuntimeError):
             watched.work.work.wait(_AT_ONCE)
 

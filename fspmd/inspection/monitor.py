@@ -7,7 +7,6 @@ by an error, or the ranks have parted. The error says where all ranks stand.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from datetime import timedelta
 from typing import Any, Final

@@ -113,7 +113,8 @@ def jit(
     the communication of the record. Each process records alone. Before the first replay the ranks of each group compare
     the collectives of the record, through the store of torch.distributed: the row of the pair table, the axes, the
     options, the shape, the dtype and the user's line, forward and backward. They do so once for equal collectives, and
-    a process that lacks a record makes it while others replay theirs.
+    a process that lacks a record makes it while others replay theirs. Later replays compare nothing: ranks that replay
+    different records, on all of which they have agreed, are found by `debug` and `lockstep` alone.
 
     Some functions need values: `ragged_all_to_all` with computed sizes, `rank_map`, and functions of blocks whose sizes
     are measured. Such a function is recorded while it runs once on copies of the arguments, on all processes at once.
