@@ -82,8 +82,9 @@ aten_zero_tensor: Any = torch.ops.aten._efficientzerotensor.default
 aten_embedding_bag: Any = torch.ops.aten._embedding_bag
 #: products of groups of rows, as dispatch sees them
 aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
-#: attention on the CPU with the logarithm of the sums, and its gradient; instead: products and sums, at twice the time
+#: attention on the CPU with the logarithm of the sums; instead: products and sums, at twice the time
 aten_cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+#: the gradients of that attention; instead: products and sums
 aten_cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 #: the check of a tangent in forward derivatives
 aten_same_storage_size: Any = torch.ops.aten._has_same_storage_numel.default
