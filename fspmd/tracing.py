@@ -227,13 +227,14 @@ def outside_modes() -> Any:
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:
     """Keep the calls of a function out of records, transforms and dispatch modes: their results serve all later runs.
 
-    Such a mode is that of a selective checkpoint, for which a function makes the same calls whenever it runs.
+    Such a mode is that of a selective checkpoint, for which a function makes the same calls whenever it runs. Nor are
+    results made within `torch.inference_mode` of use to autograd later.
     """
 
     @functools.wraps(function)
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
         mode = recorder()
-        with outside_transforms(), outside_modes() if mode is None else mode.real():
+        with outside_transforms(), torch.inference_mode(False), outside_modes() if mode is None else mode.real():
             return function(*args, **kwargs)
 
     return run

@@ -211,9 +211,7 @@ def test_layouts_are_permutations_cut_as_fspmd_cuts(layout: str, ranks: int, len
     assert sorted(lies.order.tolist()) == list(range(length))
     mesh = make_mesh((ranks,), ("cp",), transport="simulation")
     spec = P("cp")
-    found = shard_map(lambda x: lies.positions("cp", x.shape[0]), mesh=mesh, in_specs=spec, out_specs=spec)(
-        torch.arange(length)
-    )
+    found = shard_map(lambda x: lies.positions("cp"), mesh=mesh, in_specs=spec, out_specs=spec)(torch.arange(length))
     assert torch.equal(device_get(found), lies.order)
     x = torch.randn(2, length)
     assert torch.equal(lies.restore(lies.store(x, 1), 1), x)

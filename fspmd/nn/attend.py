@@ -9,14 +9,24 @@ are: with bfloat16 operands nothing is rounded between parts. The method is that
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fspmd.errors import ShapeError
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.messages import described
+from fspmd.ops.traits import autocasts
+from fspmd.sharded import Sharded
 from fspmd.torch_internals import aten_cpu_attention, aten_cpu_attention_backward
+
+Q = ParamSpec("Q")
+R = TypeVar("R")
 
 
 class PartialAttention(NamedTuple):
@@ -70,12 +80,15 @@ def attend_block(
 
     Raises:
         ShapeError: The shapes do not fit together.
+        ArgumentError: The operands are not of one floating dtype.
 
     >>> out, lse = attend_block(torch.ones(2, 3, 4), torch.ones(1, 5, 4), torch.ones(1, 5, 6))
     >>> out.shape, lse.shape
     (torch.Size([2, 3, 6]), torch.Size([2, 3]))
     """
-    check_shapes(query, key, value, "attend_block")
+    check_operands(query, key, value, scale, "attend_block")
+    if allowed is not None:
+        _check_allowed(allowed, (*query.shape[:-3], 1, query.shape[-2], key.shape[-2]))
     return PartialAttention(*_Attend.apply(query, key, value, allowed, scale))
 
 
@@ -92,14 +105,42 @@ class _Attend(torch.autograd.Function):
         return part
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, allowed, *part = ctx.saved_tensors
         grads = backward(out_grad, lse_grad, query, key, value, PartialAttention(*part), allowed, ctx.scale)
         return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None
 
 
-def check_shapes(query: Tensor, key: Tensor, value: Tensor, what: str) -> None:
-    """Raise `ShapeError` unless queries, keys and values fit together."""
+def full_precision(function: Callable[Q, R]) -> Callable[Q, R]:
+    """Run a function without autocast, which would make bfloat16 of float32."""
+
+    @functools.wraps(function)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        with ExitStack() as stack:
+            for kind, _ in autocasts():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
+
+
+def check_operands(query: Tensor, key: Tensor, value: Tensor, scale: object, what: str) -> None:
+    """Raise `ShapeError` or `ArgumentError` unless queries, keys, values and the scale fit together."""
+    for x in (query, key, value):
+        if not isinstance(x, Tensor) or isinstance(x, Sharded):
+            raise ArgumentError(
+                f"{what} got {described(x)}; give it tensors: in a body, the blocks of this rank (see shard_map)"
+            )
+    dtypes = [x.dtype for x in (query, key, value)]
+    if len({*dtypes}) > 1 or not query.is_floating_point():
+        raise ArgumentError(
+            f"{what} got a query, key and value of {', '.join(map(str, dtypes))}; give it one floating dtype"
+        )
+    if scale is not None and type(scale) not in (int, float):
+        raise ArgumentError(
+            f"{what} got {described(scale)} for scale; give it a number, and multiply queries by tensors"
+        )
     shapes = [tuple(x.shape) for x in (query, key, value)]
     fits = (
         min(x.dim() for x in (query, key, value)) >= 3
@@ -117,10 +158,23 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, what: str) -> None:
         )
 
 
+def _check_allowed(allowed: Tensor, shape: tuple[int, ...]) -> None:
+    try:
+        fits = torch.broadcast_shapes(allowed.shape, shape) == torch.Size(shape)
+    except RuntimeError:
+        fits = False
+    if not fits or allowed.dtype != torch.bool:
+        raise ShapeError(
+            f"attend_block got {described(allowed)} for allowed; give it bools that broadcast to "
+            f"[..., 1, queries, keys], here {shape}"
+        )
+
+
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+@full_precision
 def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None) -> PartialAttention:
     """`attend_block` without checks and without gradients."""
     if not key.shape[-2]:
@@ -137,6 +191,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, s
     return PartialAttention(out, _grouped(top + total.log())[..., 0])
 
 
+@full_precision
 def backward(
     out_grad: Tensor,
     lse_grad: Tensor | None,

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fspmd.cache import cached
@@ -28,9 +29,9 @@ from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, ppe
 from fspmd.entries import blocks
 from fspmd.errors import ShapeError
 from fspmd.nn import attend
-from fspmd.nn.attend import PartialAttention, check_shapes, merge
-from fspmd.nn.masks import Full, Mask
-from fspmd.nn.sequences import Axes, SequenceLayout, check_axis, contiguous
+from fspmd.nn.attend import PartialAttention, check_operands, merge
+from fspmd.nn.masks import Full, Mask, as_mask
+from fspmd.nn.sequences import Axes, SequenceLayout, check_layout, same_length
 from fspmd.nn.tiles import Tiles, count_of, make_tiles, runs_of
 from fspmd.tracing import hidden
 
@@ -76,8 +77,7 @@ def ring_attention(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
     True
     """
-    layout = _checked(query, key, value, axis, layout, "ring_attention")
-    turns = _turns(axis, mask or Full(), layout, 1)
+    turns = _checked(query, key, value, axis, (), mask, layout, scale, sinks, "ring_attention")
     padded = (_padded(x, turns.length) for x in (query, key, value))
     return _attend(_RING, padded, sinks, turns, scale, query.shape[-2])
 
@@ -97,8 +97,7 @@ def gathered_attention(
 
     Communication: an `all_gather` of keys and one of values, forward; a reduce-scatter of each gradient, backward.
     """
-    layout = _checked(query, key, value, axis, layout, "gathered_attention")
-    turns = _turns(axis, mask or Full(), layout, 1)
+    turns = _checked(query, key, value, axis, (), mask, layout, scale, sinks, "gathered_attention")
     padded = (_padded(x, turns.length) for x in (query, key, value))
     return _attend(_GATHERED, padded, sinks, turns, scale, query.shape[-2])
 
@@ -128,21 +127,13 @@ def ulysses_attention(
     Raises:
         ShapeError: As `ring_attention`; and the number of heads is no multiple of the ranks.
     """
-    check_shapes(query, key, value, "ulysses_attention")
-    n, ranks, heads = axis_size(axis), 1 if ring is None else axis_size(ring), query.shape[-3]
+    turns = _checked(query, key, value, ring or (), axis, mask, layout, scale, sinks, "ulysses_attention")
+    n, heads = axis_size(axis), query.shape[-3]
     if heads % n:
         raise ShapeError(
             f"ulysses_attention got {heads} heads for the {n} ranks of {axis!r}, to which it gives equally many; call "
             "ring_attention, or make the axis a divisor of the heads"
         )
-    if layout is None:
-        layout = contiguous(query.shape[-2] * n * ranks, ranks)
-    if layout.ranks != ranks:
-        raise ShapeError(
-            f"ulysses_attention got a layout of {layout.ranks} ranks; its ranks are those of the ring, of which there "
-            f"are {ranks}: make one by contiguous({layout.length}, {ranks})"
-        )
-    turns = _turns(ring or (), mask or Full(), layout, n)
     repeats = lcm(key.shape[-3], n) // key.shape[-3]
     if repeats > 1:
         key, value = (
@@ -158,15 +149,31 @@ def ulysses_attention(
 
 
 def _checked(
-    query: Tensor, key: Tensor, value: Tensor, axis: Axes, layout: SequenceLayout | None, what: str
-) -> SequenceLayout:
-    """The layout, after checks."""
-    check_shapes(query, key, value, what)
-    n = axis_size(axis)
-    if layout is None:
-        layout = contiguous(query.shape[-2] * n, n)
-    check_axis(layout, axis, what)
-    return layout
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ring: Axes,
+    axis: Axes,
+    mask: Mask | None,
+    layout: SequenceLayout | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    what: str,
+) -> _Turns:
+    """The steps of a ring over ``ring``, whose blocks ``axis`` cuts into parts, after checks of all arguments."""
+    check_operands(query, key, value, scale, what)
+    if not same_length(query.shape[-2], key.shape[-2]):
+        raise ShapeError(
+            f"{what} got a block of {query.shape[-2]} queries and one of {key.shape[-2]} keys; both are of one sequence"
+        )
+    if sinks is not None and sinks.shape != query.shape[-3:-2]:
+        raise ShapeError(
+            f"{what} got sinks of shape {tuple(sinks.shape)} for {query.shape[-3]} heads; give it one of each head"
+        )
+    mask = Full() if mask is None else as_mask(mask, what)
+    layout = check_layout(layout, query.shape[-2], ring, axis, what)
+    mask.check(layout.length)
+    return _turns(ring if isinstance(ring, str) else tuple(ring), mask, layout, axis_size(axis) if axis else 1)
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
@@ -270,6 +277,7 @@ class _Attention(torch.autograd.Function):
         return out.to(query.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         query, keys, values, sinks, *whole = ctx.saved_tensors
         out, lse = whole

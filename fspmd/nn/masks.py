@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError
+from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
 
 
@@ -34,17 +34,26 @@ class Mask:
         """Whether all queries of a range see all keys of another (True) or none (False). None: neither is known."""
         return None
 
+    def check(self, length: int) -> None:
+        """Raise `ShapeError` unless the mask knows all positions of a sequence of a length."""
+
     def __and__(self, other: Mask) -> Mask:
-        return AllOf(self, _mask(other))
+        return AllOf(self, as_mask(other, "Mask.__and__"))
 
     def __or__(self, other: Mask) -> Mask:
-        return AnyOf(self, _mask(other))
+        return AnyOf(self, as_mask(other, "Mask.__or__"))
 
 
-def _mask(x: object) -> Mask:
+def as_mask(x: object, what: str) -> Mask:
+    """Return the mask. Raise `ArgumentError` for any other object."""
     if not isinstance(x, Mask):
-        raise ArgumentError(f"a mask was joined with {described(x)}; join it with a mask, such as Causal()")
+        raise ArgumentError(f"{what} got {described(x)} for a mask; give it a mask, such as Causal()")
     return x
+
+
+def _check_size(mask: SlidingWindow | Prefix) -> None:
+    if type(mask.size) is not int or mask.size < 0:
+        raise ArgumentError(f"{type(mask).__name__} got {described(mask.size)} for size; give it a number of positions")
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,9 @@ class SlidingWindow(Mask):
 
     size: int
 
+    def __post_init__(self) -> None:
+        _check_size(self)
+
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return (query - key).abs() < self.size
 
@@ -91,6 +103,9 @@ class Prefix(Mask):
     """Every query sees the first ``size`` keys. ``Causal() | Prefix(n)`` is the mask of a prefix language model."""
 
     size: int
+
+    def __post_init__(self) -> None:
+        _check_size(self)
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return (key < self.size).expand(torch.broadcast_shapes(query.shape, key.shape))
@@ -109,19 +124,36 @@ class Documents(Mask):
     ids: Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ids, Tensor) or self.ids.dim() != 1:
+        ids = self.ids
+        if not isinstance(ids, Tensor) or ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
             raise ArgumentError(f"Documents got {described(self.ids)}; give it the document of each position, int [S]")
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
-        return self.ids[query] == self.ids[key]
+        ids = self.ids.to(query.device)
+        return ids[query] == ids[key]
+
+    def check(self, length: int) -> None:
+        if len(self.ids) < length:
+            raise ShapeError(
+                f"Documents has the ids of {len(self.ids)} positions, and the sequence has {length}; give it the "
+                "document of each position of the whole sequence"
+            )
 
 
 @dataclass(frozen=True)
-class AllOf(Mask):
-    """What both masks allow."""
+class _Both(Mask):
+    """Two masks."""
 
     first: Mask
     second: Mask
+
+    def check(self, length: int) -> None:
+        self.first.check(length)
+        self.second.check(length)
+
+
+class AllOf(_Both):
+    """What both masks allow."""
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allows(query, key) & self.second.allows(query, key)
@@ -131,12 +163,8 @@ class AllOf(Mask):
         return False if False in known else None if None in known else True
 
 
-@dataclass(frozen=True)
-class AnyOf(Mask):
+class AnyOf(_Both):
     """What one of two masks allows."""
-
-    first: Mask
-    second: Mask
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allows(query, key) | self.second.allows(query, key)

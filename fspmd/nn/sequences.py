@@ -13,13 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fspmd.body import bound_body, resolve_axes
 from fspmd.cache import cached
 from fspmd.collectives import axis_index, axis_size
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
-from fspmd.nn.masks import Mask
+from fspmd.nn.masks import Mask, as_mask
+from fspmd.spec import P, TensorSpec
 from fspmd.tracing import hidden
+from fspmd.transport.local_int import block_sizes
 
 Axes = str | tuple[str, ...]
 
@@ -40,8 +43,13 @@ class SequenceLayout:
     ranks: int
 
     def __post_init__(self) -> None:
-        if not torch.equal(self.order.sort().values, torch.arange(len(self.order))):
-            raise ArgumentError(f"SequenceLayout got {self.order} for order; give it each position from 0 on, once")
+        order = self.order
+        whole = isinstance(order, Tensor) and order.dim() == 1 and order.dtype == torch.int64
+        if not whole or not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+            raise ArgumentError(
+                f"SequenceLayout got {described(order)} for order; give it each position from 0 on, once: int64 [S]"
+            )
+        _check(len(order), self.ranks, "SequenceLayout")
 
     @property
     def length(self) -> int:
@@ -59,13 +67,9 @@ class SequenceLayout:
         """The length of the longest block."""
         return -(-self.length // self.ranks)
 
-    @functools.cached_property
-    def is_even(self) -> bool:
-        """Whether all blocks have one length."""
-        return self.length % self.ranks == 0
-
     def store(self, x: Tensor, dim: int) -> Tensor:
         """A whole sequence, which is dim ``dim`` of ``x``, in the order of this layout."""
+        self._check_length(x, dim, "store")
         return x.index_select(dim, self.order.to(x.device))
 
     def restore(self, x: Tensor, dim: int) -> Tensor:
@@ -75,24 +79,25 @@ class SequenceLayout:
         >>> layout.store(x, 0), layout.restore(layout.store(x, 0), 0)
         (tensor([0, 2, 4, 1, 3]), tensor([0, 1, 2, 3, 4]))
         """
+        self._check_length(x, dim, "restore")
         return x.index_select(dim, self.inverse.to(x.device))
 
-    def positions(self, axis: Axes, length: int | None = None) -> Tensor:
+    def positions(self, axis: Axes) -> Tensor:
         """In a body, the positions of this rank's block: int64 [block]. Nothing moves.
 
         Args:
-            axis: The axis, or axes, over which the sequence is cut.
-            length: The length of the block, ``x.shape[dim]``. It may be left out where all blocks have one length.
+            axis: The axis, or axes, that cut the stored sequence.
         """
-        check_axis(self, axis, "positions")
-        if length is None:
-            if not self.is_even:
-                raise ShapeError(
-                    f"positions of a sequence of {self.length} on {self.ranks} ranks, whose blocks have different "
-                    "lengths, got no length; pass that of the block: layout.positions(axis, x.shape[dim])"
-                )
-            length = self.block_length
-        return self.order[axis_index(axis) * self.block_length + torch.arange(length)]
+        sizes, length = _cut(self.length, axis, "positions")
+        starts = torch.tensor([start for start, _ in blocks(self.length, sizes)])
+        return self.order[starts[axis_index(axis)] + torch.arange(length)]
+
+    def _check_length(self, x: Tensor, dim: int, what: str) -> None:
+        if x.shape[dim] != self.length:
+            raise ShapeError(
+                f"{what} got a tensor of shape {tuple(x.shape)}, whose dim {dim} is to be a sequence of the layout's "
+                f"length, {self.length}; pass the whole sequence, or make a layout for {x.shape[dim]} positions"
+            )
 
     @functools.cached_property
     @hidden
@@ -104,18 +109,60 @@ class SequenceLayout:
     def work(self, mask: Mask) -> list[int]:
         """The number of pairs of a query and a key that each rank computes for a mask."""
         keys = torch.arange(self.length)
+        as_mask(mask, "work").check(self.length)
         return [
             sum(int(mask.allows(part[:, None], keys).sum()) for part in row[row >= 0].split(1024)) for row in self.table
         ]
 
 
-def check_axis(layout: SequenceLayout, axis: Axes, what: str) -> None:
-    """Raise `ShapeError` unless the layout has as many ranks as the axes."""
-    if axis_size(axis) != layout.ranks:
+def _cut(length: int, axis: Axes, what: str) -> tuple[tuple[int, ...], int]:
+    """The sizes of the axes, and the length of this rank's block of a sequence that they cut."""
+    body = bound_body(what)
+    axes = resolve_axes(body, axis, what)
+    block: int = block_sizes(TensorSpec(body.mesh, P(axes), (length,), torch.int64))[0]
+    return body.sizes(axes), block
+
+
+def same_length(a: int, b: int) -> bool:
+    """Whether two lengths of blocks are equal on each rank, of which one or both may differ from rank to rank."""
+    return type(a) is type(b) and bool(a == b)
+
+
+def check_layout(layout: SequenceLayout | None, length: int, ring: Axes, axis: Axes, what: str) -> SequenceLayout:
+    """The layout, or a contiguous one, of a sequence that ``ring`` cuts into its blocks, and ``axis`` these into parts.
+
+    Raises:
+        ShapeError: The layout has other ranks or blocks than the ring, or another length than this rank's block.
+    """
+    ranks, parts = (axis_size(x) if x else 1 for x in (ring, axis))
+    if layout is None:
+        if isinstance(length, torch.SymInt):
+            raise ShapeError(
+                f"{what} got blocks of different lengths, {length}, and no layout; pass one of the whole sequence: "
+                f"contiguous(length, {ranks})"
+            )
+        layout = contiguous(length * ranks * parts, ranks)
+    if not isinstance(layout, SequenceLayout):
+        raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {ranks})")
+    if layout.ranks != ranks:
         raise ShapeError(
-            f"{what} over {axis!r}, which has {axis_size(axis)} ranks, got a layout of {layout.ranks} ranks; make one: "
-            f"contiguous({layout.length}, {axis_size(axis)})"
+            f"{what} cuts the sequence over {ranks} ranks, and got a layout of {layout.ranks}; make one: "
+            f"contiguous({layout.length}, {ranks})"
         )
+    names = tuple(name for x in (ring, axis) for name in ((x,) if isinstance(x, str) else x))
+    sizes, block = _cut(layout.length, names, what)
+    cut, wanted = ([size for _, size in blocks(layout.length, to)] for to in (sizes, (ranks, parts)))
+    if cut != wanted:
+        raise ShapeError(
+            f"{what} over {names}, which cut {layout.length} positions into blocks of {cut}, got a layout that needs "
+            f"blocks of {wanted}; pad the sequence to a multiple of {ranks * parts}"
+        )
+    if not same_length(length, block):
+        raise ShapeError(
+            f"{what} got a block of {length} positions, and of the {layout.length} of its layout this rank has "
+            f"{block}; make the layout for the length of the whole sequence"
+        )
+    return layout
 
 
 @cached(maxsize=256)
@@ -189,6 +236,9 @@ def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLa
     [40, 36]
     """
     _check(length, ranks, "balanced")
+    as_mask(mask, "balanced").check(length)
+    if type(parts) is not int or parts < 1:
+        raise ArgumentError(f"balanced got {described(parts)} for parts; give it the number of parts of a rank")
     if length % (ranks * parts):
         raise ShapeError(
             f"balanced got a sequence of {length} for {ranks} ranks with {parts} parts each; the length must be a "

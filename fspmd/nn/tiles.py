@@ -66,6 +66,7 @@ class Tiles:
         """Whether some pairs of tiles are not computed."""
         return self.pairs < self.queries.shape[1] * self.keys.shape[1]
 
+    @attend.full_precision
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, at: int | Tensor, scale: float | None
     ) -> PartialAttention:
@@ -88,6 +89,7 @@ class Tiles:
         whole = (weights.movedim(-3, -1).unsqueeze(-2) @ out.movedim(-4, -2).unsqueeze(-5)).squeeze(-2)
         return PartialAttention(self._joined(whole), total.movedim(-3, -2).flatten(-2))
 
+    @attend.full_precision
     def backward(
         self,
         out_grad: Tensor,

@@ -1,0 +1,136 @@
+"""Attention over cut sequences: autocast, uneven batches, inference mode, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from context_programs import F64, dense, seen_by
+from torch import Tensor
+
+from fspmd import P, device_get, device_put, make_mesh, shard_map
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.nn import (
+    Causal,
+    Documents,
+    SequenceLayout,
+    SlidingWindow,
+    attend_block,
+    balanced,
+    contiguous,
+    gathered_attention,
+    ring_attention,
+    ulysses_attention,
+    zigzag,
+)
+
+WAYS = [ring_attention, gathered_attention, ulysses_attention]
+ROWS = P(None, "cp")
+
+
+def operands(length: int = 6, **options: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(heads, length, 3, dtype=F64, **options) for heads in (4, 2, 2)]
+
+
+def mapped(body: Callable[..., Any], n: int = 2, rows: P = ROWS) -> Callable[..., Any]:
+    mesh = make_mesh((n,), ("cp",), transport="simulation")
+    return shard_map(body, mesh=mesh, in_specs=rows, out_specs=rows)
+
+
+def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dense(q, k, v, seen_by("causal", q.shape[-2]), 3**-0.5, None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives_are_refused(way: Any) -> None:
+    leaves = operands(requires_grad=True)
+    total = device_get(mapped(lambda q, k, v: way(q, k, v, "cp", mask=Causal()))(*leaves)).sin().sum()
+    grads = torch.autograd.grad(total, leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grads[0].sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast_does_not_touch_parts(way: Any) -> None:
+    leaves = [x.float() for x in operands(64)]
+    call = mapped(lambda q, k, v: way(q, k, v, "cp", mask=Causal()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = device_get(call(*leaves))
+    torch.testing.assert_close(found.double(), right(*(x.double() for x in leaves)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_may_be_uneven(way: Any) -> None:
+    """Torch made no zeros for a gradient that nothing had asked for."""
+    q, k, v = leaves = [x.expand(3, -1, -1, -1).clone().requires_grad_() for x in operands()]
+    mesh, rows = make_mesh((2, 2), ("dp", "cp"), transport="simulation"), P("dp", None, "cp")
+    call = shard_map(lambda *x: way(*x, "cp", mask=Causal()), mesh=mesh, in_specs=rows, out_specs=rows)
+    grads = torch.autograd.grad(device_get(call(q, k, v)).sin().sum(), leaves)
+    torch.testing.assert_close(grads, torch.autograd.grad(right(q, k, v).sin().sum(), leaves))
+
+
+def test_what_inference_made_serves_training() -> None:
+    with torch.inference_mode():
+        zigzag(34, 2)
+    x = torch.randn(34, requires_grad=True)
+    assert zigzag(34, 2).store(x, 0).requires_grad
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_does_not_fit_is_refused(way: Any) -> None:
+    n = 1 if way is ulysses_attention else 2
+    q, k, v = operands(12)
+    short = k[:, :8]
+    for error, match, operands_of, options in (
+        (ShapeError, "make the layout for", (q, k, v), {"layout": contiguous(16, n)}),
+        (ShapeError, "make the layout for", (q, k, v), {"layout": contiguous(11, n)}),
+        (ShapeError, "one of 4 keys", (q, short, short), {}),
+        (ShapeError, "no layout", (q[:, :11], k[:, :11], v[:, :11]), {}),
+        (ShapeError, "ids of 11 positions", (q, k, v), {"mask": Causal() & Documents(torch.arange(11))}),
+        (ArgumentError, "Causal", (q, k, v), {"mask": Causal}),
+        (ArgumentError, "for layout", (q, k, v), {"layout": 2}),
+        (ArgumentError, "one floating dtype", (q.long(), k.long(), v.long()), {}),
+        (ArgumentError, "one floating dtype", (q, k.float(), v.float()), {}),
+        (ArgumentError, "for scale", (q, k, v), {"scale": torch.tensor(0.1)}),
+        (ShapeError, "sinks of shape", (q, k, v), {"sinks": torch.ones(1)}),
+    ):
+        with pytest.raises(error, match=match):
+            mapped(lambda *x, options=options: way(*x, "cp", **options))(*operands_of)
+
+
+def test_axes_must_cut_as_the_layout_does() -> None:
+    """Two axes of 2 cut 13 positions into 4, 3, 3, 3. A layout for 4 ranks has 4, 4, 4, 1."""
+    mesh, axes = make_mesh((2, 2), ("a", "b"), transport="simulation"), ("a", "b")
+    lies, rows = zigzag(13, 4), P(None, ("a", "b"))
+    call = shard_map(lambda *x: ring_attention(*x, axes, layout=lies), mesh=mesh, in_specs=rows, out_specs=rows)
+    with pytest.raises(ShapeError, match="multiple of 4"):
+        call(*operands(13))
+    where = shard_map(lambda x: lies.positions(axes), mesh=mesh, in_specs=P(axes), out_specs=P(axes))
+    assert torch.equal(device_get(where(torch.arange(13))), lies.order)
+
+
+def test_wrong_arguments_are_told() -> None:
+    q = torch.randn(2, 2, 4, 8)
+    for seen in (torch.ones(2, 4, 4).bool(), torch.ones(4, 4), torch.ones(4, 5).bool()):
+        with pytest.raises(ShapeError, match="for allowed"):
+            attend_block(q, q, q, seen)
+    mesh = make_mesh((2,), ("cp",), transport="simulation")
+    with pytest.raises(ArgumentError, match="Sharded"):
+        attend_block(*[device_put(q, P("cp"), mesh=mesh)] * 3)
+    for wrong in (
+        lambda: zigzag(8, 2).store(torch.arange(16), 0),
+        lambda: zigzag(8, 2).restore(torch.arange(6), 0),
+        lambda: balanced(8, 2, Documents(torch.arange(3)), 2),
+    ):
+        with pytest.raises(ShapeError):
+            wrong()
+    for wrong in (
+        lambda: SlidingWindow(-1),
+        lambda: Documents(torch.randn(4)),
+        lambda: SequenceLayout(torch.arange(4), 0),
+        lambda: SequenceLayout(torch.arange(4.0), 2),
+        lambda: balanced(8, 2, Causal(), 0),
+    ):
+        with pytest.raises(ArgumentError):
+            wrong()
