@@ -142,9 +142,15 @@ def _lows(part: Sequence[_Option], operands: int) -> _Lows:
 
 def _join(a: _Lows, b: _Lows) -> _Lows:
     pairs = zip(a.moves, b.moves, strict=True)
-    return _Lows(
-        tuple([max(x, y) if x < 0 or y < 0 or bool(x) is bool(y) else inf for x, y in pairs]), a.pends or b.pends
-    )
+    return _Lows(tuple([x if y < 0 else y if x < 0 else _together(x, y) for x, y in pairs]), a.pends or b.pends)
+
+
+def _together(a: float, b: float) -> float:
+    """Return the lower bound (µs) of the move of an operand that two axes change.
+
+    It is the larger one, unless a slice over one axis leaves less to move over the other: inf, for one launch.
+    """
+    return max(a, b) if bool(a) is bool(b) else inf
 
 
 def _least(lows: _Lows, topology: Topology) -> float:
@@ -164,29 +170,17 @@ def _place(axis: str, spec: TensorSpec) -> int | str:
 
 def _bounds(combination: Sequence[_Option], topology: Topology) -> tuple[float, float, dict[str, Choice]]:
     """Return the least and the greatest time of a combination's moves (µs), and its choices by axis."""
-    changes: dict[int, list[tuple[float, float]]] = {}
+    changes: dict[int, tuple[float, float]] = {}
     choices: dict[str, Choice] = {}
     least, most, pends = 0.0, 0.0, False
     for axis, choice, moved, pending in combination:
         choices[axis] = choice
         pends = pends or pending
         for i, bounds in moved.items():
-            if i in changes:
-                changes[i].append(bounds)
-            else:
-                changes[i] = [bounds]
-    for several in changes.values():
-        low, high = several[0] if len(several) == 1 else (_jointly([low for low, _ in several], topology), inf)
-        least, most = least + low, most + high
+            changes[i] = (_together(changes[i][0], bounds[0]), inf) if i in changes else bounds
+    for low, high in changes.values():
+        least, most = least + (topology.launch if low == inf else low), most + high
     return least + (topology.launch / 2 if least and pends else 0.0), most, choices  # at least sums are scattered
-
-
-def _jointly(lows: Sequence[float], topology: Topology) -> float:
-    """Return the lower bound (µs) of the move of an operand that several axes change.
-
-    It is the largest of the axes' bounds, unless a slice over one axis leaves less to move over the others.
-    """
-    return max(lows) if 0.0 not in lows else topology.launch if any(lows) else 0.0
 
 
 def _are_plain(operands: Sequence[TensorSpec], topology: Topology) -> bool:

@@ -92,26 +92,6 @@ def attend_block(
     return PartialAttention(*_Attend.apply(query, key, value, allowed, scale))
 
 
-class _Attend(torch.autograd.Function):
-    """`forward` and `backward` of one part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
-        part = forward(query, key, value, allowed, scale)
-        ctx.save_for_backward(query, key, value, allowed, *part)
-        ctx.scale = scale
-        return part
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, allowed, *part = ctx.saved_tensors
-        grads = backward(out_grad, lse_grad, query, key, value, PartialAttention(*part), allowed, ctx.scale)
-        return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None
-
-
 def full_precision(function: Callable[Q, R]) -> Callable[Q, R]:
     """Run a function without autocast, which would make bfloat16 of float32."""
 
@@ -123,6 +103,28 @@ def full_precision(function: Callable[Q, R]) -> Callable[Q, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+class _Attend(torch.autograd.Function):
+    """`forward` and `backward` of one part."""
+
+    @staticmethod
+    @full_precision
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        part = forward(query, key, value, allowed, scale)
+        ctx.save_for_backward(query, key, value, allowed, *part)
+        ctx.scale = scale
+        return part
+
+    @staticmethod
+    @once_differentiable
+    @full_precision
+    def backward(ctx: Any, out_grad: Tensor, lse_grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, allowed, *part = ctx.saved_tensors
+        grads = backward(out_grad, lse_grad, query, key, value, PartialAttention(*part), allowed, ctx.scale)
+        return *(g.to(x.dtype) for g, x in zip(grads, (query, key, value), strict=True)), None, None
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor, scale: object, what: str) -> None:
@@ -174,7 +176,6 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-@full_precision
 def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, scale: float | None) -> PartialAttention:
     """`attend_block` without checks and without gradients."""
     if not key.shape[-2]:
@@ -191,7 +192,6 @@ def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, s
     return PartialAttention(out, _grouped(top + total.log())[..., 0])
 
 
-@full_precision
 def backward(
     out_grad: Tensor,
     lse_grad: Tensor | None,

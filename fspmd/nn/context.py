@@ -78,8 +78,7 @@ def ring_attention(
     True
     """
     turns = _checked(query, key, value, axis, (), mask, layout, scale, sinks, "ring_attention")
-    padded = (_padded(x, turns.length) for x in (query, key, value))
-    return _attend(_RING, padded, sinks, turns, scale, query.shape[-2])
+    return _attend(_RING, _padded((query, key, value), turns.length), sinks, turns, scale, query.shape[-2])
 
 
 def gathered_attention(
@@ -98,8 +97,7 @@ def gathered_attention(
     Communication: an `all_gather` of keys and one of values, forward; a reduce-scatter of each gradient, backward.
     """
     turns = _checked(query, key, value, axis, (), mask, layout, scale, sinks, "gathered_attention")
-    padded = (_padded(x, turns.length) for x in (query, key, value))
-    return _attend(_GATHERED, padded, sinks, turns, scale, query.shape[-2])
+    return _attend(_GATHERED, _padded((query, key, value), turns.length), sinks, turns, scale, query.shape[-2])
 
 
 def ulysses_attention(
@@ -139,7 +137,7 @@ def ulysses_attention(
         key, value = (
             x.unsqueeze(-3).expand(*[-1] * (x.dim() - 2), repeats, -1, -1).flatten(-4, -3) for x in (key, value)
         )
-    padded = (_padded(x, turns.length // n) for x in (query, key, value))
+    padded = _padded((query, key, value), turns.length // n)
     parts = (all_to_all(x, axis, x.dim() - 3, x.dim() - 2, tiled=True) for x in padded)
     if sinks is not None:
         sinks = sinks.view(n, heads // n)[axis_index(axis)]
@@ -176,9 +174,9 @@ def _checked(
     return _turns(ring if isinstance(ring, str) else tuple(ring), mask, layout, axis_size(axis) if axis else 1)
 
 
-def _padded(x: Tensor, length: int) -> Tensor:
-    """A block with zeros up to a length."""
-    return F.pad(x, (0, 0, 0, length - x.shape[-2]))
+def _padded(blocks_of_rank: Iterable[Tensor], length: int) -> Iterator[Tensor]:
+    """Blocks with zeros up to a length."""
+    return (F.pad(x, (0, 0, 0, length - x.shape[-2])) for x in blocks_of_rank)
 
 
 @dataclass(frozen=True, eq=False)
