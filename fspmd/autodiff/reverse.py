@@ -325,9 +325,13 @@ def _like_ones(out: Any) -> Any:
 
 
 def _seed(loss: Tensor) -> Tensor:
-    """The cotangent 1 of a block."""
-    seed = torch.ones_like(loss)
-    return seed if state.body is None else all_typed([seed], [loss], dual=True)[0]
+    """The cotangent 1 of a block. That of a pending sum is equal on all ranks."""
+    if state.body is None:
+        return torch.ones_like(loss)
+    with DisableTorchFunction():
+        pending = get_variance(loss).unreduced and not get_variance(loss).varying
+        seed = torch.ones((), dtype=loss.dtype, device=loss.device) if pending else torch.ones_like(loss)
+    return all_typed([seed], [loss], dual=True)[0]
 
 
 def _vjp_by_transform(run: Function, leaves: list[Any], unflatten: Unflatten, has_aux: bool, what: str) -> Any:

@@ -1,12 +1,16 @@
-"""Parts of models over typed values, as pure functions: attention over sequences that are cut over ranks.
+"""Parts of models over typed values, as pure functions: attention over sequences that are cut over ranks, and
+training state that is cut over ranks.
 
 They are written in the public words of fspmd, and stand above everything else.
 """
 
+from fspmd.nn.accumulation import accumulate
 from fspmd.nn.attend import PartialAttention, attend_block, merge, nothing
 from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
 from fspmd.nn.costs import attention_costs
 from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
+from fspmd.nn.parameters import gathered
+from fspmd.nn.precision import Precision
 from fspmd.nn.sequences import SequenceLayout, balanced, contiguous, striped, zigzag
 
 __all__ = [
@@ -15,13 +19,16 @@ __all__ = [
     "Full",
     "Mask",
     "PartialAttention",
+    "Precision",
     "Prefix",
     "SequenceLayout",
     "SlidingWindow",
+    "accumulate",
     "attend_block",
     "attention_costs",
     "balanced",
     "contiguous",
+    "gathered",
     "gathered_attention",
     "merge",
     "nothing",

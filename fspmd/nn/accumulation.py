@@ -1,0 +1,134 @@
+"""Loss and gradients over microbatches, with one reduction of the gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.autodiff import value_and_grad
+from fspmd.body import state
+from fspmd.collectives import psum
+from fspmd.errors import ArgumentError, TreeError, VarianceError
+from fspmd.messages import as_axis_name, described
+from fspmd.nn.parameters import gathered, settled
+from fspmd.nn.precision import Precision
+from fspmd.nn.sequences import Axes
+from fspmd.placement.device_put import device_get
+from fspmd.sharded import is_sharded
+from fspmd.variance import get_variance, show
+
+
+def accumulate(
+    loss: Callable[..., tuple[Any, Any]],
+    axis: Axes = (),
+    specs: Any = None,
+    *,
+    precision: Precision | None = None,
+) -> Callable[[Any, Sequence[Any]], tuple[Any, Any]]:
+    """A function of parameters and microbatches that returns the mean loss and its gradient.
+
+    ``loss(params, microbatch)`` returns ``(total, count)``: the sum of the losses of all items of the microbatch (of
+    tokens, say), and their number. The mean divides by the number of items of all microbatches and ranks, once. So
+    microbatches may be of any size, and the result is that of one batch.
+
+    Parameters are `gathered` over ``axis`` before the first microbatch. Their gradients stay pending sums until the
+    last one, and are then summed over ranks once, into the layouts of the parameters. Over other axes the loss gathers
+    what it uses, and gradients are summed in each microbatch.
+
+    Args:
+        loss: Both results are equal on all ranks, or pending sums. In a body: pcast(x.sum(), axis, to="unreduced").
+        axis: The mesh axes over which gradients stay pending. More memory is needed: whole parameters and gradients.
+        specs: In a body, the layouts of parameters, as for `gathered`.
+        precision: The dtypes of the computation and of sums. The default is that of each parameter.
+
+    Communication: that of `gathered`, forward and backward, whatever the number of microbatches; that of ``loss``; and
+    an all-reduce of two numbers.
+
+    Raises:
+        VarianceError: in a body, total or count varies over an axis.
+        TreeError, ArgumentError: ``loss`` does not return a pair, or there is no microbatch.
+
+    >>> from fspmd import P, communication_log, device_put, make_mesh
+    >>> mesh = make_mesh((4,), ("dp",), transport="simulation")
+    >>> w = device_put(torch.ones(8), P("dp"), mesh=mesh)
+    >>> batches = [device_put(torch.full((n, 8), 2.0), P("dp"), mesh=mesh) for n in (4, 8, 8)]
+    >>> step = accumulate(lambda w, x: ((x @ w).sum(), len(x)), "dp")
+    >>> with communication_log() as log:
+    ...     mean, grad = step(w, batches)
+    >>> [call.kind for call in log]
+    ['all_gather_reduced', 'psum_unreduced', 'psum_scatter_unreduced']
+    >>> mean, grad
+    (tensor(16.), Sharded f32[8@dp] on mesh(dp=4))
+    """
+
+    def accumulated(params: Any, microbatches: Sequence[Any]) -> tuple[Any, Any]:
+        whole = gathered(params, axis, specs, dtype=precision)
+        treedef = optree.tree_structure(whole, is_leaf=is_sharded)
+        wide = None if precision is None else precision.accumulate
+        one_step = value_and_grad(functools.partial(_pair, loss), has_aux=True)
+        total: Any = None
+        count: Any = None
+        sums: list[Any] = []
+        for microbatch in microbatches:
+            (one, items), grads = one_step(whole, microbatch)
+            first, parts = total is None, treedef.flatten_up_to(grads)
+            total, count = (one, items) if first else (total + one, count + items)
+            del grads
+            for i, _ in enumerate(parts):  # leaf by leaf, so that parts are freed as they are added
+                part, parts[i] = parts[i], None
+                if first:
+                    sums.append(part if wide is None else part.to(wide))
+                else:
+                    sums[i] = sums[i] + part
+        if total is None:
+            raise ArgumentError("accumulate got no microbatch; give it a list of at least one")
+        total, count = _settled_sums(total, count)
+        grads = settled(treedef.unflatten(sums), params, axis, specs, None if precision is None else precision.reduce)
+        return (total / count).to(one.dtype), optree.tree_map(
+            lambda g: g / count.to(g.dtype), grads, is_leaf=is_sharded
+        )
+
+    return accumulated
+
+
+def _pair(loss: Callable[..., Any], params: Any, microbatch: Any) -> tuple[Any, Any]:
+    """The total and the count of a microbatch, checked."""
+    out = loss(params, microbatch)
+    if not isinstance(out, tuple) or len(out) != 2:
+        given = f"a tuple of {len(out)}" if isinstance(out, tuple) else described(out)
+        raise TreeError(f"accumulate: the loss returns a pair, (total, count), but it returned {given}")
+    for name, x in zip(("total", "count"), out, strict=True):
+        if not isinstance(x, (Tensor, Real)):
+            raise ArgumentError(f"accumulate: the {name} is {described(x)}; expected a scalar tensor or a number")
+        if state.body is not None and isinstance(x, Tensor) and (varying := get_variance(x).varying):
+            axes = as_axis_name(sorted(varying))
+            raise VarianceError(
+                f"accumulate: the {name} is {show(x)}, a number of each rank; add the numbers up, at once by psum(x, "
+                f"{axes}), or after all microbatches by pcast(x, {axes}, to='unreduced')"
+            )
+    return out
+
+
+def _settled_sums(total: Any, count: Any) -> tuple[Tensor, Tensor]:
+    """Total and count, equal on all ranks, in float64. Sums that are pending over the same axes are settled at once."""
+    both: list[Any] = [
+        x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in (total, count)
+    ]
+    places = [x.spec.partition if is_sharded(x) else get_variance(x) for x in both]
+    if places[0] is not places[1]:
+        return tuple(map(_settled, both))
+    total, count = _settled(torch.stack(both)).unbind()
+    return total, count
+
+
+def _settled(x: Any) -> Any:
+    if is_sharded(x):
+        return device_get(x)
+    unreduced = get_variance(x).unreduced
+    return psum(x, tuple(sorted(unreduced))) if unreduced else x

@@ -1,0 +1,213 @@
+"""Training on cut parameters: gathers, microbatches, dtypes. Values, gradients, counts, bytes, errors."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from full import FULL
+from processes import Processes
+from state_programs import F64, Case, cases, compute, worst
+
+from fspmd import P, TensorSpec, communication_log, device_get, device_put, grad, make_mesh, pcast, psum, shard_map
+from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError, VarianceError
+from fspmd.nn import Precision, accumulate, gathered
+
+CASES = cases()
+
+
+@pytest.mark.one_of(6)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_steps_are_those_of_one_device(case: Case) -> None:
+    for mine, right in compute(case):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.one_of(12)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_recorded_steps_are_those_of_one_device(case: Case) -> None:
+    for mine, right in compute(case, jitted=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
+def test_processes_compute_what_one_device_does() -> None:
+    fitting = [case for case in CASES if case[0] in ("4", "2x2")]
+    chosen = fitting if FULL else fitting[::7]
+    with Processes(4) as pool:
+        for jitted in (False, True):
+            for found in pool.run(worst, chosen[jitted :: 2 if not FULL else 1], jitted):
+                assert not [row for row in found if not row[1] < 1e-11]
+
+
+def test_the_gradient_of_a_pending_scalar_in_a_body() -> None:
+    mesh = make_mesh((4,), ("x",), transport="simulation")
+    w, x = torch.tensor([2.0, 3.0]), torch.arange(8.0)
+
+    def body(w: Any, x: Any) -> Any:
+        return grad(lambda w, x: pcast((w.sum() * x.sin()).sum(), "x", to="unreduced"), argnums=(0, 1))(w, x)
+
+    found = device_get(shard_map(body, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P(), P("x")))(w, x))
+    torch.testing.assert_close(found, (x.sin().sum().expand(2), 5 * x.cos()))
+
+
+def squares(params: Any, x: Any) -> Any:
+    return (x @ params["w"]).square().sum(), len(x)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize(("layout", "kinds", "moved"), [(P("s"), "gather and scatter", 2), (P(), "psum", 2)])
+def test_one_reduction_for_any_number_of_microbatches(count: int, layout: P, kinds: str, moved: float) -> None:
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    params = device_put({"w": torch.ones(8, 6)}, layout, mesh=mesh)
+    batches = [device_put(torch.ones(4, 8), P("s"), mesh=mesh)] * count
+    with communication_log() as log:
+        accumulate(squares, "s")(params, batches)
+    expected = ["all_gather_reduced", "psum_scatter_unreduced"] if "scatter" in kinds else ["psum_unreduced"]
+    assert Counter(call.kind for call in log) == Counter([*expected, "psum_unreduced"])
+    last = [call for call in log if not call.shape or call.shape == (2,)]  # of the loss and the count
+    assert len(last) == 1
+    size, n = 8 * 6 * 4, 4
+    assert sum(call.price.moved for call in log if call not in last) == moved * size * (n - 1) / n
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_hybrid_layouts_scatter_within_a_host_and_sum_once_across(count: int) -> None:
+    mesh = make_mesh((2, 3), ("r", "s"), transport="simulation")
+    params = device_put({"w": torch.ones(12, 6)}, P("s"), mesh=mesh)
+    batches = [device_put(torch.ones(6, 12), P(("r", "s")), mesh=mesh)] * count
+    with communication_log() as log:
+        accumulate(lambda p, x: squares(gathered(p, "s"), x), "r")(params, batches)
+    size = 12 * 6 * 4
+    found = Counter((call.kind, call.axes, call.price.moved) for call in log if call.price.moved > 32)
+    assert found == Counter(
+        {
+            ("all_gather_reduced", ("s",), size * 2 / 3): count,
+            ("psum_scatter_unreduced", ("s",), size * 2 / 3): count,
+            ("psum_unreduced", ("r",), 2 * (size / 3) / 2): 1,
+        }
+    )
+
+
+def test_gradients_scale_with_the_loss() -> None:
+    mesh = make_mesh((2, 2), ("r", "s"), transport="simulation")
+    params = device_put({"w": torch.randn(5, 3, dtype=F64)}, P("s"), mesh=mesh)
+    batches = [device_put(torch.randn(n, 5, dtype=F64), P(("r", "s")), mesh=mesh) for n in (4, 8)]
+    one, more = (
+        device_get(accumulate(lambda p, x, c=c: (squares(p, x)[0] * c, len(x)), ("r", "s"))(params, batches)[1])
+        for c in (1, 8)
+    )
+    assert torch.equal(more["w"], 8 * one["w"])
+
+
+def test_microbatches_are_summed_in_their_own_dtype() -> None:
+    mesh = make_mesh((2,), ("s",), transport="simulation")
+    w = device_put(torch.zeros(4), P("s"), mesh=mesh)
+    batches = [device_put(torch.eye(2, 4), P("s"), mesh=mesh)] * 257
+
+    def loss(w: Any, x: Any) -> Any:
+        return (x.to(w.dtype) @ w).sum(), 1 / 257
+
+    def last(accumulated: torch.dtype) -> float:
+        precision = Precision(compute=torch.bfloat16, reduce=torch.float32, accumulate=accumulated)
+        return float(device_get(accumulate(loss, "s", precision=precision)(w, batches)[1])[0])
+
+    assert last(torch.float32) == 257
+    assert last(torch.bfloat16) == 256
+
+
+@pytest.mark.parametrize("body", [False, True])
+def test_dtypes_of_moves(body: bool) -> None:
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    params = device_put({"w": torch.ones(8, 6)}, P("s"), mesh=mesh)
+    x = device_put(torch.ones(4, 8, dtype=torch.bfloat16), P("s"), mesh=mesh)
+
+    def loss(params: Any, x: Any) -> Any:
+        out = (x @ gathered(params, "s", dtype=Precision(compute=torch.bfloat16, reduce=torch.float64))["w"]).sum()
+        return psum(out, "s") if body else out
+
+    step: Any = shard_map(loss, mesh=mesh, in_specs=(P("s"), P("s")), out_specs=P()) if body else loss
+    with communication_log() as log:
+        grads = grad(step)(params, x)
+    assert grads["w"].dtype == torch.float32
+    moved = {call.kind: call.dtype for call in log}
+    assert moved["all_gather_reduced"] is torch.bfloat16
+    assert moved["psum_scatter_unreduced"] is torch.float64
+
+
+def test_a_gathered_value_stays() -> None:
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    w = device_put(torch.arange(6.0), P("s"), mesh=mesh)
+    whole = gathered(w, "s")
+    assert whole.spec.partition.shortened == P(reduced={"s"})
+    assert gathered(whole, "s").local is whole.local
+    assert gathered({"a": 1, "b": None}, "s") == {"a": 1, "b": None}
+
+
+def test_other_axes_stay_as_they_are() -> None:
+    mesh = make_mesh((2, 3), ("t", "s"), transport="simulation")
+    value = torch.arange(60.0, dtype=F64).view(12, 5)
+    for partition, left in (
+        (P(("t", "s")), P("t", reduced={"s"})),
+        (P(("s", "t")), P("t", reduced={"s"})),
+        (P("t", "s"), P("t", reduced={"s"})),
+    ):
+        x = device_put(value, partition, mesh=mesh)
+        assert gathered(x, "s").spec.partition.shortened == left
+
+        def body(block: Any, known: Any = x.spec) -> Any:
+            return gathered(block, "s", known)
+
+        inside = shard_map(body, mesh=mesh, in_specs=partition, out_specs=left)(x)
+        assert torch.equal(device_get(gathered(x, "s")), value)
+        assert torch.equal(device_get(inside), value)
+
+
+def in_body(call: Any, value: Any) -> Any:
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    return shard_map(call, mesh=mesh, in_specs=P("s"), out_specs=P())(device_put(value, P("s"), mesh=mesh))
+
+
+def test_errors_of_gathers() -> None:
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    w = device_put({"w": torch.ones(8)}, P("s"), mesh=mesh)
+    with pytest.raises(AxisError, match=r"gathered got the axis 'dp', but params\['w'\] lies on mesh\(s=4\)"):
+        gathered(w, "dp")
+    with pytest.raises(ArgumentError, match="gathered got specs outside of a body; a Sharded has its spec"):
+        gathered(w, "s", P("s"))
+    with pytest.raises(ArgumentError, match=r"gathered got the int 3 for dtype; expected a floating dtype"):
+        gathered(w, "s", dtype=3)  # type: ignore[arg-type]
+    with pytest.raises(
+        ArgumentError, match=r"Precision got the dtype torch.int64 for reduce; expected a floating dtype"
+    ):
+        Precision(reduce=torch.int64)
+    pending = shard_map(
+        lambda x: pcast(x.sum(), "s", to="unreduced"), mesh=mesh, in_specs=P("s"), out_specs=P(unreduced={"s"})
+    )(torch.ones(8))
+    with pytest.raises(VarianceError, match=r"params is .*, a pending sum over 's'; settle it first: reshard"):
+        gathered(pending, "s")
+    with pytest.raises(VarianceError, match=r"params is f32\[\]{U:s}, a pending sum over 's'; settle it: psum"):
+        in_body(lambda x: gathered(pcast(x.sum(), "s", to="unreduced"), "s"), torch.ones(8))
+    with pytest.raises(
+        VarianceError, match=r"params is f32\[2\]{V:s}, but P\(\) says otherwise over 's'; give the spec"
+    ):
+        in_body(lambda x: gathered(x, "s", P()), torch.ones(8))
+    with pytest.raises(
+        ShapeError, match=r"blocks may be uneven, so give the layout, TensorSpec\(mesh, P\('s'\), shape"
+    ):
+        in_body(lambda x: gathered(x, "s"), torch.ones(5))
+    with pytest.raises(TreeError, match="expected a P such as"):
+        in_body(lambda x: gathered(x, "s", "s"), torch.ones(8))
+    spec = TensorSpec(mesh, P("s"), (9,), torch.float32)
+    with pytest.raises(ShapeError, match=r"params is f32\[2\]{V:s}; .* has blocks of"):
+        in_body(lambda x: gathered(x, "s", spec), torch.ones(8))
+
+
+def test_errors_of_microbatches() -> None:
+    with pytest.raises(ArgumentError, match="accumulate got no microbatch"):
+        accumulate(squares)({"w": torch.ones(3)}, [])
+    with pytest.raises(TreeError, match=r"the loss returns a pair, \(total, count\), but it returned"):
+        accumulate(lambda p, x: p.sum())(torch.ones(3), [1])
+    with pytest.raises(ArgumentError, match="the count is the string 'x'; expected a scalar tensor or a number"):
+        accumulate(lambda p, x: (p.sum(), "x"))(torch.ones(3), [1])
+    with pytest.raises(VarianceError, match=r"the total is f32\[\]{V:s}, a number of each rank; .* pcast\(x, 's', to="):
+        in_body(lambda x: accumulate(lambda w, x: ((w * x).sum(), 1))(torch.ones(2), [x])[0], torch.ones(8))
