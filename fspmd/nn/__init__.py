@@ -5,10 +5,14 @@ They are written in the public words of fspmd, and stand above everything else.
 """
 
 from fspmd.nn.accumulation import accumulate
+from fspmd.nn.adafactor import adafactor
 from fspmd.nn.attend import PartialAttention, attend_block, merge, nothing
 from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
 from fspmd.nn.costs import attention_costs
+from fspmd.nn.loss_scale import LossScale, all_finite, selected
 from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
+from fspmd.nn.muon import muon
+from fspmd.nn.optimizers import Optimizer, adamw, with_master
 from fspmd.nn.parameters import gathered
 from fspmd.nn.precision import Precision
 from fspmd.nn.sequences import SequenceLayout, balanced, contiguous, striped, zigzag
@@ -17,13 +21,18 @@ __all__ = [
     "Causal",
     "Documents",
     "Full",
+    "LossScale",
     "Mask",
+    "Optimizer",
     "PartialAttention",
     "Precision",
     "Prefix",
     "SequenceLayout",
     "SlidingWindow",
     "accumulate",
+    "adafactor",
+    "adamw",
+    "all_finite",
     "attend_block",
     "attention_costs",
     "balanced",
@@ -31,9 +40,12 @@ __all__ = [
     "gathered",
     "gathered_attention",
     "merge",
+    "muon",
     "nothing",
     "ring_attention",
+    "selected",
     "striped",
     "ulysses_attention",
+    "with_master",
     "zigzag",
 ]

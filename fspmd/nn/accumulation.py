@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
@@ -29,6 +30,7 @@ def accumulate(
     axis: Axes = (),
     specs: Any = None,
     *,
+    grads: Any = None,
     precision: Precision | None = None,
 ) -> Callable[[Any, Sequence[Any]], tuple[Any, Any]]:
     """A function of parameters and microbatches that returns the mean loss and its gradient.
@@ -45,6 +47,8 @@ def accumulate(
         loss: Both results are equal on all ranks, or pending sums. In a body: pcast(x.sum(), axis, to="unreduced").
         axis: The mesh axes over which gradients stay pending. More memory is needed: whole parameters and gradients.
         specs: In a body, the layouts of parameters, as for `gathered`.
+        grads: How the gradients lie: a prefix of the parameters of `P`. The default is the layout of the parameters.
+            With ``P("dp")`` for parameters of ``P()`` they are scattered instead of summed on all ranks (ZeRO 2).
         precision: The dtypes of the computation and of sums. The default is that of each parameter.
 
     Communication: that of `gathered`, forward and backward, whatever the number of microbatches; that of ``loss``; and
@@ -67,32 +71,26 @@ def accumulate(
     (tensor(16.), Sharded f32[8@dp] on mesh(dp=4))
     """
 
+    wide, reduce = (None, None) if precision is None else (precision.accumulate, precision.reduce)
+    one_step = value_and_grad(functools.partial(_pair, loss), has_aux=True)
+
     def accumulated(params: Any, microbatches: Sequence[Any]) -> tuple[Any, Any]:
         whole = gathered(params, axis, specs, dtype=precision)
-        treedef = optree.tree_structure(whole, is_leaf=is_sharded)
-        wide = None if precision is None else precision.accumulate
-        one_step = value_and_grad(functools.partial(_pair, loss), has_aux=True)
-        total: Any = None
-        count: Any = None
-        sums: list[Any] = []
+        total, count, sums, treedef, dtype = None, None, [], optree.tree_structure(whole, is_leaf=is_sharded), None
         for microbatch in microbatches:
-            (one, items), grads = one_step(whole, microbatch)
-            first, parts = total is None, treedef.flatten_up_to(grads)
-            total, count = (one, items) if first else (total + one, count + items)
-            del grads
-            for i, _ in enumerate(parts):  # leaf by leaf, so that parts are freed as they are added
-                part, parts[i] = parts[i], None
-                if first:
-                    sums.append(part if wide is None else part.to(wide))
-                else:
-                    sums[i] = sums[i] + part
+            (one, items), parts = one_step(whole, microbatch)
+            if total is None:
+                total, count, dtype = one, items, one.dtype
+                sums = [part.to(wide or part.dtype) for part in treedef.flatten_up_to(parts)]
+            else:
+                total, count = total + one, count + items
+                sums = list(map(operator.add, sums, treedef.flatten_up_to(parts)))
         if total is None:
             raise ArgumentError("accumulate got no microbatch; give it a list of at least one")
         total, count = _settled_sums(total, count)
-        grads = settled(treedef.unflatten(sums), params, axis, specs, None if precision is None else precision.reduce)
-        return (total / count).to(one.dtype), optree.tree_map(
-            lambda g: g / count.to(g.dtype), grads, is_leaf=is_sharded
-        )
+        summed = settled(treedef.unflatten(sums), params, axis, specs, grads, reduce)
+        mean_grads = optree.tree_map(lambda g: g / count.to(g.dtype), summed, is_leaf=is_sharded)
+        return (total / count).to(dtype), mean_grads
 
     return accumulated
 
@@ -117,8 +115,10 @@ def _pair(loss: Callable[..., Any], params: Any, microbatch: Any) -> tuple[Any, 
 
 def _settled_sums(total: Any, count: Any) -> tuple[Tensor, Tensor]:
     """Total and count, equal on all ranks, in float64. Sums that are pending over the same axes are settled at once."""
+    device = next((x.device for x in (total, count) if isinstance(x, Tensor)), None)
     both: list[Any] = [
-        x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in (total, count)
+        x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device=device)
+        for x in (total, count)
     ]
     places = [x.spec.partition if is_sharded(x) else get_variance(x) for x in both]
     if places[0] is not places[1]:

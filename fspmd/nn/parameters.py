@@ -29,8 +29,8 @@ from fspmd.sharded import is_plain, is_sharded
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.local_tensor import is_uneven
-from fspmd.trees import Entries, leaf_paths, prefix_over
-from fspmd.variance import Variance, get_variance, set_variance, show
+from fspmd.trees import Entries, broadcast_prefix, leaf_paths, prefix_over
+from fspmd.variance import Variance, get_variance, set_variance, show, variance_of_spec
 
 
 def gathered(params: Any, axis: Axes, specs: Any = None, *, dtype: torch.dtype | Precision | None = None) -> Any:
@@ -81,21 +81,27 @@ def gathered(params: Any, axis: Axes, specs: Any = None, *, dtype: torch.dtype |
     )
 
 
-def settled(grads: Any, params: Any, axis: Axes, specs: Any, dtype: torch.dtype | None) -> Any:
-    """Gradients of `gathered` parameters, moved in a dtype to the layouts of the parameters, and cast to their dtypes.
+def settled(grads: Any, params: Any, axis: Axes, specs: Any, lie: Any, dtype: torch.dtype | None) -> Any:
+    """Gradients of `gathered` parameters in the layouts ``lie``, or those of the parameters, and in their dtypes.
 
-    Without ``dtype`` they move in their own. Communication: that of backward of `gathered`.
+    They move in ``dtype``, or in their own. Communication: that of backward of `gathered`.
     """
     leaves, treedef = optree.tree_flatten(params, is_leaf=is_sharded, none_is_leaf=True)
-    given = treedef.flatten_up_to(grads)
+    given, done = treedef.flatten_up_to(grads), []
+    wanted = broadcast_prefix(lie, params, "grads", "params", "accumulate: grads does not match the parameters")
     if state.body is None:
-        partitions = [x.spec.dual.partition if is_sharded(x) else None for x in leaves]
-        done = reshard(given, partitions, forward_dtype=dtype)
+        pairs = zip(leaves, wanted, strict=True)
+        done = reshard(
+            given, [(p or x.spec.dual.partition) if is_sharded(x) else None for x, p in pairs], forward_dtype=dtype
+        )
     else:
-        done = [
-            g if move is None else _moved(g, move.whole.dual, move.cut.dual, get_variance(x).dual, dtype, dtype)
-            for g, x, move in zip(given, leaves, _gathers(params, leaves, axis, specs), strict=True)
-        ]
+        for g, x, partition, move in zip(given, leaves, wanted, _gathers(params, leaves, axis, specs), strict=True):
+            if move is None or partition is None:
+                after = get_variance(x).dual
+                done.append(g if move is None else _moved(g, move.whole.dual, move.cut.dual, after, dtype, dtype))
+            else:
+                target, after = move.whole.with_partition(partition), variance_of_spec(partition)
+                done.append(_moved(g, move.whole.dual, target, after, dtype, dtype))
     return treedef.unflatten(g.to(x.dtype) for g, x in zip(done, leaves, strict=True))
 
 

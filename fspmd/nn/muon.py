@@ -1,0 +1,124 @@
+"""Muon: an optimizer of matrices that makes updates orthogonal (Jordan et al., 2024), spread over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.messages import quoted
+from fspmd.nn.adafactor import whole_only
+from fspmd.nn.optimizers import Leaves, Optimizer, Rate, Slots, leafwise
+from fspmd.placement.reshard import reshard
+from fspmd.sharded import is_sharded
+from fspmd.spec import P
+
+ADJUSTMENTS = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+def muon(
+    rate: Rate = 1e-3,
+    momentum: float = 0.95,
+    decay: Any = 0.1,
+    *,
+    nesterov: bool = True,
+    coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    steps: int = 5,
+    eps: float = 1e-7,
+    adjustment: str = "original",
+    dtype: torch.dtype | None = torch.bfloat16,
+    specs: Any = None,
+) -> Optimizer:
+    """Muon, as ``torch.optim.Muon``, on matrices of any layout.
+
+    An update needs the whole matrix. Matrices of one shape and layout are stacked, and the stack is cut over all ranks
+    by matrices: each rank makes its share of them orthogonal, and no rank computes what another does.
+
+    Args:
+        rate, decay, specs: As for `adamw`.
+        momentum: The decay of the running mean of gradients. ``nesterov`` mixes the gradient into it once more.
+        coefficients: Of the Newton-Schulz iteration, which runs ``steps`` times.
+        eps: The least norm by which a matrix is divided.
+        adjustment: How the rate follows the shape: "original" or "match_rms_adamw", as in torch.
+        dtype: Of the iteration; None for that of the parameter.
+
+    Communication: for matrices [m, n] of b bytes that an axis of n ranks cuts, k in a stack, an all-to-all of the stack
+    to whole matrices and one back, k b (n - 1) / n**2 bytes of a rank each. For matrices that no axis cuts, a slice and
+    an all-gather.
+
+    Raises:
+        ShapeError: a parameter is no matrix.
+        VarianceError, ArgumentError: As `adafactor`.
+
+    >>> from fspmd import communication_log, device_put, make_mesh
+    >>> mesh = make_mesh((4,), ("dp",), transport="simulation")
+    >>> params = device_put([torch.eye(8) for _ in range(4)], P("dp"), mesh=mesh)
+    >>> init, update = muon(0.1)
+    >>> with communication_log() as log:
+    ...     params, state = update(params, init(params), params)
+    >>> [call.kind for call in log], params[0]
+    (['all_to_all', 'all_to_all'], Sharded f32[8@dp, 8] on mesh(dp=4))
+    """
+    if adjustment not in ADJUSTMENTS:
+        raise ArgumentError(f"muon got adjustment={adjustment!r}; expected one of {quoted(ADJUSTMENTS)}")
+
+    def slots_of(p: Any) -> dict[str, Any]:
+        whole_only(p, "muon")
+        if p.ndim != 2:
+            raise ShapeError(
+                f"muon got a parameter of shape {tuple(p.shape)}; it takes matrices, so give other parameters to adamw"
+            )
+        return {"mean": torch.zeros_like(p)}
+
+    def rule(
+        grads: Leaves, slots: Slots, params: Leaves, rate: Any, step: Tensor, decays: list[float]
+    ) -> tuple[Leaves, Slots]:
+        means = [m.lerp(g, 1 - momentum) for m, g in zip(slots["mean"], grads, strict=True)]
+        changes = [g.lerp(m, momentum) for m, g in zip(means, grads, strict=True)] if nesterov else means
+        whole = _each_orthogonal(changes, coefficients, steps, eps, dtype)
+        scales = [ADJUSTMENTS[adjustment](*p.shape) if p.numel() else 1.0 for p in params]
+        news = [
+            p * (1 - rate * w) - u * (rate * scale)
+            for p, u, w, scale in zip(params, whole, decays, scales, strict=True)
+        ]
+        return news, {"mean": means}
+
+    return leafwise(slots_of, rule, rate, decay, specs)
+
+
+def _each_orthogonal(
+    matrices: Leaves, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype | None
+) -> Leaves:
+    """Each matrix made orthogonal, by the ranks that have its share of the stacks."""
+    stacks: dict[Any, list[int]] = {}
+    for i, x in enumerate(matrices):
+        stacks.setdefault(x.spec if is_sharded(x) else (x.shape, x.dtype, x.device), []).append(i)
+    done: Leaves = [*matrices]
+    for places in stacks.values():
+        stack: Any = torch.stack([matrices[i] for i in places])
+        if is_sharded(stack):
+            spread = reshard(stack.to(dtype or stack.dtype), P(stack.spec.mesh.axis_names))
+            whole = reshard(orthogonal(spread, coefficients, steps, eps), stack.spec.partition)
+        else:
+            whole = orthogonal(stack.to(dtype or stack.dtype), coefficients, steps, eps)
+        for i, x in zip(places, whole.to(stack.dtype).unbind(), strict=True):
+            done[i] = x
+    return done
+
+
+def orthogonal(stack: Any, coefficients: tuple[float, float, float], steps: int, eps: float) -> Any:
+    """Matrices [k, m, n] with singular values near 1, by the Newton-Schulz iteration."""
+    a, b, c = coefficients
+    tall = stack.shape[-2] > stack.shape[-1]
+    x = stack.mT if tall else stack
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if tall else x

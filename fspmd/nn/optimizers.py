@@ -1,0 +1,197 @@
+"""Optimizers as pairs of pure functions over trees, and AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Real
+from typing import Any, Final, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.body import state as running
+from fspmd.errors import ArgumentError
+from fspmd.messages import described
+from fspmd.placement.reshard import reshard
+from fspmd.sharded import is_sharded
+from fspmd.trees import Entries, broadcast_prefix, prefix_over
+
+Rate = float | Tensor | Callable[[Tensor], Any]
+State = dict[str, Any]  # "step", and for each slot a tree like the parameters
+
+
+class Optimizer(NamedTuple):
+    """A pair of pure functions.
+
+    ``init(params)`` gives the state: a dict of the number of steps, and of trees like the parameters.
+    ``update(grads, state, params)`` gives the next parameters and the next state, each leaf laid out as before.
+    """
+
+    init: Callable[[Any], State]
+    update: Callable[[Any, State, Any], tuple[Any, State]]
+
+
+Leaves = list[Any]
+Slots = dict[str, Leaves]
+#: of gradients, slots, parameters, the learning rate, the step, and the decay of each leaf: parameters and slots
+Rule = Callable[[Leaves, Slots, Leaves, Any, Tensor, list[float]], tuple[Leaves, Slots]]
+_NUMBERS: Final = Entries(lambda x: isinstance(x, Real), lambda _: "expected a number", "number")
+
+
+def adamw(
+    rate: Rate = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    decay: Any = 1e-2,
+    *,
+    specs: Any = None,
+) -> Optimizer:
+    """AdamW, as ``torch.optim.AdamW``: on global values of any layout, and on blocks in a body.
+
+    Args:
+        rate: The learning rate: a number, a 0-d tensor, or a function of the step, a 0-d tensor that begins at 1.
+        betas: The decay of the running means of gradients and of their squares.
+        eps: Added to the square root of the mean of squares.
+        decay: The weight decay, or a prefix of the parameters of such numbers.
+        specs: How the state lies: a prefix of the parameters of `P`, or None for the layout of the parameter. The
+            update is computed there. With ``P("dp")`` for parameters of ``P()`` it is ZeRO 1.
+
+    Communication: none where ``specs`` is None. Otherwise gradients and parameters move to ``specs`` (slices, or a
+    reduce-scatter of pending sums), and new parameters move back (an all-gather).
+
+    Raises:
+        ArgumentError: trees do not fit, or ``specs`` is given in a body.
+
+    >>> from fspmd import P, device_get, device_put, make_mesh
+    >>> mesh = make_mesh((4,), ("dp",), transport="simulation")
+    >>> params = device_put({"w": torch.ones(6)}, P("dp"), mesh=mesh)
+    >>> init, update = adamw(0.1, decay=0)
+    >>> params, state = update(params, init(params), params)
+    >>> device_get(params)["w"], state["square"]["w"]
+    (tensor([0.9000, 0.9000, 0.9000, 0.9000, 0.9000, 0.9000]), Sharded f32[6@dp] on mesh(dp=4))
+    """
+    first, second = betas
+
+    def rule(
+        grads: Leaves, slots: Slots, params: Leaves, rate: Any, step: Tensor, decays: list[float]
+    ) -> tuple[Leaves, Slots]:
+        left, left_square = 1 - first**step, (1 - second**step).sqrt()
+        means = [m.lerp(g, 1 - first) for m, g in zip(slots["mean"], grads, strict=True)]
+        squares = [s * second + g * g * (1 - second) for s, g in zip(slots["square"], grads, strict=True)]
+        news = [
+            p * (1 - rate * w) - m / (s.sqrt() / left_square + eps) * (rate / left)
+            for p, m, s, w in zip(params, means, squares, decays, strict=True)
+        ]
+        return news, {"mean": means, "square": squares}
+
+    return leafwise(lambda p: {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}, rule, rate, decay, specs)
+
+
+def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
+    """The optimizer on master weights: copies of the parameters in a wider dtype, which are part of the state.
+
+    An update changes the master weights. Parameters are their values, rounded. So small changes are not lost.
+
+    >>> init, update = with_master(adamw(1e-4, decay=0))
+    >>> params = {"w": torch.ones(1, dtype=torch.bfloat16)}
+    >>> state = init(params)
+    >>> for _ in range(100):
+    ...     params, state = update(params, state, params)
+    >>> params["w"], state["master"]["w"]
+    (tensor([0.9883], dtype=torch.bfloat16), tensor([0.9900]))
+    """
+
+    def wide(tree: Any) -> Any:
+        return optree.tree_map(lambda x: x.detach().to(dtype), tree, is_leaf=is_sharded)
+
+    def init(params: Any) -> State:
+        master = wide(params)
+        return {"master": master, **optimizer.init(master)}
+
+    def update(grads: Any, state: State, params: Any) -> tuple[Any, State]:
+        inner = {name: tree for name, tree in state.items() if name != "master"}
+        master, inner = optimizer.update(wide(grads), inner, state["master"])
+        news = optree.tree_map(lambda x, p: x.to(p.dtype), master, params, is_leaf=is_sharded)
+        return news, {"master": master, **inner}
+
+    return Optimizer(init, update)
+
+
+def leafwise(slots_of: Callable[[Any], dict[str, Any]], rule: Rule, rate: Rate, decay: Any, specs: Any) -> Optimizer:
+    """An optimizer of the slots of a leaf and a rule for all leaves.
+
+    Leaves reach the rule where ``specs`` says. What it returns is moved to where it lay before.
+    """
+
+    @torch.no_grad()
+    def init(params: Any) -> State:
+        leaves, treedef = _flat(params)
+        rows = [slots_of(p) for p in _laid(leaves, _partitions(params, specs))]
+        device = next((p.device for p in leaves), None)
+        step = torch.zeros((), dtype=torch.float64, device=device)
+        return {"step": step, **{name: treedef.unflatten(row[name] for row in rows) for name in (rows or [{}])[0]}}
+
+    @torch.no_grad()
+    def update(grads: Any, state: State, params: Any) -> tuple[Any, State]:
+        leaves, treedef = _flat(params)
+        slots = {name: _like(tree, treedef, f"state[{name!r}]") for name, tree in state.items() if name != "step"}
+        partitions, step = _partitions(params, specs), state["step"] + 1
+        laid = _laid(leaves, partitions)
+        given = [g.to(p.dtype) for g, p in zip(_laid(_like(grads, treedef, "grads"), _places(laid)), laid, strict=True)]
+        decays = broadcast_numbers(decay, params)
+        news, renewed = rule(given, slots, laid, rate(step) if callable(rate) else rate, step, decays)
+        after = {name: treedef.unflatten(_laid(renewed[name], _places(old))) for name, old in slots.items()}
+        return treedef.unflatten(_laid(news, _places(leaves))), {"step": step, **after}
+
+    return Optimizer(init, update)
+
+
+def broadcast_numbers(prefix: Any, params: Any) -> list[float]:
+    """A number for each leaf."""
+    failures: list[Any] = []
+    numbers = prefix_over(prefix, params, "decay", "params", failures, _NUMBERS)
+    if failures:
+        raise ArgumentError(f"an optimizer got a decay that does not match the parameters: {failures[0].text}")
+    return numbers
+
+
+def _flat(params: Any) -> tuple[Leaves, Any]:
+    leaves, treedef = optree.tree_flatten(params, is_leaf=is_sharded)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            raise ArgumentError(f"an optimizer got a parameter that is {described(leaf)}; expected floating tensors")
+    return leaves, treedef
+
+
+def _like(tree: Any, treedef: Any, what: str) -> Leaves:
+    """The leaves of a tree like the parameters."""
+    try:
+        leaves: Leaves = treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ArgumentError(f"update got {what} that is no tree like params: {error}") from None
+    return leaves
+
+
+def _partitions(params: Any, specs: Any) -> Sequence[Any]:
+    """Where the update of each leaf is computed; None for where the leaf lies."""
+    if specs is None:
+        return ()
+    if running.body is not None:
+        raise ArgumentError("an optimizer with specs was called in a body; call it on global values")
+    return broadcast_prefix(specs, params, "specs", "params", "an optimizer got specs that do not match")
+
+
+def _places(leaves: Leaves) -> Sequence[Any]:
+    """The partition of each leaf; None for a plain tensor."""
+    return [x.spec.partition if is_sharded(x) else None for x in leaves] if running.body is None else ()
+
+
+def _laid(leaves: Leaves, partitions: Sequence[Any]) -> Leaves:
+    """The leaves in other layouts, in one move."""
+    wanted = [
+        None if place is None or not is_sharded(x) or x.spec.partition is place else place
+        for x, place in zip(leaves, partitions, strict=bool(partitions))
+    ]
+    moved: Leaves = reshard(leaves, wanted) if any(place is not None for place in wanted) else leaves
+    return moved

@@ -1,0 +1,90 @@
+"""Pure optimizers on cut parameters beside ``torch.optim`` on one device, in float64: what `test_optimizers` runs."""
+
+import itertools
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from fspmd import P, device_get, device_put, jit, make_mesh
+from fspmd.nn import Optimizer, adafactor, adamw, muon
+
+F64 = torch.float64
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    **{str(n): ((n,), ("s",)) for n in (1, 2, 3, 4, 6)},
+    "2x2": ((2, 2), ("r", "s")),
+    "2x3": ((2, 3), ("r", "s")),
+}
+#: how matrices, and how other leaves lie
+LAYOUTS: dict[str, tuple[P, P]] = {
+    "replicated": (P(), P()),
+    "rows": (P("s"), P("s")),
+    "columns": (P(None, "s"), P("s")),
+    "both": (P("r", "s"), P(("r", "s"))),
+}
+SHAPES: dict[str, tuple[int, ...]] = {"a": (6, 4), "b": (4, 6), "c": (6, 4), "d": (5, 3), "e": (1, 7)}
+OTHERS: dict[str, tuple[int, ...]] = {"v": (5,), "x": (4, 3, 5), "one": (1,)}
+Case = tuple[str, str, str, str]  # mesh, layout, optimizer, where the state lies
+
+
+def cases() -> list[Case]:
+    every = itertools.product(MESHES, LAYOUTS, ("adamw", "adafactor", "muon"), ("there", "cut"))
+    return [case for case in every if case[1] != "both" or "x" in case[0]]
+
+
+def pair(name: str, specs: Any) -> tuple[Optimizer, Any]:
+    """An optimizer, and torch's."""
+    if name == "adamw":
+        return adamw(0.1, (0.8, 0.95), 1e-6, 0.2, specs=specs), lambda ps: torch.optim.AdamW(
+            ps, 0.1, (0.8, 0.95), 1e-6, 0.2
+        )
+    if name == "adafactor":
+        return adafactor(0.1, -0.7, (None, 1e-2), 1.5, 0.2, specs=specs), lambda ps: torch.optim.Adafactor(
+            ps, 0.1, -0.7, (None, 1e-2), 1.5, 0.2
+        )
+    return muon(0.1, 0.9, 0.2, dtype=None, specs=specs), lambda ps: torch.optim.Muon(ps, 0.1, 0.2, 0.9)
+
+
+def torch_steps(make: Any, params: dict[str, Tensor], grads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Parameters after steps of torch's optimizer. Its Muon iterates in bfloat16; here it stays in float64."""
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    optimizer = make(list(leaves.values()))
+    for step in grads:
+        for name, x in leaves.items():
+            x.grad = step[name].clone()
+        with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+            optimizer.step()
+    return {name: x.detach() for name, x in leaves.items()}
+
+
+def compute(case: Case, transport: str = "simulation", jitted: bool = False) -> list[tuple[Tensor, Tensor]]:
+    """The parameters after three steps, and torch's."""
+    mesh_name, layout, name, where = case
+    torch.manual_seed(sum(map(ord, "".join(case))))
+    sizes, names = MESHES[mesh_name]
+    mesh = make_mesh(sizes, names, transport=transport, device="cpu")
+    shapes = SHAPES if name == "muon" else {**SHAPES, **OTHERS}
+    values = {key: torch.randn(shape, dtype=F64) for key, shape in shapes.items()}
+    grads = [{key: torch.randn_like(x) * 3**i for key, x in values.items()} for i in range(3)]
+    specs = {key: LAYOUTS[layout][key in OTHERS] for key in values}
+    (init, update), make = pair(name, P(names) if where == "cut" else None)
+    params = device_put(values, specs, mesh=mesh)
+    state = init(params)
+    lies = {slot: {key: x.spec for key, x in tree.items()} for slot, tree in state.items() if slot != "step"}
+    update = jit(update) if jitted else update
+    for step in grads:
+        params, state = update(device_put(step, specs, mesh=mesh), state, params)
+    assert {key: x.spec for key, x in params.items()} == {
+        key: x.spec for key, x in device_put(values, specs, mesh=mesh).items()
+    }
+    assert lies == {slot: {key: x.spec for key, x in tree.items()} for slot, tree in state.items() if slot != "step"}
+    right = torch_steps(make, values, grads)
+    return [(device_get(params[key]), right[key]) for key in values]
+
+
+def worst(cases: list[Case], jitted: bool) -> list[tuple[Case, float]]:
+    """The largest error of each case on the processes of this world."""
+    return [
+        (case, max(float((x - y).abs().max()) for x, y in compute(case, "process_group", jitted))) for case in cases
+    ]

@@ -1,0 +1,261 @@
+"""Optimizers as pure functions: beside ``torch.optim``, over layouts. Also master weights and loss scales."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from full import FULL
+from optimizer_programs import F64, Case, cases, compute, worst
+from processes import Processes
+
+from fspmd import (
+    P,
+    clip_by_global_norm,
+    communication_log,
+    device_get,
+    device_put,
+    jit,
+    make_mesh,
+    shard_map,
+    typeof,
+    value_and_grad,
+)
+from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.nn import LossScale, accumulate, adafactor, adamw, all_finite, gathered, muon, selected, with_master
+
+CASES = cases()
+
+
+@pytest.mark.one_of(3)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_optimizers_are_those_of_torch(case: Case) -> None:
+    for mine, right in compute(case):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.one_of(12)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_recorded_optimizers_are_those_of_torch(case: Case) -> None:
+    for mine, right in compute(case, jitted=True):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
+def test_processes_update_as_torch() -> None:
+    fitting = [case for case in CASES if case[0] in ("4", "2x2")]
+    chosen = fitting if FULL else fitting[::5]
+    with Processes(4) as pool:
+        for jitted in (False, True):
+            for found in pool.run(worst, chosen[jitted :: 2 if not FULL else 1], jitted):
+                assert not [row for row in found if not row[1] < 1e-11]
+
+
+def test_muon_in_bfloat16_is_near_that_of_torch() -> None:
+    torch.manual_seed(0)
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    value, grad = torch.randn(2, 32, 16)
+    leaf = value.clone().requires_grad_()
+    leaf.grad = grad.clone()
+    torch.optim.Muon([leaf], 0.1, 0.0).step()
+    init, update = muon(0.1, decay=0.0)
+    w, g = device_put((value, grad), P("s"), mesh=mesh)
+    mine = device_get(update(g, init(w), w)[0])
+    torch.testing.assert_close(mine - value, leaf.detach() - value, rtol=0.1, atol=0.004)
+
+
+def test_adamw_in_a_body() -> None:
+    torch.manual_seed(0)
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    w, g = torch.randn(2, 8, 3, dtype=F64)
+    init, update = adamw(0.1, decay=0.1)
+
+    def body(w: Any, g: Any) -> Any:
+        return update(g, init(w), w)
+
+    specs = {"step": P(), "mean": P("s"), "square": P("s")}
+    inside, state = shard_map(body, mesh=mesh, in_specs=P("s"), out_specs=(P("s"), specs))(w, g)
+    right, whole_state = update(g, init(w), w)
+    assert torch.equal(device_get(inside), right)
+    assert torch.equal(device_get(state["square"]), whole_state["square"])
+
+
+def test_what_each_rank_orthogonalises() -> None:
+    mesh = make_mesh((2, 2), ("r", "s"), transport="simulation")
+    params = device_put([torch.randn(8, 4) for _ in range(8)], P("s"), mesh=mesh)
+    init, update = muon()
+    lowered = jit(update).lower(params, init(params), params)
+    # of one matrix: the product with its transpose, the square of that, and the product with the matrix
+    products = 5 * (2 * 4 * 8 * 4 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 8)
+    flops = sum(event.flops for event in lowered.schedule() if "bmm" in str(event.node.target))
+    assert flops == products * 8 / 4
+    moved = sum(call.price.moved for call in lowered.collectives())
+    block = 8 * 8 * 4 * 2 / 2  # of the stack in bfloat16: halves of matrices. A rank keeps those of its place along "r"
+    assert moved == 2 * (block / 2) / 2 + block / 2  # an all-to-all over "s" and one back, and a gather over "r"
+
+
+def squares(params: Any, x: Any) -> Any:
+    return (x @ gathered(params, "s")["w"]).square().sum(), len(x)
+
+
+# what a step moves between n ranks, in bytes of parameters times (n - 1) / n: forward and backward, and the update
+ZERO = {
+    "replicas": (P(), None, None, {"psum_unreduced": 2}),
+    "ZeRO 1": (P(), None, P("s"), {"psum_unreduced": 2, "all_gather_invariant": 1}),
+    "ZeRO 2": (P(), P("s"), P("s"), {"psum_scatter_unreduced": 1, "all_gather_invariant": 1}),
+    "ZeRO 3": (P("s"), None, None, {"all_gather_reduced": 1, "psum_scatter_unreduced": 1}),
+}
+
+
+@pytest.mark.parametrize("stage", ZERO)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_zero_is_a_choice_of_specs(stage: str, jitted: bool) -> None:
+    torch.manual_seed(0)
+    lies, grads_lie, state_lies, moves = ZERO[stage]
+    n, value, x = 4, torch.randn(16, 8, dtype=F64), torch.randn(8, 16, dtype=F64)
+    mesh = make_mesh((n,), ("s",), transport="simulation")
+    params = device_put({"w": value}, lies, mesh=mesh)
+    batches = [device_put(part, P("s"), mesh=mesh) for part in x.chunk(2)]
+    init, update = adamw(0.1, specs=state_lies)
+    state = init(params)
+
+    def step(params: Any, state: Any, batches: Any) -> Any:
+        mean, grads = accumulate(squares, "s", grads=grads_lie)(params, batches)
+        return mean, update(grads, state, params)
+
+    run = jit(step) if jitted else step
+    run(params, state, batches)
+    with communication_log() as log:
+        mean, (news, state) = run(params, state, batches)
+    share = value.numel() * 8 * (n - 1) / n
+    found: Counter[str] = Counter()
+    for call in log:
+        if call.price.moved > 64:
+            found[call.kind] += call.price.moved / share  # type: ignore[assignment]
+    assert found == moves
+    assert state["mean"]["w"].spec.partition.axes == (state_lies or lies).axes
+    leaf = value.clone().requires_grad_()
+    loss = (x @ leaf).square().sum() / len(x)
+    loss.backward()
+    torch.optim.AdamW([leaf], 0.1).step()
+    torch.testing.assert_close(device_get(mean), loss.detach())
+    torch.testing.assert_close(device_get(news["w"]), leaf.detach())
+
+
+def test_clipping_over_mixed_meshes() -> None:
+    torch.manual_seed(0)
+    line, grid = make_mesh((4,), ("x",), transport="simulation"), make_mesh((2, 2), ("a", "b"), transport="simulation")
+    values = [torch.randn(shape, dtype=F64) for shape in ((5, 3), (6, 4), (3,), (7,))]
+    lies = [(P("x"), line), (P("b", "a"), grid), (P(), grid), (P(("a", "b")), grid)]
+    tree = [device_put(x, spec, mesh=mesh) for x, (spec, mesh) in zip(values, lies, strict=True)]
+    clipped, norm = clip_by_global_norm(tree, 0.5)
+    leaves = [x.clone().requires_grad_() for x in values]
+    for leaf, x in zip(leaves, values, strict=True):
+        leaf.grad = x.clone()
+    right = torch.nn.utils.clip_grad_norm_(leaves, 0.5)
+    torch.testing.assert_close(norm, right)
+    for mine, leaf in zip(clipped, leaves, strict=True):
+        torch.testing.assert_close(device_get(mine), leaf.grad)
+
+
+def test_master_weights_keep_what_bfloat16_loses() -> None:
+    mesh = make_mesh((2,), ("s",), transport="simulation")
+    w = device_put(torch.ones(4, dtype=torch.bfloat16), P("s"), mesh=mesh)
+    ends = {}
+    for name, (init, update) in (("plain", adamw(1e-4, decay=0)), ("master", with_master(adamw(1e-4, decay=0)))):
+        p, state = w, init(w)
+        for _ in range(100):
+            p, state = update(w, state, p)
+        ends[name] = float(device_get(p)[0])
+        assert p.dtype == torch.bfloat16
+    assert ends["plain"] == 1
+    assert ends["master"] == pytest.approx(0.99, abs=2**-9)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 3])
+def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all(bad: int | None) -> None:
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    value = torch.ones(4)
+    if bad is not None:
+        value[bad] = float("inf")
+    params, scale = device_put(torch.ones(4), P("s"), mesh=mesh), LossScale.of(8.0)
+    init, update = adamw(0.5, decay=0)
+    state = init(params)
+
+    @jit
+    def step(params: Any, state: Any, scale: LossScale, x: Any) -> Any:
+        _, grads = value_and_grad(lambda p: scale.scaled((p * x).sum()))(params)
+        grads, finite = scale.unscaled(grads)
+        new_params, new_state = update(grads, state, params)
+        return grads, finite, *selected(finite, (new_params, new_state), (params, state)), scale.after(finite)
+
+    x = device_put(value, P("s"), mesh=mesh)
+    grads, finite, news, new_state, new_scale = step(params, state, scale, x)
+    assert bool(finite) is (bad is None)
+    assert torch.equal(device_get(grads), value)
+    assert float(new_state["step"]) == (bad is None)
+    assert torch.allclose(device_get(news), torch.full((4,), 0.5 if bad is None else 1.0))
+    assert (float(new_scale.scale), int(new_scale.steps)) == ((8.0, 1) if bad is None else (4.0, 0))
+
+
+def test_scales_grow() -> None:
+    scale = LossScale.of(2.0)
+    for _ in range(6):
+        scale = scale.after(torch.tensor(True), interval=3)
+    assert (float(scale.scale), int(scale.steps)) == (8.0, 0)
+
+
+def test_a_finite_check_in_a_body_is_invariant() -> None:
+    mesh = make_mesh((2, 2), ("r", "s"), transport="simulation")
+    seen = []
+
+    def body(a: Any, b: Any, c: Any) -> Any:
+        finite = all_finite([a, b, c])
+        seen.append(str(typeof(finite)))
+        return finite
+
+    call = shard_map(body, mesh=mesh, in_specs=(P("r"), P(("r", "s")), P()), out_specs=P())
+    good, wrong = torch.ones(4), torch.tensor([1.0, 1.0, 1.0, float("nan")])
+    assert [bool(device_get(call(*x))) for x in ((good, good, good), (good, wrong, good), (wrong, good, good))] == [
+        True,
+        False,
+        False,
+    ]
+    assert set(seen) == {"bool[]"}
+
+
+def test_errors_of_optimizers() -> None:
+    mesh = make_mesh((2,), ("s",), transport="simulation")
+    w = device_put({"w": torch.ones(4, 2)}, P("s"), mesh=mesh)
+    init, update = adamw()
+    with pytest.raises(ArgumentError, match=r"an optimizer got a parameter that is .*int"):
+        init({"w": 1})
+    with pytest.raises(ArgumentError, match="update got grads that is no tree like params"):
+        update({"v": w["w"]}, init(w), w)
+    with pytest.raises(ArgumentError, match="an optimizer got a decay that does not match the parameters"):
+        adamw(decay={"v": 1}).update(w, init(w), w)
+    with pytest.raises(ShapeError, match=r"muon got a parameter of shape \(4,\); it takes matrices"):
+        muon().init(torch.ones(4))
+    with pytest.raises(ArgumentError, match="muon got adjustment='none'; expected one of 'original'"):
+        muon(adjustment="none")
+    for make in (adafactor, muon):
+        with pytest.raises(VarianceError, match=r"in a body got f32\[2,2\]{V:s}, a block"):
+            shard_map(lambda x, make=make: make().init(x)["step"], mesh=mesh, in_specs=P("s"), out_specs=P())(w["w"])
+    with pytest.raises(ArgumentError, match="an optimizer with specs was called in a body"):
+        shard_map(lambda x: adamw(specs=P()).init(x)["step"], mesh=mesh, in_specs=P("s"), out_specs=P())(w["w"])
+
+
+def test_numbers_of_groups() -> None:
+    """Decay by group is a tree, and the rate a function of the step."""
+    value = {"w": torch.ones(2, 2, dtype=F64), "b": torch.ones(2, dtype=F64)}
+    init, update = adamw(lambda step: 0.1 / step, decay={"w": 0.5, "b": 0})
+    params, state = value, init(value)
+    for _ in range(2):
+        params, state = update(value, state, params)
+    for name, decay in (("w", 0.5), ("b", 0)):
+        leaf = value[name].clone().requires_grad_()
+        optimizer = torch.optim.AdamW([leaf], 0.1, weight_decay=decay)
+        for rate in (0.1, 0.05):
+            optimizer.param_groups[0]["lr"] = rate
+            leaf.grad = value[name].clone()
+            optimizer.step()
+        torch.testing.assert_close(params[name], leaf.detach())
