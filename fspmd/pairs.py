@@ -22,9 +22,11 @@ from fspmd.torch_internals import (
     DisableTorchFunction,
     count_dispatch_modes,
     forward_ad,
+    is_dead_wrapper,
     plain_apply,
     profiler,
     transforms_active,
+    wrapped_by,
 )
 from fspmd.tracing import refuse_traced
 from fspmd.transport import Options, Pending, transport_of
@@ -275,6 +277,8 @@ def apply(x: Tensor, call: Call) -> Tensor:
     """Return ``call(x)``, differentiable any number of times, in reverse and forward mode, and under ``torch.func``."""
     if count_dispatch_modes():
         refuse_traced(repr(call))
+    if is_dead_wrapper(x):
+        x = _alive(x)
     if _seen or profiler._is_profiler_enabled:
         call = watched(x, call)
     with DisableTorchFunction():
@@ -295,6 +299,13 @@ def apply(x: Tensor, call: Call) -> Tensor:
                 return _apply_in_place(x, call)
             return _apply_plain(x, call)  # type: ignore[no-any-return]
         return call.run(x)
+
+
+def _alive(x: Tensor) -> Tensor:
+    """Return the tensor within wrappers of transforms that have ended, as torch's dispatcher does for its functions."""
+    while is_dead_wrapper(x):
+        x = wrapped_by(x)
+    return x
 
 
 def is_transformed() -> bool:
@@ -442,6 +453,7 @@ class _RoundTrip:
 
 def depart(x: Tensor, call: Call) -> Flight:
     """Start a call without waiting. In backward `land` starts the transpose, and `depart` waits for it."""
+    x = _alive(x)
     flight = Flight(watched(x, call))
     with DisableTorchFunction():
         if transforms_active() or forward_ad._current_level >= 0:

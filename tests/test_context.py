@@ -24,7 +24,6 @@ from fspmd.nn import (
     SlidingWindow,
     attend_block,
     balanced,
-    context,
     contiguous,
     gathered_attention,
     merge,
@@ -32,6 +31,7 @@ from fspmd.nn import (
     ring_attention,
     striped,
     tiles,
+    turns,
     ulysses_attention,
     zigzag,
 )
@@ -56,11 +56,11 @@ def test_every_way_is_dense_attention(case: Case) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Cut the short sequences of tests into tiles too."""
-    context._turns.cache_clear()
+    turns.turns_of.cache_clear()
     monkeypatch.setattr(tiles, "LEAST_LENGTH", 1)
     monkeypatch.setattr(tiles, "MOST_TILES", 4)
     yield
-    context._turns.cache_clear()
+    turns.turns_of.cache_clear()
 
 
 @pytest.mark.one_of(6)
@@ -75,11 +75,12 @@ def test_tiles_are_dense_attention(case: Case) -> None:
 def test_ranks_compute_what_a_closed_form_says(n: int) -> None:
     """Pairs of tiles of each rank, of m tiles per block: with a zigzag half of all, and half of the diagonal more."""
     m, length = tiles.MOST_TILES, n * tiles.MOST_TILES * tiles.LEAST_LENGTH
-    turns = context._turns("cp", Causal(), zigzag(length, n), 1)
-    assert sum(step.pairs for step in turns.tiles.values()) == n * m * m // 2 + m // 2 == turns.all_keys.pairs
-    one = context._turns((), Causal(), contiguous(length, 1), n)
+    for gathered in (False, True):
+        found = turns.turns_of("cp", Causal(), zigzag(length, n), gathered=gathered)
+        assert sum(step.pairs for step in found.tiles.values()) == n * m * m // 2 + m // 2
+    one = turns.turns_of((), Causal(), contiguous(length, 1), n)
     assert one.tiles[0].pairs == m * (m + 1) // 2
-    window = context._turns("cp", Causal() & SlidingWindow(tiles.LEAST_LENGTH), contiguous(length, n), 1)
+    window = turns.turns_of("cp", Causal() & SlidingWindow(tiles.LEAST_LENGTH), contiguous(length, n))
     assert window.steps == [0, 1]
     assert [step.pairs for step in window.tiles.values()] == [2 * m - 1, 1]
 

@@ -6,7 +6,7 @@ They are written in the public words of fspmd, and stand above everything else.
 
 from fspmd.nn.accumulation import accumulate
 from fspmd.nn.adafactor import adafactor
-from fspmd.nn.attend import PartialAttention, attend_block, merge, nothing
+from fspmd.nn.attend import attend_block
 from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
 from fspmd.nn.costs import attention_costs
 from fspmd.nn.loss_scale import LossScale, all_finite, selected
@@ -14,6 +14,7 @@ from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
 from fspmd.nn.muon import muon
 from fspmd.nn.optimizers import Optimizer, adamw, with_master
 from fspmd.nn.parameters import gathered
+from fspmd.nn.parts import PartialAttention, merge, nothing
 from fspmd.nn.precision import Precision
 from fspmd.nn.sequences import SequenceLayout, balanced, contiguous, striped, zigzag
 

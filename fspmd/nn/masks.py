@@ -15,6 +15,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
 
 
+@dataclass(frozen=True)
 class Mask:
     """The base of all masks. ``a & b`` allows what both allow, ``a | b`` what one of them allows.
 
@@ -36,6 +37,11 @@ class Mask:
 
     def check(self, length: int) -> None:
         """Raise `ShapeError` unless the mask knows all positions of a sequence of a length."""
+
+    @property
+    def outline(self) -> Mask:
+        """A mask that says the same `over` all ranges. Masks with equal outlines share the tables of their tiles."""
+        return self
 
     def __and__(self, other: Mask) -> Mask:
         return AllOf(self, as_mask(other, "Mask.__and__"))
@@ -132,6 +138,10 @@ class Documents(Mask):
         ids = self.ids.to(query.device)
         return ids[query] == ids[key]
 
+    @property
+    def outline(self) -> Mask:
+        return Mask()  # says nothing, since the ids are data: each step of training may have others
+
     def check(self, length: int) -> None:
         if len(self.ids) < length:
             raise ShapeError(
@@ -150,6 +160,10 @@ class _Both(Mask):
     def check(self, length: int) -> None:
         self.first.check(length)
         self.second.check(length)
+
+    @property
+    def outline(self) -> Mask:
+        return type(self)(self.first.outline, self.second.outline)
 
 
 class AllOf(_Both):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,20 @@ from fspmd.tracing import hidden
 from fspmd.transport.local_int import block_sizes
 
 Axes = str | tuple[str, ...]
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+def on_host(function: Callable[Q, R]) -> Callable[Q, R]:
+    """A `hidden` function that makes its tensors on the CPU, also within ``with torch.device(...)``."""
+
+    @hidden
+    @functools.wraps(function)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +73,7 @@ class SequenceLayout:
         return len(self.order)
 
     @functools.cached_property
-    @hidden
+    @on_host
     def inverse(self) -> Tensor:
         """The place of each position in the stored sequence: int64 [S]."""
         return self.order.argsort()
@@ -89,8 +105,9 @@ class SequenceLayout:
             axis: The axis, or axes, that cut the stored sequence.
         """
         sizes, length = _cut(self.length, axis, "positions")
-        starts = torch.tensor([start for start, _ in blocks(self.length, sizes)])
-        return self.order[starts[axis_index(axis)] + torch.arange(length)]
+        device = self.order.device
+        starts = torch.tensor([start for start, _ in blocks(self.length, sizes)], device=device)
+        return self.order[starts[axis_index(axis)] + torch.arange(length, device=device)]
 
     def _check_length(self, x: Tensor, dim: int, what: str) -> None:
         if x.shape[dim] != self.length:
@@ -100,12 +117,13 @@ class SequenceLayout:
             )
 
     @functools.cached_property
-    @hidden
+    @on_host
     def table(self) -> Tensor:
         """The positions by rank: int64 [ranks, block_length], with -1 beyond the end of a shorter block."""
         rows = [self.order[start : start + n] for start, n in blocks(self.length, (self.ranks,))]
         return torch.stack([torch.nn.functional.pad(row, (0, self.block_length - len(row)), value=-1) for row in rows])
 
+    @on_host
     def work(self, mask: Mask) -> list[int]:
         """The number of pairs of a query and a key that each rank computes for a mask."""
         keys = torch.arange(self.length)
@@ -166,7 +184,7 @@ def check_layout(layout: SequenceLayout | None, length: int, ring: Axes, axis: A
 
 
 @cached(maxsize=256)
-@hidden
+@on_host
 def contiguous(length: int, ranks: int) -> SequenceLayout:
     """Each rank has consecutive positions.
 
@@ -179,7 +197,7 @@ def contiguous(length: int, ranks: int) -> SequenceLayout:
 
 
 @cached(maxsize=256)
-@hidden
+@on_host
 def striped(length: int, ranks: int) -> SequenceLayout:
     """Neighbouring positions are on neighbouring ranks (Brandon et al., "Striped Attention", 2023).
 
@@ -202,7 +220,7 @@ def striped(length: int, ranks: int) -> SequenceLayout:
 
 
 @cached(maxsize=256)
-@hidden
+@on_host
 def zigzag(length: int, ranks: int) -> SequenceLayout:
     """Rank r has part r and part 2 * ranks - 1 - r of the sequence, so that all ranks have the same causal work.
 
@@ -221,6 +239,7 @@ def zigzag(length: int, ranks: int) -> SequenceLayout:
     return _of_rows(rows, ranks)
 
 
+@on_host
 def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLayout:
     """A layout whose ranks compute about as many pairs of a mask each.
 

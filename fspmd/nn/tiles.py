@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.nn import attend
-from fspmd.nn.attend import PartialAttention
+from fspmd.nn import block
 from fspmd.nn.masks import Mask
+from fspmd.nn.parts import PartialAttention, nothing
 
 MOST_TILES = 8  # of a block of queries
 LEAST_LENGTH = 64  # of a tile; shorter ones spend more on copies than they save
@@ -53,7 +53,6 @@ class Tiles:
 
     queries: Tensor
     keys: Tensor
-    mask: Mask
     groups: tuple[Pairs, ...]
 
     @property
@@ -66,18 +65,17 @@ class Tiles:
         """Whether some pairs of tiles are not computed."""
         return self.pairs < self.queries.shape[1] * self.keys.shape[1]
 
-    @attend.full_precision
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, at: int | Tensor, scale: float | None
+        self, query: Tensor, key: Tensor, value: Tensor, at: int | Tensor, mask: Mask, scale: float | None
     ) -> PartialAttention:
         """The part of the keys, on the rank ``at`` of the ranks that share the sequence."""
         parts, chosen = [], []
         queries, keys, values = self._cut(query, self.queries), self._cut(key, self.keys), self._cut(value, self.keys)
-        for q, k, of_query, _, allowed in self._each(query.device, at):
-            parts.append(attend.forward(_take(queries, q), _take(keys, k), _take(values, k), allowed, scale))
+        for q, k, of_query, _, allowed in self._each(query.device, at, mask):
+            parts.append(block.forward(_take(queries, q), _take(keys, k), _take(values, k), allowed, scale))
             chosen.append(of_query)
         if not parts:
-            return attend.nothing(query, value.shape[-1])
+            return nothing(query, value.shape[-1])
         out, lse, where = (
             torch.cat([p.out for p in parts], -4),
             torch.cat([p.lse for p in parts], -3),
@@ -89,43 +87,46 @@ class Tiles:
         whole = (weights.movedim(-3, -1).unsqueeze(-2) @ out.movedim(-4, -2).unsqueeze(-5)).squeeze(-2)
         return PartialAttention(self._joined(whole), total.movedim(-3, -2).flatten(-2))
 
-    @attend.full_precision
     def backward(
         self,
         out_grad: Tensor,
+        lse_grad: Tensor | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         whole: PartialAttention,
         at: int | Tensor,
+        mask: Mask,
         scale: float | None,
     ) -> list[Tensor]:
         """The gradients of query, key and value; ``whole`` is the part of all keys that the queries see."""
         dtype = whole.out.dtype
         totals = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
         queries, out_grads, outs = (self._cut(x, self.queries) for x in (query, out_grad, whole.out))
-        lses = whole.lse.unflatten(-1, self.queries.shape[1:]).movedim(-2, -3)
+        lses = self._cut_rows(whole.lse)
+        lse_grads = None if lse_grad is None else self._cut_rows(lse_grad)
         keys, values = self._cut(key, self.keys), self._cut(value, self.keys)
-        for q, k, of_query, of_key, allowed in self._each(query.device, at):
+        for q, k, of_query, of_key, allowed in self._each(query.device, at, mask):
+            some_lse_grad = None if lse_grads is None else lse_grads.index_select(-3, q)
             part = PartialAttention(_take(outs, q), lses.index_select(-3, q))
             operands = _take(queries, q), _take(keys, k), _take(values, k)
-            parts = attend.backward(_take(out_grads, q), None, *operands, part, allowed, scale)
+            parts = block.backward(_take(out_grads, q), some_lse_grad, *operands, part, allowed, scale)
             for i, (gradient, of_tile) in enumerate(zip(parts, (of_query, of_key, of_key), strict=True)):
                 summed = torch.tensordot(of_tile.to(dtype), gradient.movedim(-4, 0), 1).movedim(0, -4)
                 totals[i] = totals[i] + self._joined(summed)
         return totals
 
     def _each(
-        self, device: torch.device, at: int | Tensor
+        self, device: torch.device, at: int | Tensor, mask: Mask
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
         """Yield of each group the tiles of queries and of keys, which pairs are of which tile, and who sees whom."""
-        queries, keys = self.queries.to(device)[at], self.keys.to(device)[at]
+        queries, keys = (_row(x.to(device), at) for x in (self.queries, self.keys))
         for group in (g.to(device) for g in self.groups):
-            q, k, real = group.query[at], group.key[at], group.real[at]
+            q, k, real = (_row(x, at) for x in (group.query, group.key, group.real))
             allowed = None
             if group.masked:
                 seen = keys[k]
-                allowed = self.mask.allows(queries[q].clamp(min=0)[:, :, None], seen.clamp(min=0)[:, None, :])
+                allowed = mask.allows(queries[q].clamp(min=0)[:, :, None], seen.clamp(min=0)[:, None, :])
                 allowed = (allowed & (seen >= 0)[:, None, :] & real[:, None, None]).unsqueeze(1)
             of_query, of_key = (
                 (torch.arange(len(tiles), device=device)[:, None] == index) & real
@@ -139,10 +140,20 @@ class Tiles:
         cut: Tensor = x.unflatten(-2, positions.shape[1:])
         return cut.movedim(-3, -4)
 
+    def _cut_rows(self, x: Tensor) -> Tensor:
+        """[..., heads, queries] as [..., tiles, heads, length]."""
+        rows: Tensor = x.unflatten(-1, self.queries.shape[1:])
+        return rows.movedim(-2, -3)
+
     @staticmethod
     def _joined(x: Tensor) -> Tensor:
         """[..., tiles, heads, length, width] as [..., heads, n, width]."""
         return x.movedim(-4, -3).flatten(-3, -2)
+
+
+def _row(x: Tensor, at: int | Tensor) -> Tensor:
+    """``x[at]``, without asking for the number: it differs from rank to rank."""
+    return x[at] if isinstance(at, int) else x.index_select(0, at).squeeze(0)
 
 
 def _take(tiles: Tensor, index: Tensor) -> Tensor:
@@ -170,7 +181,7 @@ def make_tiles(
         free.append([pair for pair, seen in known.items() if seen])
         some.append([pair for pair, seen in known.items() if seen is None])
     groups = (_group(pairs, masked) for pairs, masked in ((free, False), (some, True)))
-    return Tiles(queries, keys, mask, tuple(group for group in groups if group is not None))
+    return Tiles(queries, keys, tuple(group for group in groups if group is not None))
 
 
 def _over(over: Callable[[range, range], bool | None], queries: TileRuns, keys: TileRuns) -> bool | None:

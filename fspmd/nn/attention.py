@@ -1,0 +1,144 @@
+"""Attention as one function of autograd, whatever the way in which queries meet their keys.
+
+Its result is a part: attention and the logarithm of the sums. It saves that part and its operands. The backward pass is
+made of differentiable functions of them, so derivatives of any order are right.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fspmd.errors import ArgumentError
+from fspmd.nn.parts import PartialAttention
+from fspmd.ops.traits import autocasts
+
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+class Met(NamedTuple):
+    """The part of all keys, and the keys and values that backward needs in the place of the operands, if others."""
+
+    part: PartialAttention
+    kept: tuple[Tensor, ...]
+
+
+class Way(Protocol):
+    """How queries meet keys."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Any, /) -> Met:
+        """The part of all keys."""
+
+    def backward(
+        self,
+        out_grad: Tensor,
+        lse_grad: Tensor | None,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        whole: PartialAttention,
+        allowed: Any,
+        kept_grads: Any,
+        /,
+    ) -> Any:
+        """The gradients of query, key and value, wide."""
+
+
+def attention(
+    way: Way,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> PartialAttention:
+    """The part of all keys, with attention sinks [..., heads]."""
+    out, lse, *_ = _Attention.apply(query, key, value, allowed, sinks, way)
+    return PartialAttention(out, lse)
+
+
+def _full_precision(function: Callable[Q, R]) -> Callable[Q, R]:
+    """Run a function without autocast, which would make bfloat16 of float32."""
+
+    @functools.wraps(function)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        with ExitStack() as stack:
+            for kind, _ in autocasts():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    @_full_precision
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sinks: Tensor | None, way: Way
+    ) -> tuple[Tensor, ...]:
+        (out, lse), kept = way.forward(query, key, value, allowed)
+        if sinks is not None:
+            alone, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
+            out = out * (alone - lse).exp()[..., None]
+        return out, lse, *kept
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        query, key, value, allowed, sinks, ctx.way = inputs
+        out, lse, *kept = output
+        ctx.save_for_backward(query, *(kept or (key, value)), allowed, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @_full_precision
+    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None, *kept_grads: Any) -> tuple[Any, ...]:
+        query, keys, values, allowed, sinks, out, lse = ctx.saved_tensors
+        out_grad = torch.zeros_like(out) if out_grad is None else out_grad
+        whole = PartialAttention(out, lse)
+        grads = ctx.way.backward(out_grad, lse_grad, query, keys, values, whole, allowed, kept_grads)
+        sinks_grad = None
+        if sinks is not None:
+            drop = (out_grad * out).sum(-1) - (0 if lse_grad is None else lse_grad)
+            sinks_grad = -((sinks[..., None] - lse).exp() * drop).sum(-1)
+            sinks_grad = sinks_grad.sum_to_size(sinks.shape).to(sinks.dtype)
+        return *(g.to(query.dtype) for g in grads), None, sinks_grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise ArgumentError(
+            "attention of fspmd.nn got a tangent (jvp, jacfwd, or hessian): it has derivatives in reverse mode alone; "
+            "write vjp, grad, jacrev, or grad of grad"
+        )
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[int | None, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        allowed: Tensor | None,
+        sinks: Tensor | None,
+        way: Way,
+    ) -> Any:
+        """One more dim in front."""
+        dims = query.dim() + (in_dims[0] is None)
+
+        def in_front(x: Tensor | None, dim: int | None, of: int) -> Tensor | None:
+            """The batch dim first, and as many dims after it as ``of`` leaves."""
+            if x is None or (dim is None and of < dims):
+                return x
+            x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x[(slice(None), *[None] * (of - x.dim()))]
+
+        places = dims, dims, dims, dims, dims - 2
+        operands = zip((query, key, value, allowed, sinks), in_dims[:5], places, strict=True)
+        results = _Attention.apply(*itertools.starmap(in_front, operands), way)
+        return results, (0,) * len(results)

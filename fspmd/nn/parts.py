@@ -1,0 +1,55 @@
+"""Parts: attention to some of the keys, and how parts become the whole.
+
+A part is a pair ``(out, lse)``: the attention to these keys alone, and the logarithm of the sum of the exponentials of
+its scores. `merge` makes of the parts of two sets of keys the part of both. It is associative and commutative, and
+`nothing` is its identity, so parts may come in any order and on any rank. Parts are float32, or float64 if the operands
+are: with bfloat16 operands nothing is rounded between parts. The method is that of Dao et al., "FlashAttention"
+(NeurIPS 2022), and of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PartialAttention(NamedTuple):
+    """The attention to some keys: ``out`` f32[..., heads, queries, width] and ``lse`` f32[..., heads, queries].
+
+    A query that sees none of the keys has ``out`` 0 and ``lse`` -inf.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def nothing(query: Tensor, width: int) -> PartialAttention:
+    """The part of no keys, for values of a width. `merge` with it changes nothing."""
+    like = query.detach().to(wide(query))
+    return PartialAttention(like.new_zeros((*query.shape[:-1], width)), like.new_full(query.shape[:-1], -torch.inf))
+
+
+def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
+    """The part of the keys of both. The two sets of keys must have no key in common. Differentiable.
+
+    >>> from fspmd.nn import attend_block
+    >>> q, k, v = torch.ones(1, 1, 2), torch.eye(4, 2)[None], torch.arange(4.0).view(1, 4, 1)
+    >>> first, second = attend_block(q, k[:, :1], v[:, :1]), attend_block(q, k[:, 1:], v[:, 1:])
+    >>> torch.allclose(merge(first, second).out, attend_block(q, k, v).out)
+    True
+    """
+    top = torch.maximum(a.lse, b.lse).detach()
+    top = top.where(top != -torch.inf, 0)
+    weight_a, weight_b = (a.lse - top).exp(), (b.lse - top).exp()
+    total = weight_a + weight_b
+    seen = total != 0
+    total = total.where(seen, 1)
+    out = a.out * (weight_a / total)[..., None] + b.out * (weight_b / total)[..., None]
+    return PartialAttention(out, (top + total.log()).where(seen, -torch.inf))
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype of the parts of operands: float32, or float64 if they are."""
+    return torch.promote_types(x.dtype, torch.float32)

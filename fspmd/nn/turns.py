@@ -1,0 +1,84 @@
+"""The steps of attention over a cut sequence: which keys a rank has in a step, and which tiles it computes.
+
+They follow from the layout and the mask, before anything runs. Masks whose ranges say the same share them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fspmd.cache import cached
+from fspmd.collectives import axis_index
+from fspmd.entries import blocks
+from fspmd.nn.masks import Mask
+from fspmd.nn.sequences import Axes, SequenceLayout, on_host
+from fspmd.nn.tiles import Tiles, count_of, make_tiles, runs_of
+
+
+@dataclass(frozen=True, eq=False)
+class Turns:
+    """The steps of a rank. In step i of a ring it has the block of the rank i places before it.
+
+    ``table`` has the positions by rank and tile: int64 [ranks, tiles, length]. Places at which there is none have -1.
+    """
+
+    axis: Axes  # () if there is one rank
+    table: Tensor
+    tiles: dict[int, Tiles]  # of each step in which some rank's queries see a key
+
+    @property
+    def length(self) -> int:
+        """The length of a padded block."""
+        return self.table[0].numel()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps in which some rank's queries see a key."""
+        return list(self.tiles)
+
+    @property
+    def at(self) -> int | Tensor:
+        """The number of this rank."""
+        return axis_index(self.axis) if self.axis else 0
+
+    def hop(self, places: int) -> list[tuple[int, int]]:
+        """Who sends to whom, for so many steps at once."""
+        n = len(self.table)
+        return [(r, (r + places) % n) for r in range(n)]
+
+
+@cached(maxsize=256)
+@on_host
+def turns_of(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int = 1, gathered: bool = False) -> Turns:
+    """The steps over ``axis``, whose blocks are cut into ``parts`` parts that may have different lengths.
+
+    Args:
+        mask: The `Mask.outline` of a mask.
+        gathered: Whether a rank has the keys of the whole sequence, in one step.
+    """
+    turns = _tiled(axis, mask, layout, parts, max(1, count_of(layout.block_length) // parts), gathered)
+    skips = len(turns.tiles) < (1 if gathered else layout.ranks) or any(step.skips for step in turns.tiles.values())
+    return turns if skips else _tiled(axis, mask, layout, parts, 1, gathered)
+
+
+def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int, tiles: int, gathered: bool) -> Turns:
+    """The steps, with ``tiles`` tiles in each part of a block."""
+    n, most = layout.ranks, -(-layout.block_length // parts)
+    most = -(-most // tiles) * tiles
+
+    def padded(row: Tensor) -> Tensor:
+        cuts = blocks(len(row), (parts,))
+        return torch.cat([F.pad(row[start : start + k], (0, most - k), value=-1) for start, k in cuts])
+
+    table = torch.stack([padded(row[row >= 0]) for row in layout.table]).view(n, tiles * parts, -1)
+    runs = runs_of(table)
+    if gathered:
+        every = [run for row in runs for run in row]
+        steps = [make_tiles(table, table.flatten(0, 1).expand(n, -1, -1), runs, [every] * n, mask)]
+    else:
+        steps = [make_tiles(table, table.roll(i, 0), runs, [runs[r - i] for r in range(n)], mask) for i in range(n)]
+    return Turns(axis, table, {i: step for i, step in enumerate(steps) if step.groups})

@@ -1,0 +1,108 @@
+"""How a rank meets all keys of a cut sequence: block by block in a ring, or gathered."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fspmd.collectives import all_gather, ppermute, psum_scatter
+from fspmd.nn.attention import Met
+from fspmd.nn.masks import Mask
+from fspmd.nn.parts import PartialAttention, merge, nothing
+from fspmd.nn.turns import Turns
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """Blocks of keys and values pass all ranks. What is kept are a rank's own blocks, and not those that pass."""
+
+    turns: Turns
+    mask: Mask
+    scale: float | None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: None) -> Met:
+        """The part of all keys."""
+        whole, at = nothing(query, value.shape[-1]), self.turns.at
+        for step, pair, _ in self._passing((key, value)):
+            part = self.turns.tiles[step].forward(query, *pair, at, self.mask, self.scale)
+            whole = part if step == self.turns.steps[0] else merge(whole, part)
+        return Met(whole, ())
+
+    def backward(
+        self,
+        out_grad: Tensor,
+        lse_grad: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: PartialAttention,
+        allowed: None,
+        kept_grads: tuple[()],
+    ) -> list[Tensor]:
+        """The ring once more. The gradients of keys and values travel with them, and come home in the end."""
+        grads = [torch.zeros_like(x, dtype=whole.out.dtype) for x in (query, key, value)]
+        at, coming = self.turns.at, None
+        for step, pair, hop in self._passing((key, value)):
+            tiles = self.turns.tiles[step]
+            parts = tiles.backward(out_grad, lse_grad, query, *pair, whole, at, self.mask, self.scale)
+            if coming is not None:
+                grads[1:] = coming.wait()
+            grads = [total + part for total, part in zip(grads, parts, strict=True)]
+            coming = ppermute(tuple(grads[1:]), self.turns.axis, self.turns.hop(hop), wait=False) if hop else None
+        if coming is not None:
+            grads[1:] = coming.wait()
+        return grads
+
+    def _passing(self, pair: tuple[Tensor, Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor], int]]:
+        """Yield each step, the keys and values that a rank has in it, and the places that their gradients go next.
+
+        The pair of the next step is under way while one is in use. The gradients come home in the end.
+        """
+        axis, steps, hops, n = self.turns.axis, self.turns.steps, self.turns.hop, len(self.turns.table)
+        if steps and steps[0]:
+            pair = ppermute(pair, axis, hops(steps[0]))
+        for step, after in itertools.pairwise([*steps, n]):
+            hop, is_last = (after - step) % n, after == n
+            coming = None if is_last else ppermute(pair, axis, hops(hop), wait=False)
+            yield step, pair, hop
+            pair = pair if coming is None else coming.wait()
+
+
+@dataclass(frozen=True, eq=False)
+class Gathered:
+    """A rank gathers the keys and values of the whole sequence, and keeps them."""
+
+    turns: Turns
+    mask: Mask
+    scale: float | None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: None) -> Met:
+        """The part of all keys."""
+        keys, values = (all_gather(x, self.turns.axis, axis=x.dim() - 2, tiled=True) for x in (key, value))
+        whole = nothing(query, value.shape[-1])
+        for tiles in self.turns.tiles.values():
+            whole = tiles.forward(query, keys, values, self.turns.at, self.mask, self.scale)
+        return Met(whole, (keys, values))
+
+    def backward(
+        self,
+        out_grad: Tensor,
+        lse_grad: Tensor | None,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        whole: PartialAttention,
+        allowed: None,
+        kept_grads: tuple[Tensor | None, Tensor | None],
+    ) -> list[Tensor]:
+        """The gradients of keys and values are summed wide: bfloat16 sums would lose precision."""
+        grads = [torch.zeros_like(x, dtype=whole.out.dtype) for x in (query, keys, values)]
+        for tiles in self.turns.tiles.values():
+            grads = tiles.backward(out_grad, lse_grad, query, keys, values, whole, self.turns.at, self.mask, self.scale)
+        grad, *grads = grads
+        totals = (g if more is None else g + more for g, more in zip(grads, kept_grads, strict=True))
+        return [grad, *(psum_scatter(g, self.turns.axis, scatter_dimension=g.dim() - 2, tiled=True) for g in totals)]
