@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from fspmd.nn import (
     ulysses_attention,
     zigzag,
 )
+from fspmd.nn.masks import AllOf
 
 CASES = [
     (way, n, length, mask, layout)
@@ -199,7 +201,7 @@ def test_what_masks_know_of_ranges_is_true(mask: str) -> None:
         said = kind.over(q, k)
         assert said is None or pairs == {said}
         known += said is not None
-    assert known or mask == "documents"
+    assert known
     i = torch.arange(22)
     assert torch.equal(kind.allows(i[:, None], i), seen_by(mask, 22).bool())
 
@@ -218,17 +220,61 @@ def test_layouts_are_permutations_cut_as_fspmd_cuts(layout: str, ranks: int, len
     assert torch.equal(lies.restore(lies.store(x, 1), 1), x)
 
 
-def test_work_is_even_where_a_layout_says_so() -> None:
-    documents = Causal() & Documents(torch.arange(512) // 37)
-    for lies, mask in (
-        (zigzag(512, 4), Causal()),
-        (striped(512, 4), Causal()),
-        (balanced(512, 4, documents), documents),
-        (balanced(512, 8, Causal() | Prefix(100), 8), Causal() | Prefix(100)),
-    ):
-        work = lies.work(mask)
-        assert max(work) <= 1.05 * sum(work) / len(work)
-    assert max(contiguous(512, 4).work(Causal())) > 1.7 * sum(contiguous(512, 4).work(Causal())) / 4
+Q, K = torch.arange(1024)[:, None], torch.arange(1024)
+PACKED = torch.arange(1024) // 37
+BALANCED = {
+    "causal": (Causal(), Q >= K),
+    "window": (Causal() & SlidingWindow(100), (Q >= K) & (Q - K < 100)),
+    "both sides": (SlidingWindow(50), (Q - K).abs() < 50),
+    "documents": (Documents(PACKED), PACKED[Q] == PACKED[K]),
+    "causal documents": (Causal() & Documents(PACKED), (Q >= K) & (PACKED[Q] == PACKED[K])),
+    "window in documents": (
+        Causal() & SlidingWindow(20) & Documents(PACKED),
+        (Q >= K) & (Q - K < 20) & (PACKED[Q] == PACKED[K]),
+    ),
+    "prefix": (Causal() | Prefix(200), (Q >= K) | (K < 200)),
+    "prefix in documents": (
+        (Causal() | Prefix(200)) & Documents(PACKED),
+        ((Q >= K) | (K < 200)) & (PACKED[Q] == PACKED[K]),
+    ),
+    "prefix and window": ((Causal() & SlidingWindow(64)) | Prefix(30), ((Q >= K) & (Q - K < 64)) | (K < 30)),
+    "full": (Full(), (Q >= 0) & (K >= 0)),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", BALANCED)
+def test_work_is_even_where_a_layout_says_so(name: str, ranks: int) -> None:
+    mask, seen = BALANCED[name]
+    layouts = [balanced(1024, ranks, mask)]
+    layouts += [zigzag(1024, ranks), striped(1024, ranks)] if name == "causal" else []
+    for lies in [*layouts, contiguous(1024, ranks)]:
+        work = seen.sum(1)[lies.order].view(ranks, -1).sum(1)
+        assert lies.work(mask) == work.tolist()
+        assert lies not in layouts or work.max() <= 1.05 * work.double().mean()
+
+
+def test_balancing_looks_at_few_pairs() -> None:
+    """All pairs of 65,536 positions are 2 ** 32. It looked at each of them, in 42 seconds."""
+
+    @dataclass(frozen=True)
+    class Counted(AllOf):
+        def allows(self, query: Tensor, key: Tensor) -> Tensor:
+            looked.append(query.numel() * key.numel())
+            return super().allows(query, key)
+
+    looked: list[int] = []
+    ids = torch.randint(40, (1 << 16,), generator=torch.Generator().manual_seed(0)).sort().values
+    mask = Counted(Causal(), Documents(ids))
+    lies = balanced(1 << 16, 8, mask)
+    assert sum(looked) < 1 << 26
+    lengths = ids.bincount()
+    work = torch.zeros(8, dtype=torch.int64)
+    first = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])[:-1]
+    for rank, row in enumerate(lies.table):
+        work[rank] = (row - first[ids[row]] + 1).sum()  # a query sees the keys of its document up to itself
+    assert work.sum() == (lengths * (lengths + 1) // 2).sum()
+    assert work.max() <= 1.05 * work.double().mean()
 
 
 def test_wrong_shapes_are_told() -> None:

@@ -138,6 +138,12 @@ class Documents(Mask):
         ids = self.ids.to(query.device)
         return ids[query] == ids[key]
 
+    def over(self, queries: range, keys: range) -> bool | None:
+        (first, last), (first_key, last_key) = (
+            [int(bound) for bound in self.ids[part.start : part.stop].aminmax()] for part in (queries, keys)
+        )
+        return _known(first == last == first_key == last_key, last < first_key or last_key < first)
+
     @property
     def outline(self) -> Mask:
         return Mask()  # says nothing, since the ids are data: each step of training may have others

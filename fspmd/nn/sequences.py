@@ -26,6 +26,7 @@ from fspmd.spec import P, TensorSpec
 from fspmd.tracing import hidden
 from fspmd.transport.local_int import block_sizes
 
+_FEW = 1 << 16  # pairs that are looked at one by one
 Axes = str | tuple[str, ...]
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -126,11 +127,8 @@ class SequenceLayout:
     @on_host
     def work(self, mask: Mask) -> list[int]:
         """The number of pairs of a query and a key that each rank computes for a mask."""
-        keys = torch.arange(self.length)
         as_mask(mask, "work").check(self.length)
-        return [
-            sum(int(mask.allows(part[:, None], keys).sum()) for part in row[row >= 0].split(1024)) for row in self.table
-        ]
+        return [sum(_pairs(mask, run, range(self.length)) for run in _runs(row[row >= 0])) for row in self.table]
 
 
 def _cut(length: int, axis: Axes, what: str) -> tuple[tuple[int, ...], int]:
@@ -263,8 +261,8 @@ def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLa
             f"balanced got a sequence of {length} for {ranks} ranks with {parts} parts each; the length must be a "
             f"multiple of {ranks * parts}: pad the sequence, or pass fewer parts"
         )
-    n, keys = length // (ranks * parts), torch.arange(length)
-    work = [int(mask.allows(part[:, None], keys).sum()) for part in keys.split(n)]
+    n = length // (ranks * parts)
+    work = [_pairs(mask, range(start, start + n), range(length)) for start in range(0, length, n)]
     queue, rows = [(0, r) for r in range(ranks)], [list[int]() for _ in range(ranks)]
     for part in sorted(range(len(work)), key=lambda part: -work[part]):
         done, r = heapq.heappop(queue)
@@ -272,6 +270,27 @@ def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLa
         if len(rows[r]) < parts:
             heapq.heappush(queue, (done + work[part], r))
     return _of_rows([[p * n + i for p in sorted(row) for i in range(n)] for row in rows], ranks)
+
+
+def _pairs(mask: Mask, queries: range, keys: range) -> int:
+    """The number of pairs that a mask allows. Ranges are halved as long as the mask says nothing of all their pairs."""
+    seen = mask.over(queries, keys)
+    if seen is not None:
+        return len(queries) * len(keys) * seen
+    if len(queries) * len(keys) <= _FEW:
+        return int(
+            mask.allows(torch.arange(len(queries))[:, None] + queries[0], torch.arange(len(keys)) + keys[0]).sum()
+        )
+    longer = max(queries, keys, key=len)
+    halves = longer[: len(longer) // 2], longer[len(longer) // 2 :]
+    return sum(_pairs(mask, queries, half) if longer is keys else _pairs(mask, half, keys) for half in halves)
+
+
+def _runs(positions: Tensor) -> list[range]:
+    """The runs of consecutive positions."""
+    ordered = positions.sort().values
+    runs = ordered.tensor_split((ordered.diff() != 1).nonzero().flatten() + 1)
+    return [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
 def _of_rows(rows: list[list[int]], ranks: int) -> SequenceLayout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from fspmd.nn import block
 from fspmd.nn.masks import Mask
 from fspmd.nn.parts import PartialAttention, nothing
+from fspmd.tracing import hidden
 
 MOST_TILES = 8  # of a block of queries
 LEAST_LENGTH = 64  # of a tile; shorter ones spend more on copies than they save
@@ -54,6 +55,21 @@ class Tiles:
     queries: Tensor
     keys: Tensor
     groups: tuple[Pairs, ...]
+    copies: dict[torch.device, Tiles] = field(default_factory=dict)  # on other devices
+
+    def on(self, device: torch.device) -> Tiles:
+        """The same on a device. They are copied once, unless the device exists for fake tensors only."""
+        if device == self.queries.device:
+            return self
+        if device not in self.copies:
+            module = None if device.type == "meta" else torch.get_device_module(device)
+            if module is not None and not module.is_available():
+                return self._copied(device)
+            self.copies[device] = hidden(self._copied)(device)
+        return self.copies[device]
+
+    def _copied(self, device: torch.device) -> Tiles:
+        return Tiles(self.queries.to(device), self.keys.to(device), tuple(group.to(device) for group in self.groups))
 
     @property
     def pairs(self) -> int:
@@ -120,8 +136,9 @@ class Tiles:
         self, device: torch.device, at: int | Tensor, mask: Mask
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
         """Yield of each group the tiles of queries and of keys, which pairs are of which tile, and who sees whom."""
-        queries, keys = (_row(x.to(device), at) for x in (self.queries, self.keys))
-        for group in (g.to(device) for g in self.groups):
+        tiles = self.on(device)
+        queries, keys = (_row(x, at) for x in (tiles.queries, tiles.keys))
+        for group in tiles.groups:
             q, k, real = (_row(x, at) for x in (group.query, group.key, group.real))
             allowed = None
             if group.masked:
