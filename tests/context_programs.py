@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd import P, device_get, jit, make_mesh, shard_map
+from fspmd import P, communication_log, device_get, jit, make_mesh, shard_map
+from fspmd.errors import ArgumentError, FspmdError, ShapeError
 from fspmd.nn import (
     Causal,
     Documents,
@@ -120,3 +121,46 @@ def worst(cases: list[Case], jitted: bool) -> list[tuple[Case, float]]:
         (case, max(float((x - y).abs().max()) for x, y in compute(case, "process_group", jitted) if x.numel()))
         for case in cases
     ]
+
+
+Refused = tuple[type[Exception], str, list[Tensor], dict[str, Any]]  # the error, its words, the operands, the options
+
+
+def refused(way: Callable[..., Tensor], ranks: int) -> list[Refused]:
+    """Calls on so many ranks that do not fit."""
+    n, heads = 1 if way is ulysses_attention else ranks, ranks
+    q, k, v = (torch.randn(h, 3 * ranks, 3, dtype=F64) for h in (2 * heads, heads, heads))
+    length = 3 * ranks
+    short, fewer = k[:, : 2 * ranks], length - 1
+    return [
+        (ShapeError, "make the layout for", [q, k, v], {"layout": contiguous(length + n, n)}),
+        (ShapeError, "make the layout for", [q, k, v], {"layout": contiguous(length - n, n)}),
+        (ShapeError, "make the layout for", [q, k, v], {"layout": contiguous(length - 1, n)}),
+        (ShapeError, rf"contiguous\({length}, {n}\)", [q, k, v], {"layout": contiguous(length, 7)}),
+        (ShapeError, "one of 2 keys", [q, short, short], {}),
+        (ShapeError, "one of", [q[:, :fewer], k, v], {"layout": contiguous(length, n)}),
+        (ShapeError, "no layout", [x[:, :fewer] for x in (q, k, v)], {}),
+        (ShapeError, f"ids of {fewer} positions", [q, k, v], {"mask": Causal() & Documents(torch.arange(fewer))}),
+        (ShapeError, "heads a multiple", [q[1:], k, v], {}),
+        (ShapeError, "sinks of shape", [q, k, v], {"sinks": torch.ones(1)}),
+        (ArgumentError, "Causal", [q, k, v], {"mask": Causal}),
+        (ArgumentError, "for layout", [q, k, v], {"layout": 2}),
+        (ArgumentError, "one floating dtype", [q.long(), k.long(), v.long()], {}),
+        (ArgumentError, "one floating dtype", [q, k.float(), v.float()], {}),
+        (ArgumentError, "for scale", [q, k, v], {"scale": torch.tensor(0.1)}),
+    ]
+
+
+def refusals(way: Callable[..., Tensor], ranks: int, transport: str = "simulation") -> list[tuple[str, str, int]]:
+    """The error that each of these calls raises, its words, and the number of collectives before it."""
+    mesh, rows = make_mesh((ranks,), ("cp",), transport=transport, device="cpu"), P(None, "cp")
+    found = []
+    for _, _, operands, options in refused(way, ranks):
+        call = shard_map(lambda *x, options=options: way(*x, "cp", **options), mesh=mesh, in_specs=rows, out_specs=rows)
+        with communication_log() as log:
+            try:
+                call(*operands)
+                found.append(("none", "", len(list(log))))
+            except FspmdError as error:
+                found.append((type(error).__name__, str(error), len(list(log))))
+    return found

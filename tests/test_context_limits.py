@@ -1,11 +1,13 @@
 """Attention over cut sequences: autocast, uneven batches, inference mode, and what is refused."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from context_programs import F64, dense, seen_by
+from context_programs import F64, dense, refusals, refused, seen_by
+from processes import Processes
 from torch import Tensor
 
 from fspmd import P, device_get, device_put, make_mesh, ppermute, shard_map
@@ -120,24 +122,20 @@ def test_what_inference_made_serves_training() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_does_not_fit_is_refused(way: Any) -> None:
-    n = 1 if way is ulysses_attention else 2
-    q, k, v = operands(12)
-    short = k[:, :8]
-    for error, match, operands_of, options in (
-        (ShapeError, "make the layout for", (q, k, v), {"layout": contiguous(16, n)}),
-        (ShapeError, "make the layout for", (q, k, v), {"layout": contiguous(11, n)}),
-        (ShapeError, "one of 4 keys", (q, short, short), {}),
-        (ShapeError, "no layout", (q[:, :11], k[:, :11], v[:, :11]), {}),
-        (ShapeError, "ids of 11 positions", (q, k, v), {"mask": Causal() & Documents(torch.arange(11))}),
-        (ArgumentError, "Causal", (q, k, v), {"mask": Causal}),
-        (ArgumentError, "for layout", (q, k, v), {"layout": 2}),
-        (ArgumentError, "one floating dtype", (q.long(), k.long(), v.long()), {}),
-        (ArgumentError, "one floating dtype", (q, k.float(), v.float()), {}),
-        (ArgumentError, "for scale", (q, k, v), {"scale": torch.tensor(0.1)}),
-        (ShapeError, "sinks of shape", (q, k, v), {"sinks": torch.ones(1)}),
-    ):
-        with pytest.raises(error, match=match):
-            mapped(lambda *x, options=options: way(*x, "cp", **options))(*operands_of)
+    for (error, match, _, _), (raised, message, _) in zip(refused(way, 2), refusals(way, 2), strict=True):
+        assert raised == error.__name__, message
+        assert re.search(match, message)
+
+
+def test_processes_refuse_alike_before_they_communicate() -> None:
+    with Processes(4) as pool:
+        for way in WAYS:
+            first, *others = pool.run(refusals, way, 4, "process_group")
+            assert all(other == first for other in others)
+            for (error, match, _, _), (raised, message, communicated) in zip(refused(way, 4), first, strict=True):
+                assert raised == error.__name__, message
+                assert re.search(match, message)
+                assert communicated == 0
 
 
 def test_axes_must_cut_as_the_layout_does() -> None:

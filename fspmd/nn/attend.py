@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.errors import ShapeError
 from fspmd.messages import described
 from fspmd.nn import block
 from fspmd.nn.attention import Met, attention
+from fspmd.nn.checks import check_operands
 from fspmd.nn.parts import PartialAttention
-from fspmd.sharded import Sharded
 
 
 def attend_block(
@@ -66,39 +66,6 @@ class _OneBlock:
         kept_grads: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return block.backward(out_grad, lse_grad, query, key, value, whole, allowed, self.scale)
-
-
-def check_operands(query: Tensor, key: Tensor, value: Tensor, scale: object, what: str) -> None:
-    """Raise `ShapeError` or `ArgumentError` unless queries, keys, values and the scale fit together."""
-    for x in (query, key, value):
-        if not isinstance(x, Tensor) or isinstance(x, Sharded):
-            raise ArgumentError(
-                f"{what} got {described(x)}; give it tensors: in a body, the blocks of this rank (see shard_map)"
-            )
-    dtypes = [x.dtype for x in (query, key, value)]
-    if len({*dtypes}) > 1 or not query.is_floating_point():
-        raise ArgumentError(
-            f"{what} got a query, key and value of {', '.join(map(str, dtypes))}; give it one floating dtype"
-        )
-    if scale is not None and type(scale) not in (int, float):
-        raise ArgumentError(
-            f"{what} got {described(scale)} for scale; give it a number, and multiply queries by tensors"
-        )
-    shapes = [tuple(x.shape) for x in (query, key, value)]
-    fits = (
-        min(x.dim() for x in (query, key, value)) >= 3
-        and query.shape[-1] == key.shape[-1]
-        and key.shape[:-1] == value.shape[:-1]
-        and query.shape[:-3] == key.shape[:-3]
-        and key.shape[-3] > 0
-        and query.shape[-3] % key.shape[-3] == 0
-    )
-    if not fits:
-        raise ShapeError(
-            f"{what} got a query, key and value of shapes {', '.join(map(str, shapes))}; they must be "
-            "[..., heads, queries, width], [..., kv_heads, keys, width] and [..., kv_heads, keys, value_width], with "
-            "heads a multiple of kv_heads"
-        )
 
 
 def _check_allowed(allowed: Tensor, shape: tuple[int, ...]) -> None:

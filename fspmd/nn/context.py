@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from fspmd.collectives import all_to_all, axis_index, axis_size
 from fspmd.errors import ShapeError
-from fspmd.nn.attend import check_operands
 from fspmd.nn.attention import Way, attention
+from fspmd.nn.checks import check_layout, check_operands, shapes_everywhere
 from fspmd.nn.masks import Full, Mask, as_mask
-from fspmd.nn.sequences import Axes, SequenceLayout, check_layout, same_length
+from fspmd.nn.sequences import Axes, SequenceLayout
 from fspmd.nn.turns import turns_of
 from fspmd.nn.ways import Gathered, Ring
 
@@ -121,11 +121,6 @@ def ulysses_attention(
     """
     way = _checked(query, key, value, ring or (), axis, mask, layout, scale, sinks, "ulysses_attention")
     n, heads = axis_size(axis), query.shape[-3]
-    if heads % n:
-        raise ShapeError(
-            f"ulysses_attention got {heads} heads for the {n} ranks of {axis!r}, to which it gives equally many; call "
-            "ring_attention, or make the axis a divisor of the heads"
-        )
     repeats = lcm(key.shape[-3], n) // key.shape[-3]
     if repeats > 1:
         key, value = (
@@ -157,17 +152,26 @@ def _checked(
     way: type[W] = Ring,  # type: ignore[assignment]
 ) -> W:
     """The way over ``ring``, whose blocks ``axis`` cuts into parts, after checks of all arguments."""
-    check_operands(query, key, value, scale, what)
-    if not same_length(query.shape[-2], key.shape[-2]):
-        raise ShapeError(
-            f"{what} got a block of {query.shape[-2]} queries and one of {key.shape[-2]} keys; both are of one sequence"
-        )
-    if sinks is not None and sinks.shape != query.shape[-3:-2]:
-        raise ShapeError(
-            f"{what} got sinks of shape {tuple(sinks.shape)} for {query.shape[-3]} heads; give it one of each head"
-        )
+    tensors = [x for x in (query, key, value, sinks) if isinstance(x, Tensor)]
+    everywhere = shapes_everywhere(what, *tensors)
+    check_operands(query, key, value, scale, what, everywhere)
+    for shapes in everywhere.values():
+        if shapes[0][-2] != shapes[1][-2]:
+            raise ShapeError(
+                f"{what} got a block of {shapes[0][-2]} queries and one of {shapes[1][-2]} keys; both are of one "
+                "sequence"
+            )
+        if shapes[3:] and shapes[3] != shapes[0][-3:-2]:
+            raise ShapeError(
+                f"{what} got sinks of shape {shapes[3]} for {shapes[0][-3]} heads; give it one of each head"
+            )
+        if axis and shapes[0][-3] % axis_size(axis):
+            raise ShapeError(
+                f"{what} got {shapes[0][-3]} heads for the {axis_size(axis)} ranks of {axis!r}, to which it gives "
+                "equally many; call ring_attention, or make the axis a divisor of the heads"
+            )
     mask = Full() if mask is None else as_mask(mask, what)
-    layout = check_layout(layout, query.shape[-2], ring, axis, what)
+    layout = check_layout(layout, everywhere, ring, axis, what)
     mask.check(layout.length)
     names, parts = ring if isinstance(ring, str) else tuple(ring), axis_size(axis) if axis else 1
     return way(turns_of(names, mask.outline, layout, parts, way is Gathered), mask, scale)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fspmd.body import bound_body, resolve_axes
 from fspmd.cache import cached
-from fspmd.collectives import axis_index, axis_size
+from fspmd.collectives import axis_index
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
@@ -137,48 +137,6 @@ def _cut(length: int, axis: Axes, what: str) -> tuple[tuple[int, ...], int]:
     axes = resolve_axes(body, axis, what)
     block: int = block_sizes(TensorSpec(body.mesh, P(axes), (length,), torch.int64))[0]
     return body.sizes(axes), block
-
-
-def same_length(a: int, b: int) -> bool:
-    """Whether two lengths of blocks are equal on each rank, of which one or both may differ from rank to rank."""
-    return type(a) is type(b) and bool(a == b)
-
-
-def check_layout(layout: SequenceLayout | None, length: int, ring: Axes, axis: Axes, what: str) -> SequenceLayout:
-    """The layout, or a contiguous one, of a sequence that ``ring`` cuts into its blocks, and ``axis`` these into parts.
-
-    Raises:
-        ShapeError: The layout has other ranks or blocks than the ring, or another length than this rank's block.
-    """
-    ranks, parts = (axis_size(x) if x else 1 for x in (ring, axis))
-    if layout is None:
-        if isinstance(length, torch.SymInt):
-            raise ShapeError(
-                f"{what} got blocks of different lengths, {length}, and no layout; pass one of the whole sequence: "
-                f"contiguous(length, {ranks})"
-            )
-        layout = contiguous(length * ranks * parts, ranks)
-    if not isinstance(layout, SequenceLayout):
-        raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {ranks})")
-    if layout.ranks != ranks:
-        raise ShapeError(
-            f"{what} cuts the sequence over {ranks} ranks, and got a layout of {layout.ranks}; make one: "
-            f"contiguous({layout.length}, {ranks})"
-        )
-    names = tuple(name for x in (ring, axis) for name in ((x,) if isinstance(x, str) else x))
-    sizes, block = _cut(layout.length, names, what)
-    cut, wanted = ([size for _, size in blocks(layout.length, to)] for to in (sizes, (ranks, parts)))
-    if cut != wanted:
-        raise ShapeError(
-            f"{what} over {names}, which cut {layout.length} positions into blocks of {cut}, got a layout that needs "
-            f"blocks of {wanted}; pad the sequence to a multiple of {ranks * parts}"
-        )
-    if not same_length(length, block):
-        raise ShapeError(
-            f"{what} got a block of {length} positions, and of the {layout.length} of its layout this rank has "
-            f"{block}; make the layout for the length of the whole sequence"
-        )
-    return layout
 
 
 @cached(maxsize=256)

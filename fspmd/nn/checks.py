@@ -1,0 +1,124 @@
+"""Checks of what attention is given. They raise alike on all ranks, before anything moves."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from fspmd.body import bound_body
+from fspmd.collectives import axis_size
+from fspmd.entries import blocks
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.meshes.axes import row_major
+from fspmd.messages import described
+from fspmd.nn.sequences import Axes, SequenceLayout, contiguous
+from fspmd.sharded import Sharded
+from fspmd.torch_internals import DisableTorchFunction
+from fspmd.tracing import outside_transforms
+
+Shape = tuple[int, ...]
+Everywhere = dict[tuple[int, ...] | None, list[Shape]]  # the shapes of tensors by the mesh coordinate; None: everywhere
+
+
+def shapes_of(*tensors: Tensor) -> list[Shape]:
+    """The shapes of this rank's blocks."""
+    return [tuple(x.shape) for x in tensors]
+
+
+def shapes_everywhere(what: str, *tensors: Tensor) -> Everywhere:
+    """The shapes of all ranks' blocks, of each rank that is known. Ranks tell each other shapes that may differ."""
+    body = bound_body(what)
+    mesh, mine = body.mesh, shapes_of(*tensors)
+    if mesh.transport == "abstract" or (body.uneven and not body.asks):
+        return {mesh.coordinate() or (0,) * len(mesh.shape): mine}
+    differs = any(isinstance(n, torch.SymInt) for shape in mine for n in shape)
+    if not differs and (mesh.transport == "simulation" or not body.uneven):
+        return {None: mine}
+    with DisableTorchFunction(), outside_transforms():
+        rows = body.transport.layouts(tensors, mesh)
+    coordinates = itertools.product(*map(range, mesh.shape.values()))
+    return {at: [layout[1] for layout in row if layout is not None] for at, row in zip(coordinates, rows, strict=True)}
+
+
+def check_operands(
+    query: Tensor, key: Tensor, value: Tensor, scale: object, what: str, everywhere: Everywhere | None = None
+) -> None:
+    """Raise `ShapeError` or `ArgumentError` unless queries, keys, values and the scale fit together."""
+    for x in (query, key, value):
+        if not isinstance(x, Tensor) or isinstance(x, Sharded):
+            raise ArgumentError(
+                f"{what} got {described(x)}; give it tensors: in a body, the blocks of this rank (see shard_map)"
+            )
+    dtypes = [x.dtype for x in (query, key, value)]
+    if len({*dtypes}) > 1 or not query.is_floating_point():
+        raise ArgumentError(
+            f"{what} got a query, key and value of {', '.join(map(str, dtypes))}; give it one floating dtype"
+        )
+    if scale is not None and type(scale) not in (int, float):
+        raise ArgumentError(
+            f"{what} got {described(scale)} for scale; give it a number, and multiply queries by tensors"
+        )
+    for shapes in [shapes_of(query, key, value)] if everywhere is None else everywhere.values():
+        if not _fit(*shapes[:3]):
+            raise ShapeError(
+                f"{what} got a query, key and value of shapes {', '.join(map(str, shapes[:3]))}; they must be "
+                "[..., heads, queries, width], [..., kv_heads, keys, width] and [..., kv_heads, keys, value_width], "
+                "with heads a multiple of kv_heads"
+            )
+
+
+def _fit(query: Shape, key: Shape, value: Shape) -> bool:
+    return (
+        min(map(len, (query, key, value))) >= 3
+        and query[-1] == key[-1]
+        and key[:-1] == value[:-1]
+        and query[:-3] == key[:-3]
+        and key[-3] > 0
+        and query[-3] % key[-3] == 0
+    )
+
+
+def check_layout(
+    layout: SequenceLayout | None, everywhere: Everywhere, ring: Axes, axis: Axes, what: str
+) -> SequenceLayout:
+    """The layout, or a contiguous one, of a sequence that ``ring`` cuts into its blocks, and ``axis`` these into parts.
+
+    Raises:
+        ShapeError: The layout has other ranks or blocks than the ring, or another length than the blocks.
+    """
+    ranks, parts = (axis_size(x) if x else 1 for x in (ring, axis))
+    lengths = {at: query[-2] for at, (query, *_) in everywhere.items()}
+    if layout is None:
+        if len(set(lengths.values())) > 1:
+            raise ShapeError(
+                f"{what} got blocks of different lengths, {', '.join(map(str, lengths.values()))}, and no layout; pass "
+                f"one of the whole sequence: contiguous(length, {ranks})"
+            )
+        layout = contiguous(next(iter(lengths.values())) * ranks * parts, ranks)
+    if not isinstance(layout, SequenceLayout):
+        raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {ranks})")
+    if layout.ranks != ranks:
+        raise ShapeError(
+            f"{what} cuts the sequence over {ranks} ranks, and got a layout of {layout.ranks}; make one: "
+            f"contiguous({layout.length}, {ranks})"
+        )
+    names = tuple(name for x in (ring, axis) for name in ((x,) if isinstance(x, str) else x))
+    mesh = bound_body(what).mesh
+    sizes = tuple(mesh.shape[name] for name in names)
+    cut, wanted = ([size for _, size in blocks(layout.length, to)] for to in (sizes, (ranks, parts)))
+    if cut != wanted:
+        raise ShapeError(
+            f"{what} over {names}, which cut {layout.length} positions into blocks of {cut}, got a layout that needs "
+            f"blocks of {wanted}; pad the sequence to a multiple of {ranks * parts}"
+        )
+    for at, length in lengths.items():
+        needed = set(cut) if at is None else {cut[row_major([at[mesh.axis_names.index(x)] for x in names], sizes)]}
+        if needed != {length}:
+            place = "" if at is None else f" at {dict(zip(mesh.axis_names, at, strict=True))}"
+            raise ShapeError(
+                f"{what} got a block of {length} positions{place}, where the layout, of {layout.length}, has "
+                f"{' and '.join(map(str, sorted(needed)))}; make the layout for the length of the whole sequence"
+            )
+    return layout
