@@ -3,7 +3,7 @@
 Beside stands the same program in plain torch.distributed, with the same time limit. Ours runs under
 ``debug(seconds=LIMIT)``. Each rank is a program of its own, up to the end of its interpreter. A message names the rank
 if it says "rank 2". It names the line if it has the line of the fault, or where a rank is gone or stopped, the line at
-which the others wait for it.
+which the others wait for it; in the backward of a record, the line of the forward step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PROGRAMS = {
     "SIGSTOP for 13 s": "first",
     "3 s late": "",
 }
-STATES = {"data end early": "end", "a flipped bit": "check"}
+STATES = {"data end early": "first", "a flipped bit": ""}
 
 Sum = Callable[[torch.Tensor, str], torch.Tensor]
 
@@ -95,13 +95,13 @@ def exchange(t: torch.Tensor, psum: Sum, fault: str) -> torch.Tensor:
             begin_fault()
             time.sleep(3)
     t = psum(t, "a")  # first
-    return psum(t, "b")
+    return psum(t, "b")  # first
 
 
 def body(w: torch.Tensor, x: torch.Tensor, psum: Sum, forward: str, backward: str) -> torch.Tensor:
     """A step of training, with sums forward and backward."""
     w = w.detach().requires_grad_()
-    h = x @ w
+    h = x @ w  # forward
     h.register_hook(lambda g: exchange(g, psum, backward))
     scale = exchange(h.detach(), psum, forward)
     (grad,) = torch.autograd.grad((h * scale).sum(), w)
@@ -169,13 +169,13 @@ def run(side: str, fault: str, where: str) -> None:
             is_wrong = i == AT and rank == WRONG
             if is_wrong and fault == "data end early":
                 begin_fault()
-                break  # end
+                break
             w = (wrong if is_wrong else right)(w, x)
             if is_wrong and fault == "a flipped bit":
                 begin_fault()
                 (w if side == "torch" else w.local).view(torch.int64)[3] ^= 1 << 40
             if side != "torch":
-                fspmd.check_replicas(w, every=5)  # check
+                fspmd.check_replicas(w, every=5)
         result = repr((w if side == "torch" else w.local).tolist())
     Path(f"{os.environ['FAULTS']}/result-{rank}").write_text(result)
 
@@ -252,14 +252,18 @@ class Told:
         others = [rank for rank in range(RANKS) if rank != WRONG]
         seconds = [found["seconds"][rank] for rank in others]
         texts = [found["output"][rank] for rank in others]
-        line = f"faults.py:{line_of(mark)}" if mark else "no line"
+        lines = [f"faults.py:{line}" for line in (lines_of(mark) if mark else ())]
         if None in seconds or found["hanging"]:
             how = f"> {CAP:.0f} s"
         elif all(found["result"][rank] for rank in range(RANKS)):
             how = "right, no error" if found["result"] == right else "never: wrong"
         else:
             how = show_seconds(max(seconds))
-        return cls(how, sum(f"rank {WRONG}" in text for text in texts), sum(line in text for text in texts))
+        return cls(
+            how,
+            sum(f"rank {WRONG}" in text for text in texts),
+            sum(any(line in text for line in lines) for text in texts),
+        )
 
     def cells(self) -> list[str]:
         return [self.how, f"{self.rank} of 3" if self.rank else "no", f"{self.line} of 3" if self.line else "no"]
@@ -290,9 +294,10 @@ class Fault:
         return [self.what, self.where, *itertools.chain(*(x.cells() for x in (self.eager, self.jit, self.torch)))]
 
 
-def line_of(mark: str) -> int:
-    (found,) = [i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith(f"  # {mark}")]
-    return found
+def lines_of(mark: str) -> list[int]:
+    """The lines with a mark, and the line of the forward step, which a record names for its backward."""
+    lines = enumerate(Path(__file__).read_text().splitlines(), 1)
+    return [i for i, line in lines if line.endswith((f"  # {mark}", "  # forward"))]
 
 
 def measure() -> Table:

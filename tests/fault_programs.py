@@ -22,6 +22,7 @@ from fspmd import (
     P,
     Sharded,
     all_gather,
+    all_to_all,
     deadline,
     debug,
     device_put,
@@ -30,6 +31,7 @@ from fspmd import (
     pmax,
     ppermute,
     psum,
+    psum_scatter,
     reshard,
     shard_map,
 )
@@ -101,6 +103,32 @@ def another_shape(port: int) -> tuple[str, float]:
             shard_map(lambda b: psum(b.repeat(n), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)  # noqa: B023
 
     return outcome(act, debug(every=1))
+
+
+def another_size(port: int, kind: str, wrong: int) -> tuple[str, float]:
+    """One rank comes with more, or fewer, rows than the others expect. Gloo would end a process."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def body(b: Tensor, rows: int) -> Tensor:
+        b = b[:1].repeat(rows, 1)
+        if kind == "all_gather":
+            return all_gather(b, "x", tiled=True).sum()
+        if kind == "psum_scatter":
+            return psum_scatter(b, "x", tiled=True).sum()
+        if kind == "all_to_all":
+            return all_to_all(b, "x", 0, 0, tiled=True).sum()
+        if kind == "ppermute":
+            return ppermute(b, "x", [(i, (i + 1) % 4) for i in range(4)]).sum()
+        return psum(b, "x").sum()
+
+    def act() -> None:
+        for i in range(14):
+            rows = [wrong if i == 11 and rank == 1 else 8]  # in a list it is no value that ranks compare
+            step = shard_map(lambda b: body(b, *rows), mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)  # noqa: B023
+            step(x)
+
+    return outcome(act, debug())
 
 
 def another_order(port: int) -> tuple[str, float]:

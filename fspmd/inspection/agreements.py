@@ -16,11 +16,12 @@ from fspmd.errors import DeadlineError, LockstepError, join_failures
 from fspmd.inspection.histories import PARTED, SHOWN, History, parting_text, ring_of, ring_text
 from fspmd.inspection.long_waits import waits
 from fspmd.inspection.positions import Rendezvous, position
+from fspmd.inspection.watch import compares
 from fspmd.meshes import world
 from fspmd.messages import counted
 from fspmd.torch_internals import time_limit
 from fspmd.transport.pending import under_way, wait_for
-from fspmd.transport.reports import own_store, tell_failure
+from fspmd.transport.reports import store_here, tell_failure
 
 _LIMIT: Final = timedelta(minutes=30)  # where the backend tells none
 _SHORTEST, _LONGEST = 2e-4, 0.02  # seconds between two looks
@@ -32,7 +33,7 @@ class _Agreed:
     """What the groups of a world have agreed on."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}  # of the comparisons of each group
+        self.last: dict[str, Agreement] = {}  # of each group
         self.known: dict[str, Cache[int, None]] = {}  # hashes
 
 
@@ -42,48 +43,82 @@ def _agreed_in(default: Any) -> _Agreed:
     return _Agreed()
 
 
-class Agreement(Rendezvous):
-    """A comparison by the ranks of a group. It is waited for like a work of c10d."""
+class Gathering:
+    """The ranks of a group come with a hash of their collectives. It is waited for like a work of c10d.
 
-    def __init__(self, history: History, what: str, number: int) -> None:
-        super().__init__(what, history.ranks)
-        self.history = history
-        self.store = own_store(f"fspmd.agreements/{history.key}")
+    Args:
+        history: The collectives of this rank in the group.
+        topic: A prefix of the keys in the store.
+        number: The number of the gathering, among those of the group and topic.
+    """
+
+    def __init__(self, history: History, topic: str, number: int) -> None:
+        self.ranks, self.hash = history.ranks, history.hash
+        self.store = store_here(f"fspmd.{topic}/{history.key}")
         self.number, self.me = number, world.process_rank()
-        self.begin = self.looked = time.monotonic()
-        limit = time_limit(c10d.GroupMember.WORLD) or _LIMIT
-        self.limit = limit.total_seconds()
-        self.store.set(f"{number}/{self.me}", "")
-        self.store.add(f"{number}/{history.hash}", 1)
+        self.store.add(f"{number}/{self.hash}", 1)
         self.store.add(f"{number}", 1)
 
-    def is_completed(self) -> bool:
+    def has_all(self) -> bool:
         """Whether all ranks have come."""
         return bool(self.store.add(f"{self.number}", 0) >= len(self.ranks))
 
+    def is_completed(self) -> bool:
+        """Whether nobody waits any longer."""
+        return self.has_all()
+
     def is_one(self) -> bool:
         """Whether all ranks that have come bring the same collectives."""
-        return bool(self.store.add(f"{self.number}/{self.history.hash}", 0) >= len(self.ranks))
+        return bool(self.store.add(f"{self.number}/{self.hash}", 0) >= len(self.ranks))
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Wait until all ranks have come.
+        """Wait until it is completed.
 
         Raises:
             RuntimeError: the time is over.
-            LockstepError: a rank that has not come waits for this one.
-            DeadlineError: a rank has not come within the time limit of the process group.
         """
         end = None if limit is None else time.monotonic() + limit.total_seconds()
         pause = _SHORTEST
         while not self.is_completed():
             now = time.monotonic()
-            if now - self.looked > 1:
-                self.looked = now
-                self._look(now - self.begin)
+            self.look(now)
             if end is not None and now > end:
                 raise RuntimeError("the time is over")
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)
+
+    def look(self, now: float) -> None:
+        """Raise an error if this rank waits in vain."""
+
+    def forget(self) -> None:
+        """Delete the keys. All ranks have read them, if they have come to a later gathering."""
+        if self.me == self.ranks[0]:
+            self.store.delete_key(f"{self.number}/{self.hash}")
+            self.store.delete_key(f"{self.number}")
+
+
+class Agreement(Gathering, Rendezvous):
+    """A comparison of the collectives that each rank of a group is about to run."""
+
+    def __init__(self, history: History, what: str, number: int) -> None:
+        Rendezvous.__init__(self, what, history.ranks)
+        Gathering.__init__(self, history, "agreements", number)
+        self.history = history
+        self.begin = self.looked = time.monotonic()
+        limit = time_limit(c10d.GroupMember.WORLD) or _LIMIT
+        self.limit = limit.total_seconds()
+        self.store.set(f"{number}/{self.me}", "")
+
+    def look(self, now: float) -> None:
+        """Look once a second for the ranks that have not come.
+
+        Raises:
+            LockstepError: a rank that has not come waits for this one.
+            DeadlineError: a rank has not come within the time limit of the process group.
+        """
+        if now - self.looked > 1:
+            self.looked = now
+            self._look(now - self.begin)
 
     def _look(self, waited: float) -> None:
         late = [rank for rank in self.ranks if not self.store.check([f"{self.number}/{rank}"])]
@@ -111,11 +146,9 @@ class Agreement(Rendezvous):
         rings = {rank: ring_of(self.store.get(key)) if self.store.check([key]) else {} for rank, key in keys.items()}
         return LockstepError(parting_text(rings, "ranks have recorded different collectives", "in the record"))
 
-    def forget_last(self) -> None:
-        """Delete the keys of the last comparison, which all ranks have read, since they have come to this one."""
-        self.store.delete_key(f"{self.number - 1}/{self.me}")
-        if self.me == self.ranks[0]:
-            self.store.delete_key(f"{self.number - 1}")
+    def forget(self) -> None:
+        super().forget()
+        self.store.delete_key(f"{self.number}/{self.me}")
 
 
 def agree(histories: Iterable[History], what: str) -> None:
@@ -129,21 +162,23 @@ def agree(histories: Iterable[History], what: str) -> None:
         PeerError: another rank has failed.
     """
     default = c10d.GroupMember.WORLD
-    if default is None or "fake" in world.backends().values():
+    if default is None or "fake" in world.backends().values() or compares():  # `debug` compares more
         return
     agreed = _agreed_in(weakref.ref(default))
     agreements = []
     for history in histories:
         if history.hash not in agreed.known.setdefault(history.key, Cache()):
-            count = agreed.counts[history.key] = agreed.counts.get(history.key, 0) + 1
-            agreements.append(Agreement(history, what, count))
+            last = agreed.last.get(history.key)
+            agreement = agreed.last[history.key] = Agreement(history, what, last.number + 1 if last else 1)
+            agreements.append((last, agreement))
     try:
-        for agreement in agreements:
+        for last, agreement in agreements:
             if not agreement.is_completed():
                 wait_for((agreement,))
             if not agreement.is_one():
                 raise agreement.differ()
-            agreement.forget_last()
+            if last is not None:
+                last.forget()
             agreed.known[agreement.history.key][agreement.history.hash] = None
     except (LockstepError, DeadlineError) as error:
         tell_failure(error)

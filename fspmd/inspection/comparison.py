@@ -2,6 +2,9 @@
 
 The first rank of a group tells its hash after every N-th collective, and the other ranks compare. If one differs, all
 ranks of the group tell their last collectives, which show where they parted.
+
+A rank that has never come to a collective after the seven before it waits for the other ranks of the group first, so
+none gets a message of a size that it does not expect. Steps of training repeat, so later ones wait for nobody.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from torch import Tensor
 
 from fspmd.digests import digests
 from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
+from fspmd.inspection.agreements import Gathering
+from fspmd.inspection.circles import circle
 from fspmd.inspection.histories import (
     DIGEST,
     DTYPES,
+    PARTED,
     SHOWN,
+    WINDOW,
     History,
     fact_of,
     facts_of,
@@ -39,13 +46,30 @@ from fspmd.messages import counted
 from fspmd.spec import describe
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import is_recording
+from fspmd.transport.pending import wait_for
 
 _KEPT: Final = 64  # hashes of each group that stay in the store
+_CONTEXTS: Final = 65536  # contexts of each group that are kept
+_SILENT: Final = 2.0  # seconds after which ranks do not wait for one that gives no sign of life
 _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
 LATE: Final = (
     "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
     "lockstep() the first line where they part"
 )
+
+
+class _Assembly(Gathering):
+    """A gathering that ends early if a rank gives no sign of life. The backend may then tell that it has ended."""
+
+    def __init__(self, history: History, presence: Presence) -> None:
+        super().__init__(history, f"debug/{presence.line}/{presence.number}", history.count)
+        self.presence, self.begin = presence, time.monotonic()
+
+    def is_completed(self) -> bool:
+        now = time.monotonic()
+        if self.has_all():
+            return True
+        return now - self.begin > _SILENT and any(map(self.presence.is_silent, self.ranks))
 
 
 class Comparison(Presence):
@@ -80,14 +104,19 @@ class Comparison(Presence):
         if group is None:
             group = self._group(plain.mesh, plain.axes, key)
         shape, dtype = x.shape, x.dtype
-        group.hash = now = hash((group.hash, number, shape if is_even else 0, DTYPES[dtype]))
+        step = hash((number, shape if is_even else 0, DTYPES[dtype]))
+        group.hash = now = hash((group.hash, step))
+        group.context = context = (group.context << 8 ^ step) & WINDOW
         group.count = count = group.count + 1
         self.last = entry = (count, now, plain, call.by, dtype, shape, time.monotonic())
         group.ring.append(entry)
-        if self.every and not count % self.every:
-            group.due.append((count, now))
         if self.outer is not None:
             self.outer.call(call, x)
+        if self.every:
+            if not count % self.every:
+                group.due.append((count, now))
+            if context not in group.known:
+                self._meet_first(group)
 
     def value(self, mesh: Mesh, label: str, x: Any) -> None:
         """A value that must be equal on all processes of a mesh comes in. Its digest counts as a collective."""
@@ -127,13 +156,41 @@ class Comparison(Presence):
             if group is None:
                 group = self._group(each.mesh, each.axes, key)
             group.hash = now = hash((group.hash, number))
+            group.context = context = (group.context << 8 ^ number) & WINDOW
             group.count = count = group.count + 1
             self.last = entry = (count, now, each, line, each.dtype, each.shape, time.monotonic())
             group.ring.append(entry)
-            if self.every and not count % self.every:
-                group.due.append((count, now))
+            if self.every:
+                if not count % self.every:
+                    group.due.append((count, now))
+                if context not in group.known:
+                    self._meet_first(group)
         if self.outer is not None:
             self.outer.record(communications)
+
+    def _meet_first(self, group: History) -> None:
+        """Wait until all ranks of a group have come to this collective, in a context that is new to them.
+
+        Raises:
+            LockstepError: they come to different ones.
+        """
+        if "fake" in world.backends().values():
+            return
+        last, meeting = group.met, _Assembly(group, self)
+        if not meeting.is_completed():
+            wait_for((meeting,))
+        if not meeting.has_all():
+            return
+        if not meeting.is_one():
+            self._await_store(time.monotonic() + _MEETING)
+            self._part(group, world.process_rank())
+            raise LockstepError(self.failure)
+        if last is not None:
+            last.forget()
+        if len(group.known) >= _CONTEXTS:
+            group.known.clear()
+        group.known.add(group.context)
+        group.met = meeting
 
     def _group(self, mesh: Mesh, axes: tuple[str, ...], key: str) -> History:
         if self.thread is None:
@@ -145,10 +202,15 @@ class Comparison(Presence):
     def _compare(self, me: int, is_long: bool) -> None:
         """Compare the hashes that are due, and if this rank waits for long, the last collectives of its groups."""
         store = self.store
-        if not self.every or self.failure:
+        if self.failure:
             return
         if store.check(["parting"]):
             self.failure = store.get("parting").decode()
+            return
+        if is_long and (text := self._circle_text(me)):
+            self.failure = store.compare_set("parting", "", text).decode()  # all tell the first text
+            return
+        if not self.every:
             return
         for group in list(self.groups.values()):
             parts = False
@@ -170,6 +232,18 @@ class Comparison(Presence):
                 parts = parts or self._has_parted(group, me)
             if parts or store.check([f"parted/{group.key}"]):
                 self._part(group, me)
+
+    def _circle_text(self, me: int) -> str:
+        """The error for ranks that wait for each other in a circle; "" if this rank waits for none."""
+        waits = self._waits(me)
+        ranks = circle(me, waits)
+        if not ranks:
+            return ""
+        lines = [
+            f"rank {rank} waits for rank {after} at {waits[rank].at}"
+            for rank, after in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+        ]
+        return join_failures("ranks wait for each other in a circle:", lines, PARTED)
 
     def _has_parted(self, group: History, me: int) -> bool:
         """Whether the last collectives of a waiting rank of the group are others, or a rank has ended with fewer."""
@@ -224,9 +298,7 @@ class Comparison(Presence):
         counts = {group.key: (group.count, group.hash) for group in self.groups.values()}
         ranks = sorted({rank for group in self.groups.values() for rank in group.ranks} - {me})
         end = time.monotonic() + limit
-        while self.store is None and time.monotonic() < end:
-            time.sleep(0.001)
-        store = self.store
+        store = self._await_store(end)
         if store is None:
             return
         store.set(f"end/{me}", json.dumps(counts))
@@ -239,6 +311,12 @@ class Comparison(Presence):
                 raise LockstepError(self.failure)
         store.set(f"agreed/{me}", "")
         self._await_all("agreed", ranks, end)  # their other groups may have parted
+
+    def _await_store(self, end: float) -> Any:
+        """The store, once the thread has opened it."""
+        while self.store is None and time.monotonic() < end:
+            time.sleep(0.001)
+        return self.store
 
     def _await_all(self, what: str, ranks: list[int], end: float) -> None:
         """Wait until ranks have told something of their end, or one has told of another error."""

@@ -59,11 +59,17 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     collective at different lines count as different, so write it once, after the `if`. Ranks compare after every
     ``every`` collectives of a group, at the end of the block, and when a rank waits for long. Within about two seconds
     of a difference all ranks of the group raise an error at their next collective, or in the one that they wait for. It
-    has the first collective that differs, with its line, on each rank.
+    has the first collective that differs, with its line, on each rank. Ranks that wait for each other in a circle, over
+    different axes, are named in the same time.
+
+    A collective that is new after the seven before it in its group waits until all ranks of the group have come to it.
+    So a rank that takes another branch sends nothing that others do not expect. Steps of training repeat, so later ones
+    wait for nobody. Shapes that change in each step make each step new: a call then costs a message to the store and
+    back, a fraction of a millisecond.
 
     `lockstep` compares before each collective, which is slow, but no wrong number is computed. Here a call costs some
-    4 µs more; what was computed since ranks parted is wrong. A recorded program (`jit`) counts as its collectives. The
-    environment variable ``FSPMD_DEBUG=N`` does the same for the whole process, as ``debug(every=N)``.
+    4 µs more; what was computed since ranks parted may be wrong. A recorded program (`jit`) counts as its collectives.
+    The environment variable ``FSPMD_DEBUG=N`` does the same for the whole process, as ``debug(every=N)``.
 
     Values that all processes must have alike are compared in the same way, by digests, in each call: arguments of
     `shard_map` and `jit` that are no `Sharded`, static ones too; values that `device_put` lays out; seeds of random
@@ -74,8 +80,7 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     and objects count by their parts, but an object that is equal to itself alone, or that cannot be pickled, by its
     type. The order of keys in arguments is compared, too, since a body iterates over dicts in the order of its rank.
 
-    A rank that the backend fails says which ranks of the group have given no sign of life. Gloo ends a process that
-    receives a message of another size than it expects; only `lockstep` finds that line.
+    A rank that the backend fails says which ranks of the group have given no sign of life.
 
     All ranks enter the block at the same line, around the same calls. In a simulation it does nothing. Collectives
     of parts of an axis (``axis_index_groups``) and moves between meshes are not compared.

@@ -23,6 +23,8 @@ DIGEST: Final = "with the bits"  # a word of the text of a value
 DTYPES: Final = {
     dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 }
+#: the bits of a context that stay: each collective shifts it by eight, so it tells of the last eight
+WINDOW: Final = (1 << 64) - 1
 #: facts of a call that moves nothing between processes
 _SILENT: Final = (0, "", False)
 
@@ -39,13 +41,16 @@ _VALUES: Final = (
 class History:
     """The collectives of this rank in a group."""
 
-    __slots__ = ("count", "due", "hash", "key", "ranks", "ring", "told")
+    __slots__ = ("context", "count", "due", "hash", "key", "known", "met", "ranks", "ring", "told")
 
     def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
         self.key, self.ranks = key, ranks
         self.count = self.hash = self.told = 0
         self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape
         self.due: deque[tuple[int, int]] = deque()  # counts and hashes that were not compared yet
+        self.context = 0  # the last eight collectives
+        self.known: set[int] = set()  # contexts in which the ranks of the group have met
+        self.met: Any = None  # where they met last
 
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> str:

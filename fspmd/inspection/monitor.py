@@ -89,8 +89,12 @@ class Monitor(Comparison):
                 text = f"has left the block with {failure_text(error)}{line}" if error else ""
                 within(2 * FAREWELL, lambda: self._last_words(text))
 
+    def compares(self) -> bool:
+        """Whether this monitor compares, or one around it does."""
+        return bool(self.every) or (self.outer is not None and self.outer.compares())
+
     def _hear_values(self) -> None:
-        """Hear of values if this monitor compares, or one around it does."""
+        """Hear of values if the active monitor compares, or one around it does."""
         monitor = _active
         while monitor is not None and not monitor.every:
             monitor = monitor.outer

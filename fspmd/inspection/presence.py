@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
+from fspmd.inspection.circles import Wait
 from fspmd.inspection.histories import SHOWN, History, key_of, text_of
 from fspmd.inspection.watch import Note
 from fspmd.meshes import world
 from fspmd.messages import counted
+from fspmd.transport.pending import under_way
 from fspmd.transport.reports import own_store
 
 PERIOD: Final = 0.25  # seconds between two signs of life
+_LONG: Final = 1.0  # seconds after which a wait is told in full
 FAREWELL: Final = 1.5  # seconds in which the others may read what the first rank has told: its process has the store
 _entries: Final[dict[str, Iterator[int]]] = {}  # how often each line was entered
 
@@ -81,7 +86,26 @@ class Presence(Note):
         last, waiting, now = self.last, self.waiting, time.monotonic()
         at = "" if last is None else f"{text_of(last)}, {now - last[-1]:.1f} s ago"
         waits = None if waiting is None else now - waiting
-        return json.dumps({"at": at, "waits": waits, "left": left, "time": now})
+        told: dict[str, Any] = {"at": at, "waits": waits, "left": left, "time": now}
+        if waits and waits > _LONG and (wait := self._wait()) is not None:
+            told["wait"] = asdict(wait)
+        return json.dumps(told)
+
+    def _wait(self) -> Wait | None:
+        """The wait of this rank for others; None if it is for an older collective than the last, by a handle."""
+        begin = self.waiting
+        if begin is None or self.last is None or under_way():
+            return None
+        group = self._last_group()
+        counts = {each.key: each.count for each in list(self.groups.values())}
+        wait = Wait(group.key, group.count, group.ranks, counts, text_of(self.last))
+        return wait if self.waiting is begin else None
+
+    def _waits(self, me: int) -> dict[int, Wait]:
+        """The waits of all ranks that have told of one, and of this rank."""
+        mine = self._wait()
+        told = {rank: Wait(**told["wait"]) for rank, (_, told) in self.heard.items() if told.get("wait")}
+        return told if mine is None else {**told, me: mine}
 
     def _hear(self, me: int) -> None:
         """Read what other ranks tell."""
@@ -127,11 +151,19 @@ class Presence(Note):
             return f"{self.gone[rank]}; {where}"
         if told["left"]:
             return f"has left the block; {where}"
-        if age > max(0.6, 4 * self.period) and age > now - self.answered + self.period:
+        if self.is_silent(rank):
             return f"has given no sign of life for {age:.1f} s: it has ended, or is stopped; {where}"
         if told["waits"] is not None:
             return f"has waited {told['waits'] + age:.1f} s; {where}"
         return f"runs outside of collectives; {where}"
+
+    def is_silent(self, rank: int) -> bool:
+        """Whether another rank has told nothing of late, or nothing at all. This rank listens while it waits."""
+        if rank == world.process_rank():
+            return False
+        now = time.monotonic()
+        age = now - self.heard[rank][0] if rank in self.heard else math.inf
+        return age > max(0.6, 4 * self.period) and age > now - self.answered + self.period
 
     def _last_words(self, text: str) -> None:
         me = world.process_rank()

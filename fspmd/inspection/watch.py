@@ -98,6 +98,9 @@ class Note(Protocol):
     def record(self, communications: Sequence[Communication]) -> None:
         """The collectives of a recorded program begin. It gets the same tuple in each replay."""
 
+    def compares(self) -> bool:
+        """Whether ranks compare what they tell their notes."""
+
 
 def note_with(note: Note | None) -> None:
     """Let a light watcher hear of each call; with None, none."""
@@ -116,6 +119,11 @@ def hears_of_records() -> bool:
     if not _watchers:
         return _note is not None and watches_with(_noted)
     return watches_with(_watched) and all(watcher.of_records for watcher in _watchers)
+
+
+def compares() -> bool:
+    """Whether ranks compare the collectives that they come to."""
+    return _note is not None and _note.compares()
 
 
 def tell(communications: Sequence[Communication]) -> None:

@@ -112,13 +112,12 @@ class ProcessGroupTransport(Transport):
             stacked = stacked[group.back]
         send, back = carried(_settled(stacked.contiguous()), "sum")
         out = send.new_empty(send.shape[1:])
-        works = (group.pg._reduce_scatter_base(out.view(-1), send.view(-1), _SCATTER_SUM),) if out.numel() else ()
 
         def finish(total: Tensor) -> Tensor:
             block = total if back is None else back(total)
             return block if length is None else block.narrow(o.dim, 0, length)
 
-        return Pending(out, works, finish)
+        return Pending(out, (_scatter_sum(group, out.view(-1), send.view(-1)),), finish)
 
     def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
         group = in_c10d_order(mesh, axes, "all_gather_into")
@@ -136,8 +135,7 @@ class ProcessGroupTransport(Transport):
         received, sent = (torch.view_as_real(t) if t.dtype.is_complex else t for t in flat)
         if not x.dtype.is_complex and carried(sent, "sum")[0] is not sent:
             raise ShapeError(f"psum_scatter_into cannot add {out.dtype} in place; use psum_scatter")
-        work = group.pg._reduce_scatter_base(received.view(-1), sent.view(-1), _SCATTER_SUM)
-        return Pending(out, (work,) if out.numel() else ())
+        return Pending(out, (_scatter_sum(group, received.view(-1), sent.view(-1)),))
 
     def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
@@ -338,6 +336,21 @@ def _settled(x: Tensor) -> Tensor:
     if x._is_zerotensor():
         return x.clone()
     return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
+
+
+def _scatter_sum(group: Group, out: Tensor, x: Tensor) -> Pending:
+    """Sum the flat tensors of all ranks, and write this rank's part into ``out``.
+
+    Gloo has no reduce-scatter. Torch takes part of an all-reduce, as this does, but its wait has no time limit.
+    """
+    if not out.numel():
+        return Pending(out)
+    pg = group.pg
+    if out.device.type not in group.gloo:
+        return Pending(out, (pg._reduce_scatter_base(out, x, _SCATTER_SUM),))
+    total = x.clone()
+    work = pg.allreduce([total], _ALLREDUCE["sum"])
+    return Pending(out, (work,), lambda out: out.copy_(total.view(group.size, -1)[pg.rank()]))
 
 
 def _moved(

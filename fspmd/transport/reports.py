@@ -27,6 +27,7 @@ _LIBRARIES: Final = (_HERE, *(str(Path(module.__file__).parent) for module in (t
 PATIENCE: Final = 2.0  # seconds for an answer of the store
 _told: list[str] = []  # the last failure that this process told
 _clones: Final[list[tuple[Any, Any]]] = []  # a weak reference to the store, and a connection of our own to it
+_cloning: Final = threading.Lock()
 
 
 def own_store(prefix: str) -> Any:
@@ -36,12 +37,23 @@ def own_store(prefix: str) -> Any:
     """
     store = store_of_ranks("")
     base = store.underlying_store
-    if not _clones or _clones[0][0]() is not base:
-        try:
-            _clones[:] = [(weakref.ref(base), base.clone())]
-        except (AttributeError, RuntimeError):
-            return type(store)(prefix, base)
-    return type(store)(prefix, _clones[0][1])
+    with _cloning:
+        if not _clones or _clones[0][0]() is not base:
+            try:
+                _clones[:] = [(weakref.ref(base), base.clone())]
+            except (AttributeError, RuntimeError):
+                return type(store)(prefix, base)
+        return type(store)(prefix, _clones[0][1])
+
+
+def store_here(prefix: str) -> Any:
+    """The store of all ranks under a prefix, for this thread. Only the main thread waits on torch's own connection.
+
+    A connection of our own may take seconds to open, where the names of hosts are looked up.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return store_of_ranks(prefix)
+    return own_store(prefix)
 
 
 def within(seconds: float, ask: Callable[[], Any], otherwise: Any = None) -> Any:
