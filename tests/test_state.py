@@ -9,7 +9,7 @@ from full import FULL
 from processes import Processes
 from state_programs import F64, Case, cases, compute, worst
 
-from fspmd import P, TensorSpec, communication_log, device_get, device_put, grad, make_mesh, pcast, psum, shard_map
+from fspmd import P, TensorSpec, communication_log, device_get, device_put, grad, jit, make_mesh, pcast, psum, shard_map
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError, VarianceError
 from fspmd.nn import Precision, accumulate, gathered
 
@@ -71,12 +71,17 @@ def test_one_reduction_for_any_number_of_microbatches(count: int, layout: P, kin
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_hybrid_layouts_scatter_within_a_host_and_sum_once_across(count: int) -> None:
+@pytest.mark.parametrize("jitted", [False, True])
+def test_hybrid_layouts_scatter_within_a_host_and_sum_once_across(count: int, jitted: bool) -> None:
+    """A record gathers anew for each microbatch, too: it would otherwise hold whole parameters throughout."""
     mesh = make_mesh((2, 3), ("r", "s"), transport="simulation")
     params = device_put({"w": torch.ones(12, 6)}, P("s"), mesh=mesh)
     batches = [device_put(torch.ones(6, 12), P(("r", "s")), mesh=mesh)] * count
+    step = accumulate(lambda p, x: squares(gathered(p, "s"), x), "r")
+    step = jit(step) if jitted else step
+    step(params, batches)
     with communication_log() as log:
-        accumulate(lambda p, x: squares(gathered(p, "s"), x), "r")(params, batches)
+        step(params, batches)
     size = 12 * 6 * 4
     found = Counter((call.kind, call.axes, call.price.moved) for call in log if call.price.moved > 32)
     assert found == Counter(

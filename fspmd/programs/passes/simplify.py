@@ -18,17 +18,24 @@ _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, 
 def equal_steps(program: Program) -> int:
     """Let the first of equal steps replace the others. Returns the number of removed steps.
 
-    A step of forward and a step of backward never replace each other, so `checkpoint` still computes again. A
-    collective must be removed on all ranks or on none. So a collective stays if its operand equals another one because
-    of a number that may be the size of an uneven block. All collectives stay if ranks may have other steps. If numbers
-    may be places that differ from rank to rank, all steps with numbers stay, so that all ranks have the same steps.
+    A step of forward and a step of backward never replace each other, so `checkpoint` still computes again. Nor do
+    collectives before and after a backward: the gradients of microbatches gather parameters anew, since they would
+    otherwise be held whole from the first to the last.
+
+    A collective must be removed on all ranks or on none. So a collective stays if its operand equals another one
+    because of a number that may be the size of an uneven block. All collectives stay if ranks may have other steps. If
+    numbers may be places that differ from rank to rank, all steps with numbers stay, so that all ranks have the same
+    steps.
     """
     memory: Aliases | None = None
     known: dict[Hashable, fx.Node] = {}
     ends = {*program.results, *program.gradients}
-    removed = 0
+    removed = phase = 0
+    in_backward = False
     for node in list(program.graph.nodes):
-        key = _key(node) if _may_be_shared(node) else None
+        if node.op == "call_function" and node.meta["backward"] is not in_backward:
+            in_backward, phase = not in_backward, phase + 1
+        key = _key(node, phase) if _may_be_shared(node) else None
         if key is None or (program.places and _has_numbers(node)):
             continue
         first = known.setdefault(key, node)
@@ -82,9 +89,11 @@ def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
     return any(memory.is_written(x, first, node) for x in node.all_input_nodes)
 
 
-def _key(node: fx.Node) -> Hashable | None:
+def _key(node: fx.Node, phase: int) -> Hashable | None:
+    """What equal steps have in common. ``phase``: how often forward and backward have taken turns."""
     target: Any = node.meta.get("call", node.target)
-    key = target, _frozen(node.args), _frozen(node.kwargs), node.meta["deferred"], node.meta["backward"]
+    part = phase if is_collective(node) else node.meta["backward"]
+    key = target, _frozen(node.args), _frozen(node.kwargs), node.meta["deferred"], part
     try:
         hash(key)
     except TypeError:  # an argument without a hash
