@@ -137,6 +137,7 @@ class Presence(Note):
                 "0 without torchrun, has ended or is stopped"
             )
         others = [rank for rank in ranks or range(world.world_size()) if rank != me]
+        others += [rank for rank in self.heard if rank not in others and self.is_silent(rank)]  # others wait for them
         states = [f"rank {rank} {self._state(rank, now)}" for rank in others]
         lines += sorted(states, key=lambda state: " has waited " in state)[:SHOWN]  # first those that others wait for
         return lines + ([f"and {counted(len(others) - SHOWN, 'other rank')}"] if len(others) > SHOWN else [])
