@@ -9,7 +9,20 @@ from full import FULL
 from processes import Processes
 from state_programs import F64, Case, cases, compute, worst
 
-from fspmd import P, TensorSpec, communication_log, device_get, device_put, grad, jit, make_mesh, pcast, psum, shard_map
+from fspmd import (
+    Overlap,
+    P,
+    TensorSpec,
+    communication_log,
+    device_get,
+    device_put,
+    grad,
+    jit,
+    make_mesh,
+    pcast,
+    psum,
+    shard_map,
+)
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError, VarianceError
 from fspmd.nn import Precision, accumulate, gathered
 
@@ -91,6 +104,32 @@ def test_hybrid_layouts_scatter_within_a_host_and_sum_once_across(count: int, ji
             ("psum_unreduced", ("r",), 2 * (size / 3) / 2): 1,
         }
     )
+
+
+def test_records_gather_a_layer_during_the_layer_before_it() -> None:
+    mesh = make_mesh((8,), ("s",), transport="abstract")
+    params = [TensorSpec(mesh, P("s"), (2048, 2048), torch.bfloat16) for _ in range(3)]
+    x = TensorSpec(mesh, P("s"), (16384, 2048), torch.bfloat16)
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = torch.tanh(x @ gathered(w, "s"))
+        return x.square().sum(), len(x)
+
+    plain, ahead = (
+        jit(accumulate(loss), passes=passes).lower(params, [x]) for passes in ([], [Overlap(overtake=True)])
+    )
+    assert plain.cost().moved == ahead.cost().moved
+    assert plain.cost().overlapped == 0
+    steps = [*ahead.program.steps]
+    is_gather = [
+        node.meta.get("call") is not None and node.meta["call"].pair.name == "all_gather_reduced" for node in steps
+    ]
+    begins = [i for i, node in enumerate(steps) if is_gather[i] and not node.meta["waits"]]
+    products = [i for i, node in enumerate(steps) if node.target is torch.ops.aten.mm.default]
+    assert len(begins) >= 2
+    assert begins[-1] < products[1]  # the gather of the last layer, and the product of the layer before it
+    assert ahead.cost().exposed < 0.65 * plain.cost().exposed
 
 
 def test_gradients_scale_with_the_loss() -> None:
