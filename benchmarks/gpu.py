@@ -39,6 +39,7 @@ TESTS: Final = {
     "simulated layouts": 60,
     "checkpoints": 60,
     "random numbers": 60,
+    "sequences": 60,
     "replay": 60,
     "streams": 60,
     "a group of one rank": 90,
@@ -60,6 +61,12 @@ class Times(NamedTuple):
 TIMES: Final = (
     Times("host", 60, "What the host takes per call", ("call", "plain", "fspmd", "DTensor")),
     Times("draws", 45, "A million random numbers", ("", "torch", "fspmd", "ratio")),
+    Times(
+        "attention",
+        45,
+        "Attention, forward and backward",
+        ("", "F.scaled_dot_product_attention", "attend_block", "ratio"),
+    ),
     Times("memory", 90, "The peak of a step of the 1B model", ("", "predicted", "measured", "ratio")),
     Times("layer", 120, "A transformer layer, 2048 wide: loss, gradients, update", ("", "a step", "ratio", "host")),
     Times("1B", 200, "A model of 1B parameters: loss, gradients, update", ("", "a step", "ratio", "host")),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P, jit, make_mesh
+from fspmd.nn import attend_block
 
 Weights = dict[str, Any]
 
@@ -270,9 +271,31 @@ def draws(size: str, device: str, seconds: float) -> None:
         row(name, f"{torchs * 1e3:.3f} ms", f"{mine * 1e3:.3f} ms", f"{mine / torchs:.2f}")
 
 
+def attention(size: str, device: str, seconds: float) -> None:
+    """One block of queries and keys, with gradients, beside torch's kernel."""
+    shapes = [(1, 16, 4096, 128), (4, 16, 1024, 64)] if device != "cpu" else [(1, 2, 128, 64)]
+    for shape in shapes:
+        for dtype in (torch.bfloat16, torch.float32):
+            leaves = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+            cotangent = torch.randn(shape, device=device, dtype=dtype)
+
+            def step(f: Callable[..., Tensor], leaves: Any = leaves, cotangent: Any = cotangent) -> object:
+                return torch.autograd.grad(f(*leaves), leaves, cotangent)
+
+            candidates: dict[str, Callable[[], object]] = {
+                "torch": lambda step=step: step(F.scaled_dot_product_attention),
+                "fspmd": lambda step=step, dtype=dtype: step(lambda *x: attend_block(*x).out.to(dtype)),
+            }
+            times = side_by_side(candidates, device, seconds / 4)
+            torchs, mine = times["torch"].call, times["fspmd"].call
+            what = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
+            row(what, f"{torchs * 1e3:.3f} ms", f"{mine * 1e3:.3f} ms", f"{mine / torchs:.2f}")
+
+
 PARTS: dict[str, tuple[Callable[[str, str, float], None], str]] = {
     "host": (host, ""),
     "draws": (draws, ""),
+    "attention": (attention, ""),
     "memory": (memory, "1B"),
     "layer": (step, "layer"),
     "1B": (step, "1B"),

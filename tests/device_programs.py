@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import fspmd
-from fspmd import Mesh, P, device_get, device_put, jit, make_mesh, psum, shard_map
+from fspmd import Mesh, P, device_get, device_put, jit, make_mesh, nn, psum, shard_map
 
 N: Final = 4
 
@@ -228,6 +228,40 @@ def checkpoints(mesh: Mesh, device: str) -> None:
             assert torch.equal(found["generator"].get_state(), tree["generator"].get_state())
 
 
+def sequences(mesh: Mesh, device: str) -> None:
+    """Attention over a sequence that is cut over ranks, with gradients of gradients, beside its definition."""
+    values = [_numbers(heads, 1024, 8, seed=heads) for heads in (8, 4, 4)]
+    values[2] = values[2].flip(1)
+    seen = torch.arange(1024)[:, None] - torch.arange(1024)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+        scores = (q @ k.mT * 8**-0.5).masked_fill((seen < 0) | (seen >= 300), -torch.inf)
+        return scores.softmax(-1) @ v
+
+    def derivatives(f: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        out = f(*leaves)
+        grads = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
+        total = torch.stack([g.cos().sum() for g in grads]).sum()
+        return [out, *grads, *torch.autograd.grad(total, leaves)]
+
+    want = derivatives(definition, [x.clone().requires_grad_() for x in values])
+    for way in (nn.ring_attention, nn.gathered_attention, nn.ulysses_attention):
+        lies = nn.zigzag(1024, 1 if way is nn.ulysses_attention else N)
+        options = {"mask": nn.Causal() & nn.SlidingWindow(300), "layout": lies}
+        rows = P(None, "x")
+        call = shard_map(
+            lambda *x, way=way, options=options: way(*x, "x", **options), mesh=mesh, in_specs=rows, out_specs=rows
+        )
+
+        def attend(*x: Tensor, call: Any = call, lies: nn.SequenceLayout = lies) -> Tensor:
+            return lies.restore(device_get(call(*(lies.store(y, 1) for y in x))), 1)
+
+        found = derivatives(attend, [x.to(device).requires_grad_() for x in values])
+        for mine, right in zip(found, want, strict=True):
+            _equal(mine, right, device)
+
+
 def random(mesh: Mesh, device: str) -> None:
     """The numbers are those of a CPU: the bits, and what is computed of them up to rounding."""
     plain = make_mesh((3,), ("x",), transport="simulation", device="cpu")
@@ -328,6 +362,7 @@ PROGRAMS: Final[dict[str, Callable[[str], None]]] = {
     "simulated layouts": lambda device: layouts(_simulated(device), device),
     "checkpoints": lambda device: checkpoints(_simulated(device), device),
     "random numbers": lambda device: random(_simulated(device), device),
+    "sequences": lambda device: sequences(_simulated(device), device),
     "replay": lambda device: model(_simulated(device), device, backend="replay"),
     "inductor": lambda device: model(_simulated(device), device, backend="inductor"),
     "CUDA graphs": lambda device: model(_simulated(device), device, backend="cudagraphs"),
