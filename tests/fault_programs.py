@@ -105,22 +105,26 @@ def another_shape(port: int) -> tuple[str, float]:
     return outcome(act, debug(every=1))
 
 
+def _one_of(kind: str, b: Tensor, wait: bool = True) -> Any:
+    """A collective of a block of rows."""
+    if kind == "all_gather":
+        return all_gather(b, "x", tiled=True, wait=wait)
+    if kind == "psum_scatter":
+        return psum_scatter(b, "x", tiled=True, wait=wait)
+    if kind == "all_to_all":
+        return all_to_all(b, "x", 0, 0, tiled=True, wait=wait)
+    if kind == "ppermute":
+        return ppermute(b, "x", [(i, (i + 1) % 4) for i in range(4)], wait=wait)
+    return psum(b, "x", wait=wait)
+
+
 def another_size(port: int, kind: str, wrong: int) -> tuple[str, float]:
     """One rank comes with more, or fewer, rows than the others expect. Gloo would end a process."""
     mesh, rank = fresh(port)
     x = _x(mesh)
 
     def body(b: Tensor, rows: int) -> Tensor:
-        b = b[:1].repeat(rows, 1)
-        if kind == "all_gather":
-            return all_gather(b, "x", tiled=True).sum()
-        if kind == "psum_scatter":
-            return psum_scatter(b, "x", tiled=True).sum()
-        if kind == "all_to_all":
-            return all_to_all(b, "x", 0, 0, tiled=True).sum()
-        if kind == "ppermute":
-            return ppermute(b, "x", [(i, (i + 1) % 4) for i in range(4)]).sum()
-        return psum(b, "x").sum()
+        return _one_of(kind, b[:1].repeat(rows, 1)).sum()
 
     def act() -> None:
         for i in range(14):
@@ -532,6 +536,29 @@ def in_backward(port: int) -> tuple[str, float]:
             loss.backward()
             [float(g) for g in w.grad.local[:1]]
         else:
+            time.sleep(2.5)
+
+    return outcome(act, deadline(1))
+
+
+def late(port: int, kind: str, is_handle: bool, is_backward: bool) -> tuple[str, float]:
+    """One rank does not come to a collective, in forward or backward."""
+    mesh, rank = fresh(port)
+    x = device_put(torch.ones(32, 1), P("x"), mesh=mesh).requires_grad_()
+
+    def body(b: Tensor) -> Tensor:
+        c = _one_of(kind, b, not is_handle)
+        return (c.wait() if is_handle else c).square()
+
+    step = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    torch.autograd.grad(step(x).sum(), x)  # what is made once
+
+    def act() -> None:
+        if rank != 2 or is_backward:
+            y = step(x).sum()
+            if rank != 2 and is_backward:
+                torch.autograd.grad(y, x)
+        if rank == 2:
             time.sleep(2.5)
 
     return outcome(act, deadline(1))

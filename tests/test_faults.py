@@ -249,6 +249,21 @@ def test_backward_names_the_line_of_forward(four: Processes) -> None:
         assert "  * rank 2 runs outside of collectives; it has come to no collective there" in error
 
 
+@pytest.mark.parametrize("kind", ["psum", "all_gather", "psum_scatter", "all_to_all"])
+@pytest.mark.parametrize("is_handle", [False, True])
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.one_of(2)
+def test_each_wait_ends_at_its_deadline(four: Processes, kind: str, is_handle: bool, is_backward: bool) -> None:
+    program = partial(fault_programs.late, kind=kind, is_handle=is_handle, is_backward=is_backward)
+    errors = _run(four, program, within=8)
+    assert errors.pop(2) == ""
+    for error in errors:
+        head = r"DeadlineError: rank \d has waited 1\.\d s at \w+ over 'x' of mesh\(x=4\)"
+        assert re.match(head, error), error
+        assert "fault_programs.py:" in error, error
+        assert "  * rank 2 runs outside of collectives" in error, error
+
+
 def test_a_stopped_rank_is_told(four: Processes) -> None:
     errors = _run(four, fault_programs.stopped, within=15)
     for rank in (0, 1, 3):
