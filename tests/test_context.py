@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_of(6)
+@pytest.mark.one_of(16)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_every_way_is_dense_attention(case: Case) -> None:
     for mine, right in compute(case):
@@ -65,7 +65,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     turns.turns_of.cache_clear()
 
 
-@pytest.mark.one_of(6)
+@pytest.mark.one_of(16)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 @pytest.mark.usefixtures("small_tiles")
 def test_tiles_are_dense_attention(case: Case) -> None:
@@ -109,6 +109,7 @@ def test_what_moves_is_what_a_closed_form_says() -> None:
         assert [sum(event.price.moved for event in log) / block for log in (there, back)] == [forward, backward], way
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention])
 def test_bfloat16_is_as_exact_on_eight_ranks_as_on_one(way: Any, seed: int) -> None:
@@ -139,7 +140,7 @@ def test_memory_of_a_freed_temporary_is_no_copy_of_a_view() -> None:
     compute(("gathered", 1, 11, "full", "contiguous"), jitted=True)
 
 
-@pytest.mark.one_of(24)
+@pytest.mark.one_of(96)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_a_record_is_dense_attention(case: Case) -> None:
     for mine, right in compute(case, jitted=True):
