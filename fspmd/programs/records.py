@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fspmd.errors import RecordError
 from fspmd.inspection.agreements import agree
-from fspmd.inspection.histories import History
+from fspmd.inspection.histories import DTYPES, History, facts_of
+from fspmd.inspection.lines import line_of
 from fspmd.inspection.watch import Communication
 from fspmd.ops.traits import autocasts
 from fspmd.programs.backward import Halves, halves_of, replay
@@ -22,8 +23,7 @@ from fspmd.programs.capture import Capture
 from fspmd.programs.communication import known_communication, report_when_run
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.keys import guard, strides_of
-from fspmd.programs.program import memory_of, owner
-from fspmd.programs.recorded_histories import histories
+from fspmd.programs.program import Program, Value, memory_of, owner
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, from_lists
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
@@ -121,6 +121,34 @@ def meet(record: Record, function: Callable[..., Any]) -> None:
         record.unmet.clear()
 
 
+def _histories(program: Program) -> list[History]:
+    """For each group of processes the collectives of a program, forward and backward."""
+    found: dict[str, History] = {}
+    for nodes, is_backward in ((program.steps, False), (program.deferred, True)):
+        _add_steps(found, nodes, is_backward)
+    return list(found.values())
+
+
+def _add_steps(found: dict[str, History], nodes: Iterable[fx.Node], is_backward: bool) -> None:
+    for node in nodes:
+        call = node.meta.get("call")
+        if call is None:
+            continue
+        number, key, is_even = facts_of(call)
+        if not number:
+            continue
+        history = found.get(key)
+        if history is None:
+            ranks = tuple(sorted(call.mesh.group_ranks(call.axes or call.mesh.axis_names)))
+            history = found[key] = History(key, ranks)
+        operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
+        line, dtype, shape = line_of(node.meta["cause"].where), operand.dtype, tuple(operand.shape)
+        kind = number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward
+        history.hash = hash((history.hash, *kind))
+        history.count += 1
+        history.ring.append((history.count, history.hash, call, line, dtype, shape, 0.0))
+
+
 def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
     """The result for ``values``, the tensors among the leaves of the arguments; ``strides``: of the values."""
     for i in record.written:
@@ -215,7 +243,7 @@ def record_of(captured: Capture, facts: Facts, donation: Donation, make: Maker) 
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
-    unmet = histories(program)
+    unmet = _histories(program)
     return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places, unmet)
 
 
