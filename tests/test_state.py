@@ -255,3 +255,20 @@ def test_errors_of_microbatches() -> None:
         accumulate(lambda p, x: (p.sum(), "x"))(torch.ones(3), [1])
     with pytest.raises(VarianceError, match=r"the total is f32\[\]{V:s}, a number of each rank; .* pcast\(x, 's', to="):
         in_body(lambda x: accumulate(lambda w, x: ((w * x).sum(), 1))(torch.ones(2), [x])[0], torch.ones(8))
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_bodies_without_types_gather_as_well(checked: bool) -> None:
+    torch.manual_seed(0)
+    mesh = make_mesh((2, 3), ("r", "s"), transport="simulation")
+    w, b, x = (torch.randn(shape, dtype=F64) for shape in ((6, 4), (4,), (12, 6)))
+
+    def body(w: Any, b: Any, x: Any) -> Any:
+        w, b = gathered((w, b), ("r", "s"), (P("s"), P()))
+        return psum((x @ w + b).square().sum(), ("r", "s"))
+
+    specs = P("s"), P(), P(("r", "s"))
+    call = shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=checked)
+    leaves = w.clone().requires_grad_(), b.clone().requires_grad_()
+    right = torch.autograd.grad((x @ leaves[0] + leaves[1]).square().sum(), leaves)
+    torch.testing.assert_close(device_get(grad(call, argnums=(0, 1))(w, b, x)), right)
