@@ -39,6 +39,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
     Raises:
         DeadlineError: within the block, a wait took longer.
+        LockstepError: within the block, ranks wait for each other in a circle, over different axes.
         PeerError: within the block, another rank has left its block by an error.
         ArgumentError: ``seconds`` is no number above 0.
 

@@ -24,6 +24,7 @@ from fspmd.transport.pending import under_way
 from fspmd.transport.reports import own_store
 
 PERIOD: Final = 0.25  # seconds between two signs of life
+_MANY: Final = 64  # of so many ranks each is heard, and named
 _LONG: Final = 1.0  # seconds after which a wait is told in full
 FAREWELL: Final = 1.5  # seconds in which the others may read what the first rank has told: its process has the store
 _entries: Final[dict[str, Iterator[int]]] = {}  # how often each line was entered
@@ -92,11 +93,16 @@ class Presence(Note):
         return json.dumps(told)
 
     def _wait(self) -> Wait | None:
-        """The wait of this rank for others; None if it is for an older collective than the last, by a handle."""
+        """The wait of this rank for others; None if others could not tell which it waits for.
+
+        It may wait for an older collective than the last, by a handle.
+        """
         begin = self.waiting
         if begin is None or self.last is None or under_way():
             return None
         group = self._last_group()
+        if len(group.ranks) > _MANY:
+            return None
         counts = {each.key: each.count for each in list(self.groups.values())}
         wait = Wait(group.key, group.count, group.ranks, counts, text_of(self.last))
         return wait if self.waiting is begin else None
@@ -110,7 +116,7 @@ class Presence(Note):
     def _hear(self, me: int) -> None:
         """Read what other ranks tell."""
         size = world.world_size()
-        ranks = range(size) if size <= 64 or self.last is None else self._last_group().ranks
+        ranks = range(size) if size <= _MANY or self.last is None else self._last_group().ranks
         gone = dict(self.gone)
         for rank in ranks:
             if rank != me and self.store.check([f"at/{rank}"]):
