@@ -6,8 +6,7 @@ The time is that of the processor, all threads of a rank: the least of some step
 are those that a rank sends in a step. The ring by hand has consecutive positions, and leaves out what a mask hides.
 
 `torch.distributed.tensor.experimental.context_parallel` has rings of three kernels, all of GPUs. On a CPU it leaves the
-kernel to DTensor, which takes it apart: a first step of 64 positions was still being planned after 45 s (torch 2.13,
-on a loaded machine). So it does not stand here.
+kernel to DTensor, which takes it apart, and plans for long (torch 2.13). So it does not stand here.
 """
 
 from __future__ import annotations
