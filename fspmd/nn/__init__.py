@@ -1,5 +1,5 @@
-"""Parts of models over typed values, as pure functions: attention over sequences that are cut over ranks, and
-training state that is cut over ranks.
+"""Parts of models over typed values, as pure functions: attention over sequences that are cut over ranks,
+experts on ranks, and training state that is cut over ranks.
 
 They are written in the public words of fspmd, and stand above everything else.
 """
@@ -9,6 +9,7 @@ from fspmd.nn.adafactor import adafactor
 from fspmd.nn.attend import attend_block
 from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
 from fspmd.nn.costs import attention_costs
+from fspmd.nn.experts import Dispatched, combine, dispatch, experts, grouped_matmul
 from fspmd.nn.loss_scale import LossScale, all_finite, selected
 from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
 from fspmd.nn.muon import muon
@@ -16,10 +17,12 @@ from fspmd.nn.optimizers import Optimizer, adamw, with_master
 from fspmd.nn.parameters import gathered
 from fspmd.nn.parts import PartialAttention, merge, nothing
 from fspmd.nn.precision import Precision
+from fspmd.nn.routing import Routing, balance, route
 from fspmd.nn.sequences import SequenceLayout, balanced, contiguous, striped, zigzag
 
 __all__ = [
     "Causal",
+    "Dispatched",
     "Documents",
     "Full",
     "LossScale",
@@ -28,6 +31,7 @@ __all__ = [
     "PartialAttention",
     "Precision",
     "Prefix",
+    "Routing",
     "SequenceLayout",
     "SlidingWindow",
     "accumulate",
@@ -36,14 +40,20 @@ __all__ = [
     "all_finite",
     "attend_block",
     "attention_costs",
+    "balance",
     "balanced",
+    "combine",
     "contiguous",
+    "dispatch",
+    "experts",
     "gathered",
     "gathered_attention",
+    "grouped_matmul",
     "merge",
     "muon",
     "nothing",
     "ring_attention",
+    "route",
     "selected",
     "striped",
     "ulysses_attention",

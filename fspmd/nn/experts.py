@@ -1,0 +1,257 @@
+"""Experts that lie on the ranks of an axis. Tokens move to them and back. For use inside a body.
+
+Of E experts each of n ranks has E / n, in rank order: ``P("ep")`` cuts their weights. A rank has T tokens, and each
+token k experts. So a rank has T k choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fspmd.body import bound_body
+from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, pmax, ragged_all_to_all
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.messages import described
+from fspmd.nn.parts import wide
+from fspmd.nn.routing import Routing, counted
+from fspmd.nn.sequences import Axes
+from fspmd.rules.grouped import rows_by_groups
+from fspmd.sharded import Sharded
+from fspmd.variance import get_variance
+
+
+class Dispatched(NamedTuple):
+    """Tokens at their experts, and the way back. A pytree."""
+
+    rows: Tensor  #: [rows, width], the tokens of this rank's experts, ordered by expert; zeros past the last
+    counts: Tensor  #: [E / n], how many rows each of these experts has
+    dropped: Tensor  #: how many choices of this rank's tokens found no place; 0 without a capacity
+    places: Tensor  #: [T k], where the result of a choice lies among those that return
+    back: Tensor | None  #: the four numbers of each slice that returns; None with a capacity
+
+
+def dispatch(
+    x: Tensor, routing: Routing, axis: Axes, *, capacity: int | None = None, rows: int | None = None
+) -> Dispatched:
+    """Send tokens to the ranks of their experts. `combine` sends results back.
+
+    Args:
+        x: [T, width], this rank's tokens. Ranks may have different numbers of tokens.
+        routing: The choice for these tokens, from `route`.
+        axis: The mesh axis, or axes in rank order, that cuts the experts.
+        capacity: How many tokens each rank may send to each expert. Later tokens are dropped. All shapes are then known
+            beforehand, and the host reads nothing. The default drops none.
+        rows: Without a capacity, how many rows each rank has room for; `jit` needs it. The default is as many as the
+            fullest rank needs, which the host reads.
+
+    Returns:
+        `Dispatched`, with ``rows`` [E capacity, width] if there is a capacity.
+
+    Communication, with a capacity: one `all_to_all` of E * capacity rows, forward and backward. Without: an
+    `all_gather` of E counts, a `pmax` over other axes over which the tokens vary, and a `ragged_all_to_all` of the
+    T k chosen rows; backward sends the gradients of these rows back. `ragged_all_to_all` reads its counts on the host.
+
+    Raises:
+        ShapeError: The choice is not for these tokens; the experts are no multiple of the ranks; or ``rows`` is too
+            small, on all ranks.
+
+    >>> import torch
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> from fspmd.nn import dispatch, route
+    >>> def body(x):
+    ...     return dispatch(x, route(x, 1, axes="ep"), "ep").rows
+    >>> f = shard_map(body, mesh=make_mesh((2,), ("ep",)), in_specs=P("ep"), out_specs=P("ep"))
+    >>> device_get(f(torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0], [4.0, 0.0]])))
+    tensor([[2., 0.],
+            [4., 0.],
+            [0., 1.],
+            [0., 3.]])
+    """
+    n = _check(x, routing, axis, capacity, rows)
+    total, k = routing.counts.shape[0], routing.experts.shape[1]
+    chosen = routing.experts.flatten()
+    order = chosen.argsort(stable=True)
+    counts = counted(chosen, total)
+    starts, tokens, position = _before(counts), order // k, order.argsort()
+    if capacity is not None:
+        return _with_capacity(x, axis, n, capacity, chosen, counts, starts, tokens, position)
+    table = all_gather(counts, axis, to="invarying").view(n, n, total // n)  # of the source, of the rank and expert
+    ordered = table.permute(1, 2, 0).flatten(1)  # rows lie by expert, then by source
+    room = rows if rows is not None else _fullest(ordered.sum(1).max(), axis)
+    put = _before(ordered).view(n, total // n, n)
+    here = axis_index(axis).view(1)
+    got, lies = table.index_select(1, here).flatten(), put.index_select(0, here)[0].T.flatten()
+    goes = put.index_select(2, here).flatten()
+    home = _before(table.flatten(1)).view(n, n, -1).index_select(1, here).flatten()
+    sent = x.index_select(0, tokens)
+    arrived = ragged_all_to_all(sent, sent.new_zeros(room, x.shape[1]), starts, counts, goes, got, axis_name=axis)
+    back = torch.stack([lies, got, home, counts])
+    return Dispatched(arrived, got.view(n, -1).sum(0), counts.sum() * 0, position, back)
+
+
+def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor:
+    """Send the results of experts back, and add up those of each token, times its weights.
+
+    Args:
+        y: [rows, out_width], for ``sent.rows``.
+        sent: What `dispatch` gave.
+        routing: The choice that `dispatch` was given. Dropped choices count as 0.
+        axis: That of `dispatch`.
+
+    Returns:
+        [T, out_width], of the dtype of ``y``. The sum is in float32, or float64.
+
+    Communication: an exchange of results, as large as that of `dispatch`, forward; the same of gradients, backward.
+
+    Raises:
+        ShapeError: ``y`` has other rows than ``sent.rows``.
+    """
+    if y.dim() != 2 or y.shape[0] != sent.rows.shape[0]:
+        raise ShapeError(
+            f"combine got results {described(y)} for rows {described(sent.rows)}; give it one row for each of these"
+        )
+    if sent.back is None:
+        n = axis_size(axis)
+        by_source = y.view(sent.counts.shape[0], n, -1, y.shape[1])
+        returned = all_to_all(by_source, axis, 1, 0, tiled=True).flatten(0, 2)
+        returned = torch.cat([returned.new_zeros(1, y.shape[1]), returned])
+    else:
+        lies, sizes, home, own = sent.back.unbind()
+        space = y.new_zeros(sent.places.shape[0], y.shape[1])
+        returned = ragged_all_to_all(y, space, lies, sizes, home, own, axis_name=axis)
+    parts = returned.index_select(0, sent.places).view(*routing.experts.shape, y.shape[1])
+    return (parts.to(wide(y)) * routing.weights[..., None]).sum(1).to(y.dtype)
+
+
+def experts(
+    x: Tensor,
+    routing: Routing,
+    f: Callable[[Tensor, Tensor], Tensor],
+    *,
+    axis: Axes,
+    capacity: int | None = None,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The results of the experts of each token, and how many choices were dropped: `dispatch`, f and `combine`.
+
+    Args:
+        f: Gets rows [rows, width], ordered by expert, and counts [E / n]; gives one row for each. See
+            `grouped_matmul`. With a capacity the counts include rows of zeros.
+
+    Other arguments, communication and errors are those of `dispatch` and `combine`.
+
+    >>> import torch
+    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> from fspmd.nn import experts, grouped_matmul, route
+    >>> def body(x, w):
+    ...     f = lambda rows, counts: grouped_matmul(rows, w, counts)
+    ...     return experts(x, route(x, 2, axes="ep"), f, axis="ep")[0]
+    >>> f = shard_map(body, mesh=make_mesh((2,), ("ep",)), in_specs=P("ep"), out_specs=P("ep"))
+    >>> x, w = torch.randn(6, 4), torch.eye(4).expand(4, 4, 4)
+    >>> torch.allclose(device_get(f(x, w)), x, atol=1e-6)
+    True
+    """
+    sent = dispatch(x, routing, axis, capacity=capacity, rows=rows)
+    return combine(f(sent.rows, sent.counts), sent, routing, axis), sent.dropped
+
+
+def grouped_matmul(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+    """The product of each group of rows with its matrix. Rows past the last group give 0, and get gradients of 0.
+
+    Args:
+        x: [rows, a], ordered by group.
+        w: [groups, a, b], of the same dtype.
+        counts: [groups], how many rows each group has.
+
+    Returns:
+        [rows, b]. `torch.nn.functional.grouped_mm` computes it where it has the dtype. Otherwise each group has a
+        product with all rows, those of other groups being 0; so the host reads nothing.
+
+    Raises:
+        ShapeError: The shapes do not fit together.
+
+    >>> import torch
+    >>> from fspmd.nn import grouped_matmul
+    >>> grouped_matmul(torch.ones(4, 1), torch.tensor([[[2.0]], [[3.0]]]), torch.tensor([1, 2])).flatten()
+    tensor([2., 3., 3., 0.])
+    """
+    if x.dim() != 2 or w.dim() != 3 or w.shape[1] != x.shape[1] or tuple(counts.shape) != (w.shape[0],):
+        raise ShapeError(
+            f"grouped_matmul got {described(x)}, {described(w)} and counts {described(counts)}; they must be "
+            "[rows, a], [groups, a, b] and [groups]"
+        )
+    if x.dtype is not w.dtype:
+        raise ArgumentError(f"grouped_matmul got {x.dtype} and {w.dtype}; give it one dtype")
+    ends = counts.cumsum(0)
+    if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return rows_by_groups(x, w, ends.to(torch.int32))
+    group = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)[:, None]
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for g, matrix in enumerate(w.unbind()):
+        out = out + x.where(group == g, 0) @ matrix
+    return out
+
+
+def _with_capacity(
+    x: Tensor,
+    axis: Axes,
+    n: int,
+    capacity: int,
+    chosen: Tensor,
+    counts: Tensor,
+    starts: Tensor,
+    tokens: Tensor,
+    position: Tensor,
+) -> Dispatched:
+    """`dispatch` into so many places for each rank and expert. Index 0 is a row of zeros."""
+    total, place = counts.shape[0], torch.arange(capacity, device=x.device)
+    choice = torch.where(place < counts[:, None], starts[:, None] + place + 1, 0)
+    source = torch.cat([tokens.new_zeros(1), tokens + 1]).index_select(0, choice.flatten())
+    sent = torch.cat([x.new_zeros(1, x.shape[1]), x]).index_select(0, source)
+    rows = all_to_all(sent.view(total, 1, capacity, x.shape[1]), axis, 0, 1, tiled=True).flatten(0, 2)
+    among = position - starts.index_select(0, chosen)
+    places = torch.where(among < capacity, chosen * capacity + among + 1, 0)
+    filled = counts[: total // n] * 0 + n * capacity
+    return Dispatched(rows, filled, (counts - capacity).clamp(min=0).sum(), places, None)
+
+
+def _before(counts: Tensor) -> Tensor:
+    """The sum of the numbers before each one, along the last dim."""
+    return counts.cumsum(-1) - counts
+
+
+def _fullest(rows: Tensor, axis: Axes) -> int:
+    """The most rows of any rank, as a number of the host. So blocks have one shape on all ranks."""
+    body = bound_body("dispatch")
+    others = get_variance(rows).varying if body.checked else {*body.mesh.axis_names}.difference(_names(axis))
+    return int(pmax(rows, tuple(sorted(others))) if others else rows)
+
+
+def _names(axis: Axes) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _check(x: Tensor, routing: Routing, axis: Axes, capacity: int | None, rows: int | None) -> int:
+    """Raise before anything moves unless arguments fit. The number of ranks."""
+    if not isinstance(x, Tensor) or isinstance(x, Sharded) or x.dim() != 2:
+        raise ShapeError(f"dispatch got {described(x)}; give it this rank's tokens [tokens, width], in a body")
+    if not isinstance(routing, Routing):
+        raise ArgumentError(f"dispatch got {described(routing)} for routing; give it the result of route")
+    for name, number in (("capacity", capacity), ("rows", rows)):
+        if number is not None and (type(number) is not int or number < 0):
+            raise ArgumentError(f"dispatch got {name}={number!r}; give it an int from 0 on, or None")
+    if capacity is not None and rows is not None:
+        raise ArgumentError("dispatch got capacity and rows; a capacity decides how many rows there are")
+    if routing.experts.shape[0] != x.shape[0]:
+        raise ShapeError(f"dispatch got {x.shape[0]} tokens and a routing of {routing.experts.shape[0]}")
+    n, total = axis_size(axis), routing.counts.shape[0]
+    if total % n:
+        raise ShapeError(
+            f"dispatch got {total} experts for the {n} ranks of {axis!r}, of which each has equally many; make the "
+            f"experts a multiple of {n}"
+        )
+    return n

@@ -1,0 +1,134 @@
+"""Experts on the ranks of a mesh, beside a loop over tokens and experts in float64: what `test_experts` runs."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fspmd import P, device_get, jit, make_mesh, psum, shard_map
+from fspmd.nn import experts, grouped_matmul, route
+
+F64 = torch.float64
+
+
+class Case(NamedTuple):
+    """A program: ranks of dp, ep and tp, tokens of the batch, experts for each rank, and how these are chosen."""
+
+    sizes: tuple[int, int, int]
+    tokens: int
+    each: int
+    k: int
+    choice: str
+    score: Any = "softmax"
+    capacity: int | None = None
+
+
+SIZES = ((1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 6, 1), (2, 2, 1), (2, 3, 1), (1, 2, 2), (2, 2, 2))
+CASES = [
+    Case(sizes, tokens, each, k, choice, score, capacity)
+    for sizes, tokens, each, k, choice, score, capacity in itertools.product(
+        SIZES, (24, 11, 1, 0), (1, 3), (1, 2), ("random", "one"), ("softmax", "sigmoid"), (None, 2, 40)
+    )
+    if k <= each * sizes[1] and not (capacity is not None and tokens % (sizes[0] * sizes[1]))
+]
+
+
+def operands(case: Case) -> list[Tensor]:
+    """Tokens [N, 4], the router [4, E], a bias of the choice [E], and matrices of experts [E, 4, 6] and [E, 6, 4]."""
+    torch.manual_seed(sum(case.sizes) + 10 * case.tokens + case.each + case.k)
+    total = case.each * case.sizes[1]
+    shapes = (case.tokens, 4), (4, total), (total,), (total, 4, 6), (total, 6, 4)
+    x, router, bias, up, down = (torch.randn(shape, dtype=F64) for shape in shapes)
+    if case.choice == "one":
+        bias = bias * 0
+        bias[-1] = 100
+    return [x, router, bias * 0.3, up, down]
+
+
+def dense(case: Case, x: Tensor, router: Tensor, bias: Tensor, up: Tensor, down: Tensor) -> tuple[list[Tensor], int]:
+    """The definition: the result, both losses and the counts; and the number of dropped choices."""
+    total, ranks = bias.shape[0], case.sizes[0] * case.sizes[1]
+    block = -(-case.tokens // ranks)
+    counts, rows, dropped = [0] * total, [], 0
+    shares = torch.zeros(total, dtype=F64)
+    z = torch.zeros((), dtype=F64)
+    sent: dict[tuple[int, int], int] = {}
+    for i in range(case.tokens):
+        logits = x[i] @ router
+        scores = logits.exp() / logits.exp().sum() if case.score == "softmax" else 1 / (1 + (-logits).exp())
+        shares = shares + scores / scores.sum()
+        z = z + logits.exp().sum().log() ** 2
+        chosen = (scores + bias).sort(descending=True).indices.tolist()[: case.k]
+        row = torch.zeros(4, dtype=F64)
+        for e in chosen:
+            counts[e] += 1
+            place = sent.setdefault((i // block, e), 0)
+            sent[i // block, e] += 1
+            if case.capacity is not None and place >= case.capacity:
+                dropped += 1
+            else:
+                row = row + scores[e] / sum(scores[j] for j in chosen) * ((x[i] @ up[e]).tanh() @ down[e])
+        rows.append(row)
+    n = max(case.tokens, 1)
+    even = (torch.tensor(counts) / (n * case.k) * shares / n).sum() * total
+    out = torch.stack(rows) if rows else x @ router.new_zeros(4, 4)
+    return [out, even, z / n, torch.tensor(counts)], dropped
+
+
+def program(case: Case, transport: str, jitted: bool, recomputed: bool, rows: int | None) -> Any:
+    mesh = make_mesh(case.sizes, ("dp", "ep", "tp"), transport=transport, device="cpu")
+    batch = ("dp", "ep")
+
+    def body(x: Tensor, router: Tensor, bias: Tensor, up: Tensor, down: Tensor) -> Any:
+        def layer(x: Tensor, router: Tensor, up: Tensor, down: Tensor) -> Any:
+            routing = route(x @ router, case.k, bias=bias, score=case.score, axes=batch)
+
+            def f(rows: Tensor, counts: Tensor) -> Tensor:
+                hidden = grouped_matmul(rows, up, counts).tanh()
+                return psum(grouped_matmul(hidden, down, counts), "tp")
+
+            out, dropped = experts(x, routing, f, axis="ep", capacity=case.capacity, rows=rows)
+            return out, routing.balance_loss, routing.z_loss, routing.counts, psum(dropped, batch)
+
+        if recomputed:
+            return checkpoint(layer, x, router, up, down, use_reentrant=False)
+        return layer(x, router, up, down)
+
+    tokens = P(batch)
+    given = tokens, P(), P(), P("ep", None, "tp"), P("ep", "tp")
+    call = shard_map(body, mesh=mesh, in_specs=given, out_specs=(tokens, P(), P(), P(), P()))
+    return jit(call) if jitted else call
+
+
+def compute(
+    case: Case, transport: str = "simulation", jitted: bool = False, recomputed: bool = False, scale: float = 1.0
+) -> list[tuple[Tensor, Tensor]]:
+    """What the program gives, and what the definition gives: results, and the gradients of all operands."""
+    leaves = operands(case)
+    needed = [i for i in range(5) if i != 2]
+    for i in needed:
+        leaves[i].requires_grad_()
+    call = program(case, transport, jitted, recomputed, case.tokens * case.k if jitted and not case.capacity else None)
+    if jitted:
+        call(*leaves)  # the next call replays the record
+    *mine, dropped = (device_get(x) for x in call(*leaves))
+    right, gone = dense(case, *leaves)
+    cotangent = torch.randn(case.tokens, 4, dtype=F64)
+    pairs = [*zip(mine, right, strict=True), (dropped, torch.tensor(gone))]
+    grads = [
+        torch.autograd.grad((a * cotangent).sum() * s + b * s + c * s, [leaves[i] for i in needed], allow_unused=True)
+        for (a, b, c, _), s in ((mine, scale), (right, 1.0))
+    ]
+    for a, b in zip(*grads, strict=True):
+        pairs.append((a / scale if a is not None else torch.zeros(()), b if b is not None else torch.zeros(())))
+    return [(a.detach(), b.detach().to(a.dtype).expand_as(a)) for a, b in pairs]
+
+
+def worst(cases: list[Case], jitted: bool) -> list[tuple[Case, float]]:
+    """The largest error of each case on processes."""
+    return [
+        (case, max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in compute(case, "process_group", jitted)))
+        for case in cases
+    ]

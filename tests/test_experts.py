@@ -1,0 +1,178 @@
+"""Experts on ranks: values and gradients by a loop in float64, what moves, mistakes."""
+
+import pytest
+import torch
+from experts_programs import CASES, F64, Case, compute, worst
+from processes import Processes
+from torch import Tensor
+
+from fspmd import P, communication_log, device_get, device_put, make_mesh, shard_map
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.nn import balance, dispatch, experts, grouped_matmul, route
+
+
+def close(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    for mine, right in pairs:
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.one_of(6)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients_are_those_of_the_loop(case: Case) -> None:
+    close(compute(case))
+
+
+SOME = [c for c in CASES if c.k == c.each == 1 or c.tokens == 11]
+
+
+@pytest.mark.one_of(24)
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_a_record_gives_the_same(case: Case) -> None:
+    close(compute(case, jitted=True))
+
+
+@pytest.mark.one_of(24)
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_recomputation_gives_the_same_counts_and_gradients(case: Case) -> None:
+    close(compute(case, recomputed=True))
+
+
+def test_a_multiple_of_the_loss_has_the_multiple_of_gradients() -> None:
+    close(compute(Case((2, 2, 2), 24, 2, 2, "random"), scale=64.0))
+
+
+def test_processes_give_the_same() -> None:
+    cases = [case for case in CASES if case.sizes in ((1, 4, 1), (2, 2, 1), (1, 2, 2))]
+    with Processes(4) as pool:
+        for jitted in (False, True):
+            for found in pool.run(worst, cases[jitted::23], jitted):
+                assert not [row for row in found if not row[1] < 1e-11]
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[0, 3, 0, 4], [0, 0, 0, 0], [10, 0, 0, 0], [2, 3, 4, 1]])
+def test_rows_past_the_last_group_are_zero_and_have_gradients_of_zero(counts: list[int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, w, cotangent = torch.randn(10, 5), torch.randn(4, 5, 3), torch.randn(10, 3)
+    x, w, cotangent = (v.to(dtype) for v in (x, w, cotangent))
+    past = sum(counts)
+    x[past:] = torch.nan
+    mine, right = (x, w), (x[:past].double(), w.double())
+    for v in (*mine, *right):
+        v.requires_grad_()
+    out = grouped_matmul(*mine, torch.tensor(counts))
+    parts = [rows @ right[1][g] for g, rows in enumerate(right[0].split(counts))]
+    expected = torch.cat(parts)
+    grads = torch.autograd.grad(out, mine, cotangent)
+    wanted = torch.autograd.grad(expected, right, cotangent[:past].double())
+    assert not out[past:].any()
+    assert not grads[0][past:].any()
+    near = 1e-12 if dtype is F64 else 1e-5 if dtype is torch.float32 else 5e-2
+    for a, b in ((out[:past], expected), (grads[0][:past], wanted[0]), (grads[1], wanted[1])):
+        torch.testing.assert_close(a.double(), b, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("capacity", [None, 1, 3])
+def test_backward_of_dispatch_is_its_transpose(capacity: int | None) -> None:
+    """Row r of rank q is a token of rank p or zero. So <dispatch(x), y> is <x, transpose(y)>, for the matrix of it."""
+    torch.manual_seed(0)
+    mesh, n, width = make_mesh((3,), ("ep",), transport="simulation"), 12, 2
+    logits = torch.randn(n, 6, dtype=F64)
+
+    def body(x: Tensor, logits: Tensor) -> Tensor:
+        return dispatch(x, route(logits, 2, axes="ep"), "ep", capacity=capacity).rows
+
+    call = shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    x = torch.randn(n, width, dtype=F64, requires_grad=True)
+    out = call(x, logits)
+    y = torch.randn(out.shape, dtype=F64)
+    (back,) = torch.autograd.grad((out * y).sum(), x)
+    # the matrix, from which tokens the rows are: a token of one number each
+    names = torch.arange(1, n + 1, dtype=F64)[:, None].expand(n, width)
+    whose = device_get(call(names, logits))[:, 0].round().long()
+    matrix = torch.zeros(len(whose), n, dtype=F64)
+    for row, token in enumerate(whose.tolist()):
+        if token:
+            matrix[row, token - 1] = 1
+    torch.testing.assert_close(device_get(out).detach(), matrix @ x.detach())
+    torch.testing.assert_close(back, matrix.T @ y)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_moves_with_a_capacity_is_what_a_closed_form_says(n: int) -> None:
+    """Two exchanges forward and two backward, each of E * capacity rows, less those that stay."""
+    mesh, width, total, capacity = make_mesh((n,), ("ep",), transport="simulation"), 8, 8, 3
+    x = device_put(torch.randn(16, width, dtype=F64), P("ep"), mesh=mesh).requires_grad_()
+    logits = device_put(torch.randn(16, total, dtype=F64), P("ep"), mesh=mesh)
+
+    def body(x: Tensor, logits: Tensor) -> Tensor:
+        return experts(x, route(logits, 2), lambda rows, counts: rows * 2, axis="ep", capacity=capacity)[0]
+
+    call = shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    with communication_log() as there:
+        out = call(x, logits)
+    total_out = out.sum()
+    with communication_log() as back:
+        torch.autograd.grad(total_out, x)
+    rows = 2 * total * capacity * (n - 1) / n
+    for log in (there, back):
+        assert len(list(log)) == 2
+        assert sum(event.price.moved for event in log) == rows * width * 8
+
+
+def test_the_norm_of_cut_experts_and_whole_routers_is_the_true_one() -> None:
+    torch.manual_seed(0)
+    mesh = make_mesh((2, 2), ("dp", "ep"), transport="simulation")
+    grads = [torch.randn(4, 3, 3, dtype=F64), torch.randn(3, 4, dtype=F64)]
+    params = [
+        device_put(torch.zeros_like(g), spec, mesh=mesh).requires_grad_()
+        for g, spec in zip(grads, (P("ep"), P()), strict=True)
+    ]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = device_put(g, p.spec.partition, mesh=mesh)
+    norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+    right = torch.cat([g.flatten() for g in grads]).norm()
+    torch.testing.assert_close(float(norm), float(right))
+    torch.testing.assert_close(device_get(params[0].grad), grads[0] / (right + 1e-6))
+
+
+def test_a_bias_evens_out_the_load() -> None:
+    torch.manual_seed(0)
+    logits, bias = torch.randn(512, 8) + torch.arange(8) / 4, torch.zeros(8)
+    before = route(logits, 2, score="sigmoid").counts
+    for _ in range(200):
+        bias = balance(bias, route(logits, 2, score="sigmoid", bias=bias).counts, 0.01)
+    after = route(logits, 2, score="sigmoid", bias=bias).counts
+    assert before.max() > 2 * 128
+    assert after.max() < 1.2 * 128
+
+
+def test_a_loss_without_its_sum_is_an_error() -> None:
+    mesh = make_mesh((2,), ("ep",), transport="simulation")
+    call = shard_map(lambda x: route(x, 1).balance_loss, mesh=mesh, in_specs=P("ep"), out_specs=P())
+    with pytest.raises(Exception, match="psum") as caught:
+        call(torch.randn(4, 2))
+    assert type(caught.value).__module__.startswith("fspmd")
+
+
+def test_mistakes_are_told_before_anything_moves() -> None:
+    mesh = make_mesh((2,), ("ep",), transport="simulation")
+
+    def told(kind: type[Exception], match: str, total: int = 4, **options: object) -> None:
+        def body(x: Tensor, logits: Tensor) -> Tensor:
+            return dispatch(x, route(logits, 1), "ep", **options).rows  # type: ignore[arg-type]
+
+        call = shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+        with communication_log() as log, pytest.raises(kind, match=match):
+            call(torch.randn(6, 2), torch.randn(6, total))
+        assert not list(log)
+
+    told(ShapeError, "a multiple of 2", total=3)
+    told(ArgumentError, "capacity=-1", capacity=-1)
+    told(ArgumentError, "a capacity decides", capacity=1, rows=2)
+    with pytest.raises(ArgumentError, match="from 1 to 4"):
+        route(torch.randn(2, 4), 5)
+    with pytest.raises(ShapeError, match="for logits"):
+        route(torch.randn(4), 1)
+    with pytest.raises(ShapeError, match="must be"):
+        grouped_matmul(torch.randn(2, 3), torch.randn(2, 4, 3), torch.tensor([1, 1]))
