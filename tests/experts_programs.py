@@ -72,7 +72,7 @@ def dense(case: Case, x: Tensor, router: Tensor, bias: Tensor, up: Tensor, down:
                 row = row + scores[e] / sum(scores[j] for j in chosen) * ((x[i] @ up[e]).tanh() @ down[e])
         rows.append(row)
     n = max(case.tokens, 1)
-    even = (torch.tensor(counts) / (n * case.k) * shares / n).sum() * total
+    even = (torch.tensor(counts, dtype=F64) / (n * case.k) * shares / n).sum() * total
     out = torch.stack(rows) if rows else x @ router.new_zeros(4, 4)
     return [out, even, z / n, torch.tensor(counts)], dropped
 
