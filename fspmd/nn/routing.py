@@ -47,7 +47,7 @@ def route(
         A `Routing`. Its counts and losses are those of the whole batch: sums over all tokens, divided by their number,
         whatever ranks have how many. ``balance_loss`` is that of Fedus et al., "Switch Transformers", 2021, eq. 4.
 
-    Communication: one `psum` of 2 experts + 1 numbers over ``axes``, forward; none backward.
+    Communication: three `psum` over ``axes``, forward: of E counts, of E shares of scores, and of one number.
 
     Raises:
         ArgumentError: ``k`` or ``score`` is unknown.
