@@ -16,12 +16,26 @@ from fspmd.nn.muon import muon
 from fspmd.nn.optimizers import Optimizer, adamw, with_master
 from fspmd.nn.parameters import gathered
 from fspmd.nn.parts import PartialAttention, merge, nothing
+from fspmd.nn.pipelines import pipeline
 from fspmd.nn.precision import Precision
 from fspmd.nn.routing import Routing, balance, route
+from fspmd.nn.schedules import (
+    Action,
+    Costs,
+    Schedule,
+    dual_pipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zbv,
+    zero_bubble,
+)
 from fspmd.nn.sequences import SequenceLayout, balanced, contiguous, striped, zigzag
 
 __all__ = [
+    "Action",
     "Causal",
+    "Costs",
     "Dispatched",
     "Documents",
     "Full",
@@ -32,6 +46,7 @@ __all__ = [
     "Precision",
     "Prefix",
     "Routing",
+    "Schedule",
     "SequenceLayout",
     "SlidingWindow",
     "accumulate",
@@ -45,18 +60,25 @@ __all__ = [
     "combine",
     "contiguous",
     "dispatch",
+    "dual_pipe_v",
     "experts",
     "gathered",
     "gathered_attention",
+    "gpipe",
     "grouped_matmul",
+    "interleaved",
     "merge",
     "muon",
     "nothing",
+    "one_f_one_b",
+    "pipeline",
     "ring_attention",
     "route",
     "selected",
     "striped",
     "ulysses_attention",
     "with_master",
+    "zbv",
+    "zero_bubble",
     "zigzag",
 ]

@@ -54,7 +54,7 @@ class Overlap:
         """Run the pass. Returns the number of collectives that now run beside other steps."""
         nodes = list(program.graph.nodes)
         overtake = self.overtake and not leave_all(program, "overlap", "the order of collectives", even=True)
-        schedule = _Schedule(nodes, dependencies(program), self.budget, overtake)
+        schedule = _IssueOrder(nodes, dependencies(program), self.budget, overtake)
         flights, views = schedule.flights, schedule.moved
         parts: dict[int, list[tuple[int, fx.Node]]] = {}
         for view in filter(views.__contains__, nodes):
@@ -87,7 +87,7 @@ class _CollectiveFlight:
 
 
 @dataclass(slots=True)
-class _Schedule:
+class _IssueOrder:
     """The places of begins and waits, which are decided for one collective after another in the order of begins."""
 
     nodes: Sequence[fx.Node]

@@ -1,0 +1,351 @@
+"""A model cut into stages along an axis of the mesh: loss and gradients by a schedule."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fspmd.collectives import ppermute
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.local_view.shard_map import shard_map
+from fspmd.local_view.unbind import bind, unbind
+from fspmd.meshes.mesh import Mesh, make_mesh, set_mesh
+from fspmd.nn.schedules import Action, Schedule
+from fspmd.placement.creation import zeros
+from fspmd.placement.device_put import device_get
+from fspmd.placement.reshard import reshard
+from fspmd.programs.jit import jit
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.transport.frame import frame
+
+Stage = Callable[[Any, Any], Any]
+
+
+def pipeline(
+    stages: Stage | Sequence[Stage],
+    schedule: Schedule,
+    *,
+    loss: Callable[[Any, Any], Any],
+    count: Callable[[Any], Any] | None = None,
+    mesh: Mesh,
+    axis: str = "pp",
+) -> Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Tensor, Any]]:
+    """A function of parameters, inputs and targets that returns the loss and its gradients, by a schedule.
+
+    Stages are functions ``stage(params, x)`` of `Sharded` values, in the global view. They run on the part of the mesh
+    that has their position along ``axis``, so other axes may cut batches and parameters. A stage in the local view
+    calls `shard_map`, which takes the mesh of the stage by itself.
+
+    The layout of a parameter says whose it is. A leaf ``[stages, ...]`` with ``P(axis, ...)`` has a row for each stage,
+    in the order of ``schedule.order``. A leaf that is not cut over ``axis`` belongs to all stages, such as an embedding
+    that the first stage and the last share: its gradients are summed over stages, once.
+
+    Args:
+        stages: One function for all stages, or a list with one for each.
+        loss: ``loss(y, target)`` returns the sum of the losses of a microbatch, a scalar.
+        count: ``count(target)`` returns the number of items of a microbatch. The loss is divided by the number of items
+            of all microbatches before backward. Without it that number is the number of microbatches.
+
+    Inputs and targets are lists with one entry for each microbatch, not cut over ``axis``. What stages pass on has one
+    shape, dtype and layout.
+
+    Communication: that of the stages; after each tick one permute along ``axis`` over the edges of ``schedule.moves``,
+    which all ranks join; at the end an all-reduce of the loss, and one for each shared leaf.
+
+    Raises:
+        ArgumentError: the schedule does not fit the mesh or the microbatches.
+        ShapeError: a stage returns another shape, dtype or layout than the stage before.
+
+    >>> from fspmd import device_put, make_mesh
+    >>> from fspmd.nn import one_f_one_b
+    >>> mesh = make_mesh((4,), ("pp",), transport="simulation")
+    >>> step = pipeline(
+    ...     lambda w, x: x * w, one_f_one_b(4, 2), loss=lambda y, t: ((y - t) ** 2).sum(), mesh=mesh, axis="pp"
+    ... )
+    >>> w = device_put(torch.tensor([1.0, 2.0, 3.0, 4.0]), P("pp"), mesh=mesh)
+    >>> x, t = device_put(([torch.ones(1)] * 2, [torch.zeros(1)] * 2), P(), mesh=mesh)
+    >>> value, gradient = step(w, x, t)
+    >>> value, device_get(gradient)
+    (tensor(576.), tensor([1152.,  576.,  384.,  288.]))
+    """
+    if mesh.shape[axis] != schedule.ranks:
+        raise ArgumentError(
+            f"pipeline: the schedule {schedule.name} is for {schedule.ranks} ranks, but the axis {axis!r} has "
+            f"{mesh.shape[axis]}"
+        )
+    schedule.validate()
+    functions = [stages] * schedule.stages if callable(stages) else list(stages)
+    if len(functions) != schedule.stages:
+        raise ArgumentError(f"pipeline got {len(functions)} stages, but the schedule has {schedule.stages}")
+    places = _Places(mesh, axis)
+
+    def step(params: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[Tensor, Any]:
+        if not len(inputs) == len(targets) == schedule.microbatches:
+            raise ArgumentError(
+                f"pipeline got {len(inputs)} inputs and {len(targets)} targets, but the schedule has "
+                f"{schedule.microbatches} microbatches"
+            )
+        run = _PipelineCall(places, schedule, functions, loss, params, inputs, targets)
+        run.count = schedule.microbatches if count is None else sum(_number(count(target)) for target in targets)
+        ranks = {r: _Rank(run, r) for r in places.mine}
+        for row, rounds in zip(schedule.ticks, schedule.moves(), strict=True):
+            now = {r: action for r in ranks if (action := row[r]) is not None}
+            sent = {r: ranks[r].act(action) for r, action in now.items()}
+            for r, value in sent.items():
+                to = schedule.successor(now[r])
+                if to is not None and schedule.ranks_of_stages[to.stage] == r:
+                    ranks[r].inbox[_key(to)] = value
+            for edges in rounds:
+                sources = {source for source, _, _ in edges}
+                given = {r: x for r, x in sent.items() if r in sources}
+                received = places.permuted(edges, given, run.boundary)
+                for _, r, action in edges:
+                    after = schedule.successor(action)
+                    if r in ranks and after is not None:
+                        ranks[r].inbox[_key(after)] = received[r]
+        value = places.summed({r: rank.value for r, rank in ranks.items()}, P())
+        grads = []
+        for i, leaf in enumerate(run.leaves):
+            if places.is_stacked(leaf):
+                grads.append(places.stacked({r: [k.grads[s][i] for s in k.stages] for r, k in ranks.items()}, leaf))
+            else:
+                parts = {r: functools.reduce(operator.add, [g[i] for g in k.grads.values()]) for r, k in ranks.items()}
+                grads.append(places.summed(parts, leaf.spec.partition))
+        return device_get(value), run.treedef.unflatten(grads)
+
+    return step
+
+
+def _number(x: Any) -> Any:
+    return device_get(x) if is_sharded(x) else x
+
+
+def _key(action: Action) -> tuple[bool, int, int]:
+    return action.kind == "F", action.stage, action.microbatch
+
+
+class _PipelineCall:
+    """One call: the values of all ranks, and what stages pass on."""
+
+    def __init__(
+        self,
+        places: _Places,
+        schedule: Schedule,
+        functions: list[Stage],
+        loss: Callable[[Any, Any], Any],
+        params: Any,
+        inputs: Sequence[Any],
+        targets: Sequence[Any],
+    ) -> None:
+        self.places, self.schedule, self.functions, self.loss = places, schedule, functions, loss
+        self.leaves, self.treedef = optree.tree_flatten(params, is_leaf=is_sharded)
+        self.inputs, self.targets = inputs, targets
+        self.count: Any = 1
+        self.boundary: Any = self._boundaries()
+        self.dtype = self.boundary.dtype if self.boundary is not None else self.leaves[0].dtype
+
+    def _boundaries(self) -> TensorSpec | None:
+        """What stages pass on, by recording each of them alone on an abstract mesh."""
+        mesh = self.places.abstract
+        params = []
+        for x in self.leaves:
+            entries, shape = x.spec.partition.entries, x.spec.shape
+            cut = self.places.is_stacked(x)
+            params.append(TensorSpec(mesh, P(*entries[cut:]), shape[cut:], x.dtype))
+        tree = self.treedef.unflatten(params)
+        first = self.inputs[0].spec
+        x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
+        found = None
+        for stage, function in enumerate(self.functions[:-1]):
+            out = x = _result(function, tree, x)
+            if found is not None and out is not found:
+                raise ShapeError(
+                    f"pipeline: stage {stage} returns {out!r}, but stage {stage - 1} returns {found!r}; all stages "
+                    "pass on one shape, dtype and layout"
+                )
+            found = out
+        return found
+
+
+def _result(stage: Stage, params: Any, x: TensorSpec) -> TensorSpec:
+    """The layout of what a stage returns: the stage is recorded, and runs nowhere."""
+    results: list[TensorSpec] = []
+
+    def settled(params: Any, x: Any) -> Any:
+        y = stage(params, x)
+        y = reshard(y, P(*y.spec.partition.entries))
+        results.append(y.spec)
+        return y
+
+    with set_mesh(x.mesh):
+        jit(settled).lower(params, x)
+    return results[-1]
+
+
+class _Places:
+    """The parts of a mesh along an axis, one for each position, and the values on them.
+
+    In a simulation this process holds all of them; otherwise the one of its rank.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str) -> None:
+        self.mesh, self.axis, self.at = mesh, axis, mesh.axis_names.index(axis)
+        self.parts = mesh.split(axis, [1] * mesh.shape[axis])
+        self.simulated = mesh.transport == "simulation"
+        mine = None if self.simulated else mesh.coordinate()
+        self.mine = range(len(self.parts)) if mine is None else (mine[self.at],)
+        self.abstract = make_mesh(
+            tuple(1 if name == axis else size for name, size in mesh.shape.items()),
+            mesh.axis_names,
+            transport="abstract",
+        )
+
+    def is_stacked(self, leaf: Any) -> bool:
+        return self.axis in leaf.spec.partition.axes
+
+    def part(self, x: Tensor, partition: P, r: int) -> Tensor:
+        """The blocks of a position, of the blocks of a value on the whole mesh."""
+        if not self.simulated:
+            return x
+        axes = self.mesh.ordered(partition.mentioned - {self.axis})
+        return bind(self._blocks(x, self.mesh, axes, r), frame(self.parts[r], axes))
+
+    def whole(self, blocks: dict[int, Tensor], partition: P) -> Tensor:
+        """The blocks of all positions, as those of a value on the whole mesh."""
+        if not self.simulated:
+            return next(iter(blocks.values()))
+        axes = self.mesh.ordered(partition.mentioned - {self.axis})
+        columns = {r: iter(self._blocks(x, self.parts[r], axes, 0)) for r, x in blocks.items()}
+        held = frame(self.mesh, self.mesh.ordered({*axes, self.axis}))
+        at = held.axes.index(self.axis)
+        return bind(tuple(next(columns[place[at]]) for place in itertools.product(*map(range, held.sizes))), held)
+
+    def _blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], r: int) -> tuple[Tensor, ...]:
+        """The simulated blocks of a position. Along axes that are not named they are equal, and one is enough."""
+        held = frame(mesh, mesh.axis_names)
+        wanted = [None if name in axes else r if name == self.axis else 0 for name in mesh.axis_names]
+        return tuple(
+            block
+            for block, place in zip(unbind(x, held), held.mesh_coordinates(), strict=True)
+            if all(want is None or want == i for want, i in zip(wanted, place, strict=True))
+        )
+
+    def on_part(self, x: Any, r: int) -> Any:
+        """A value of the whole mesh that is not cut over the axis, on the part of a position."""
+        return Sharded(
+            self.part(x.local, x.spec.partition, r), TensorSpec(self.parts[r], x.spec.partition, x.spec.shape, x.dtype)
+        )
+
+    def row(self, x: Any, r: int, i: int) -> Any:
+        rest = P(*x.spec.partition.entries[1:])
+        return Sharded(
+            self.part(x.local, x.spec.partition, r)[i], TensorSpec(self.parts[r], rest, x.spec.shape[1:], x.dtype)
+        )
+
+    def stacked(self, rows: dict[int, list[Any]], like: Any) -> Any:
+        blocks = {r: torch.stack([x.local for x in row]) for r, row in rows.items()}
+        return Sharded(self.whole(blocks, like.spec.partition), like.spec)
+
+    def summed(self, values: dict[int, Any], partition: P) -> Any:
+        x = next(iter(values.values()))
+        spec = TensorSpec(self.mesh, P(*partition.entries, unreduced={self.axis}), x.spec.shape, x.dtype)
+        return reshard(Sharded(self.whole({r: v.local for r, v in values.items()}, spec.partition), spec), partition)
+
+    def permuted(self, edges: Any, sent: dict[int, Any], spec: TensorSpec) -> dict[int, Any]:
+        """What the positions of this process receive along edges (source, destination), of values laid out by spec."""
+        blocks = {r: sent[r].local if r in sent else self.blank(spec, r) for r in self.mine}
+        lifted = P(self.axis, *spec.partition.entries)
+        whole = TensorSpec(self.mesh, lifted, (len(self.parts), *spec.shape), spec.dtype)
+        move = _permuted(self.mesh, self.axis, lifted, tuple((source, to) for source, to, _ in edges))
+        received = move(Sharded(self.whole(blocks, lifted).unsqueeze(0), whole)).local.squeeze(0)
+        return {
+            to: Sharded(
+                self.part(received, spec.partition, to),
+                TensorSpec(self.parts[to], spec.partition, spec.shape, spec.dtype),
+            )
+            for _, to, _ in edges
+            if to in self.mine
+        }
+
+    def blank(self, spec: TensorSpec, r: int) -> Tensor:
+        """Blocks of zeros for a position that sends nothing."""
+        there = TensorSpec(self.parts[r], spec.partition, spec.shape, spec.dtype)
+        return zeros(*there.shape, spec=there.partition, dtype=there.dtype, mesh=there.mesh).local
+
+
+@functools.lru_cache(1024)
+def _permuted(mesh: Mesh, axis: str, spec: P, perm: tuple[tuple[int, int], ...]) -> Any:
+    return shard_map(lambda x: ppermute(x, axis, perm), mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+class _Rank:
+    """What one position along the axis holds between ticks."""
+
+    def __init__(self, run: _PipelineCall, r: int) -> None:
+        places, schedule = run.places, run.schedule
+        self.run_of, self.mesh = run, places.parts[r]
+        self.stages = [s for s in schedule.order if schedule.ranks_of_stages[s] == r]
+        self.params = {
+            s: [places.row(x, r, i) if places.is_stacked(x) else places.on_part(x, r) for x in run.leaves]
+            for i, s in enumerate(self.stages)
+        }
+        self.grads: dict[int, list[Any]] = {}
+        self.inbox: dict[tuple[bool, int, int], Any] = {}
+        self.kept: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self.inputs = [places.on_part(x, r) for x in run.inputs] if 0 in self.stages else []
+        self.targets = [places.on_part(x, r) for x in run.targets] if schedule.stages - 1 in self.stages else []
+        self.value: Any = zeros((), spec=P(), dtype=run.dtype, mesh=self.mesh)
+
+    def act(self, action: Action) -> Any:
+        """Run an action, and return what it passes on."""
+        with set_mesh(self.mesh):
+            if action.kind == "F":
+                return self._forward(action.stage, action.microbatch)
+            return self._backward(*action)
+
+    def _forward(self, stage: int, m: int) -> Any:
+        run = self.run_of
+        x = self.inbox.pop((True, stage, m)) if stage else self.inputs[m]
+        with torch.enable_grad():
+            params = [p.detach().requires_grad_(p.is_floating_point()) for p in self.params[stage]]
+            x = x.detach().requires_grad_() if stage else x
+            y = run.functions[stage](run.treedef.unflatten(params), x)
+            if stage == run.schedule.stages - 1:
+                y = reshard(run.loss(y, self.targets[m]) / run.count, P())
+                self.value = self.value + y.detach()
+            else:
+                y = reshard(y, run.boundary.partition)
+        self.kept[stage, m] = (params, x, y)
+        return None if stage == run.schedule.stages - 1 else y.detach()
+
+    def _backward(self, kind: str, stage: int, m: int) -> Any:
+        params, x, y, *cotangent = self.kept[stage, m]
+        if kind in "BI" and stage < self.run_of.schedule.stages - 1:
+            cotangent = [self.inbox.pop((False, stage, m))]
+        to_x = [x] if kind in "BI" and stage else []
+        to_params = params if kind in "BW" else []
+        if kind == "I":
+            self.kept[stage, m] = (params, x, y, *cotangent)
+        else:
+            del self.kept[stage, m]
+        wanted = [t for t in (*to_x, *to_params) if t.requires_grad]
+        if not wanted:
+            return None
+        values = iter(torch.autograd.grad(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
+        gradients = [next(values) if t.requires_grad else None for t in (*to_x, *to_params)]
+        found = [
+            torch.zeros_like(t) if g is None else reshard(g, t.spec.partition)
+            for g, t in zip(gradients, (*to_x, *to_params), strict=True)
+        ]
+        if to_params:
+            new, old = found[len(to_x) :], self.grads.get(stage)
+            self.grads[stage] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
+        return found[0] if to_x else None

@@ -1,0 +1,112 @@
+"""Pipelines beside the dense model in float64: what `test_pipelines` runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fspmd import P, checkpoint, communication_log, device_get, device_put, make_mesh
+from fspmd.nn import Schedule, dual_pipe_v, gpipe, interleaved, one_f_one_b, pipeline, zbv, zero_bubble
+
+F64 = torch.float64
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "one_f_one_b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+    "zbv": zbv,
+    "dual_pipe_v": dual_pipe_v,
+}
+WIDTH, ROWS, WORDS = 4, 6, 5
+
+
+def block(params: Any, x: Any) -> Any:
+    return x + torch.tanh(x @ params["w"] + params["b"])
+
+
+def first(params: Any, tokens: Any) -> Any:
+    return block(params, F.embedding(tokens, params["table"]))
+
+
+def last(params: Any, x: Any) -> Any:
+    return block(params, x) @ params["table"].T
+
+
+def only(params: Any, tokens: Any) -> Any:
+    return block(params, F.embedding(tokens, params["table"])) @ params["table"].T
+
+
+def loss(y: Any, target: Any) -> Any:
+    return F.cross_entropy(y, target, reduction="sum", ignore_index=-1)
+
+
+def count(target: Any) -> Any:
+    return (target != -1).sum()
+
+
+def model(stages: int, repeated: bool = False) -> list[Any]:
+    """The first stage embeds and the last has the same table. ``repeated`` stages are computed again in backward."""
+    found = [only] if stages == 1 else [first, *[block] * (stages - 2), last]
+    return [lambda p, x, f=f: checkpoint(f)(p, x) for f in found] if repeated else found
+
+
+def arguments(stages: int, microbatches: int) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
+    g = torch.Generator().manual_seed(stages * 10 + microbatches)
+    params = {
+        "w": torch.randn(stages, WIDTH, WIDTH, dtype=F64, generator=g),
+        "b": torch.randn(stages, WIDTH, dtype=F64, generator=g),
+        "table": torch.randn(WORDS, WIDTH, dtype=F64, generator=g),
+    }
+    inputs, targets = torch.randint(WORDS, (2, microbatches, ROWS), generator=g)
+    for m in range(microbatches):
+        targets[m, : m % 4] = -1  # microbatches have different numbers of items
+    return params, list(inputs), list(targets)
+
+
+def dense(params: dict[str, Tensor], inputs: list[Tensor], targets: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The definition: one batch on one device."""
+    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
+    x = leaves["table"][torch.stack(inputs)]
+    for w, b in zip(leaves["w"], leaves["b"], strict=True):
+        x = x + torch.tanh(x @ w + b)
+    target = torch.stack(targets)
+    logs = (x @ leaves["table"].T).log_softmax(-1)
+    picked = logs.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    value = -(picked * (target >= 0)).sum() / (target >= 0).sum()
+    return value.detach(), dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+
+
+def compute(
+    name: str, shape: dict[str, int], microbatches: int, repeated: bool = False, scale: float = 1
+) -> tuple[Tensor, dict[str, Tensor], Any, Schedule]:
+    """Loss, gradients in the order of stages, the log of communication, and the schedule."""
+    mesh = make_mesh(tuple(shape.values()), tuple(shape))
+    schedule = SCHEDULES[name](shape["pp"], microbatches)
+    params, inputs, targets = arguments(schedule.stages, microbatches)
+    order = list(schedule.order)
+    laid = {"w": P("pp", None, "tp" if "tp" in shape else None), "b": P("pp", "tp" if "tp" in shape else None)}
+    stored = {n: device_put(x[order] if n in laid else x, laid.get(n, P()), mesh=mesh) for n, x in params.items()}
+    rows = P("dp") if "dp" in shape else P()
+    x, t = device_put((inputs, targets), rows, mesh=mesh)
+    step = pipeline(
+        model(schedule.stages, repeated), schedule, loss=lambda y, t: loss(y, t) * scale, count=count, mesh=mesh
+    )
+    with communication_log() as log:
+        value, grads = step(stored, x, t)
+    back = torch.tensor(order).argsort()
+    found = {n: device_get(g) for n, g in grads.items()}
+    return value, {n: g[back] if n in laid else g for n, g in found.items()}, log, schedule
+
+
+def worst(cases: list[tuple[Any, ...]]) -> list[float]:
+    """The largest distance from the dense model, for each case."""
+    found = []
+    for case in cases:
+        value, grads, _, schedule = compute(*case)
+        right_value, right = dense(*arguments(schedule.stages, schedule.microbatches))
+        found.append(
+            max(float((value - right_value).abs()), *(float((grads[n] - right[n]).abs().max()) for n in right))
+        )
+    return found

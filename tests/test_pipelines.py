@@ -1,0 +1,212 @@
+"""Schedules as tables, and pipelines that run them: closed forms, corrupted tables, values, communication."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from pipeline_programs import F64, ROWS, SCHEDULES, WIDTH, arguments, block, compute, dense, loss, worst
+from processes import Processes
+
+from fspmd import P, device_put, make_mesh
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.nn import Action, Costs, Schedule, one_f_one_b, pipeline, pipelines, zbv
+
+CASES = list(itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 8)))
+#: ticks of p ranks and m microbatches, with actions of one tick, if m is at least 2 p and a multiple of p
+TICKS = {
+    "gpipe": lambda p, m: 2 * (m + p - 1),
+    "one_f_one_b": lambda p, m: 2 * (m + p - 1),
+    "interleaved": lambda p, m: 2 * (2 * m + p - 1),
+    "zero_bubble": lambda p, m: 3 * m + p - 1,
+    "zbv": lambda p, m: 6 * m + p - 1,
+}
+PEAKS = {
+    "gpipe": lambda p, m, r: m,
+    "one_f_one_b": lambda p, m, r: p - r,
+    "interleaved": lambda p, m, r: 2 * (p - r - 1) + p + 1,
+    "zero_bubble": lambda p, m, r: p,
+    "zbv": lambda p, m, r: 2 * p,
+    "dual_pipe_v": lambda p, m, r: 2 * p + 1,
+}
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", PEAKS)
+def test_schedules_have_their_closed_forms(name: str, p: int) -> None:
+    for m in (2 * p, 4 * p):
+        schedule = SCHEDULES[name](p, m)
+        assert schedule.peaks() == tuple(PEAKS[name](p, m, r) for r in range(p))
+        if name in TICKS:
+            assert len(schedule.ticks) == TICKS[name](p, m)
+
+
+def test_bubbles_are_those_of_the_papers() -> None:
+    assert f"{one_f_one_b(4, 8).bubble():.1%}" == "27.3%"
+    assert f"{zbv(4, 8).bubble():.1%}" == "5.9%"
+    for p, m, costs in itertools.product((2, 3, 4), (8, 12), (Costs(), Costs(2, 3, 1), Costs(1, 1.5, 0.5))):
+        assert one_f_one_b(p, m).bubble(costs) == pytest.approx((p - 1) / (m + p - 1))
+        f, i, w = costs
+        late = (p - 1) * (f + i - w) if f == i == w else None
+        if late is not None:
+            busy = m * (f + i + w)
+            assert SCHEDULES["zero_bubble"](p, m).bubble(costs) == pytest.approx(late / (busy + late))
+
+
+def brute_force_bubble(schedule: Schedule) -> float:
+    """Step through time. Each rank begins its next action when what it needs has ended; B takes two steps."""
+    left = [[row[r] for row in schedule.ticks if row[r] is not None] for r in range(schedule.ranks)]
+    ended: set[tuple[str, int, int]] = set()
+    busy: list[tuple[int, Action] | None] = [None] * schedule.ranks
+    time = worked = 0
+    while any(left) or any(busy):
+        for r, actions in enumerate(left):
+            if busy[r] is None and actions:
+                kind, stage, m = actions[0]
+                if kind == "F":
+                    ready = stage == 0 or ("F", stage - 1, m) in ended
+                elif kind == "W":
+                    ready = ("I", stage, m) in ended
+                else:
+                    ready = ("F", stage, m) in ended
+                    ready &= stage == schedule.stages - 1 or bool({("B", stage + 1, m), ("I", stage + 1, m)} & ended)
+                if ready:
+                    busy[r] = (2 if kind == "B" else 1, actions.pop(0))
+        time += 1
+        for r, now in enumerate(busy):
+            if now is not None:
+                worked += 1
+                busy[r] = (now[0] - 1, now[1]) if now[0] > 1 else None
+                if busy[r] is None:
+                    ended.add(now[1])
+    return 1 - worked / (time * schedule.ranks)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_bubbles_are_those_of_a_simulation(case: tuple[str, int, int]) -> None:
+    name, p, m = case
+    schedule = SCHEDULES[name](p, m)
+    assert schedule.bubble() == pytest.approx(brute_force_bubble(schedule))
+    assert f"{schedule.bubble():.1%}".replace("%", " %") in str(schedule)
+
+
+def changed(schedule: Schedule, tick: int, rank: int, action: Action | None) -> Schedule:
+    rows = [list(row) for row in schedule.ticks]
+    rows[tick][rank] = action
+    return replace(schedule, ticks=tuple(map(tuple, rows)))
+
+
+@pytest.mark.parametrize(
+    ("tick", "rank", "action", "message"),
+    [
+        (7, 0, None, "one_f_one_b: rank 0 runs F for stage 0 of microbatch 2; it needs F and B, or F, I and W"),
+        (2, 0, Action("F", 0, 1), r"F0.1 \(microbatch 1\) at tick 2 of rank 0: it ran at tick 1 already"),
+        (0, 1, Action("F", 1, 1), r"F1.1 \(microbatch 1\) at tick 0 of rank 1: F0.1 must run at an earlier tick"),
+        (2, 0, Action("B", 0, 0), r"B0.0 \(microbatch 0\) at tick 2 of rank 0: B1.0 must run at an earlier tick"),
+        (2, 0, Action("F", 0, 2), "the rank then holds 3 activations, but its limit is 2"),
+        (2, 0, Action("F", 1, 1), "stage 1 lies on rank 1"),
+        (2, 0, Action("G", 0, 1), "there is no such action"),
+    ],
+)
+def test_corrupted_tables_are_refused(tick: int, rank: int, action: Action | None, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        changed(one_f_one_b(2, 3), tick, rank, action).validate()
+
+
+def test_rows_of_other_lengths_are_refused() -> None:
+    schedule = one_f_one_b(2, 3)
+    two_at_once = replace(schedule, ticks=((*schedule.ticks[0], Action("F", 0, 1)), *schedule.ticks[1:]))
+    with pytest.raises(ArgumentError, match="tick 0 has 3 cells, but there are 2 ranks"):
+        two_at_once.validate()
+
+
+@pytest.mark.one_of(4)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_every_schedule_is_the_dense_model(case: tuple[str, int, int]) -> None:
+    name, p, m = case
+    assert worst([(name, {"pp": p}, m)]) < [1e-13]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_run_on_any_mesh_and_may_be_computed_again(name: str) -> None:
+    for repeated in (False, True):
+        assert worst([(name, {"dp": 2, "pp": 2, "tp": 2}, 3, repeated)]) < [1e-13]
+
+
+def test_processes_are_the_dense_model() -> None:
+    cases = [(name, {"pp": 4}, 3) for name in SCHEDULES] + [(n, {"pp": 2, "tp": 2}, 4) for n in SCHEDULES]
+    simulated = worst(cases)
+    with Processes(4) as pool:
+        for found in pool.run(worst, cases):
+            assert found == pytest.approx(simulated, abs=1e-13)
+            assert max(found) < 1e-13
+
+
+def test_the_loss_times_c_gives_gradients_times_c() -> None:
+    value, grads, _, _ = compute("zbv", {"pp": 2}, 3)
+    value_c, grads_c, _, _ = compute("zbv", {"pp": 2}, 3, scale=8)
+    assert torch.equal(value * 8, value_c)
+    assert all(torch.equal(grads[name] * 8, grads_c[name]) for name in grads)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_what_moves_is_what_a_closed_form_says(name: str) -> None:
+    """A tick has a permute of one block if some rank sends. All forwards but the last stage's travel, and backwards."""
+    p, m = 4, 8
+    _, _, log, schedule = compute(name, {"pp": p}, m)
+    permutes = [call for call in log if call.kind == "ppermute"]
+    assert len(permutes) == sum(map(len, schedule.moves()))
+    edges = [edge for rounds in schedule.moves() for edges in rounds for edge in edges]
+    assert len(edges) == 2 * m * (p - 1)
+    assert {call.price.moved for call in permutes} == {ROWS * WIDTH * F64.itemsize}
+    assert sum(call.kind != "ppermute" for call in log) <= 2 + 1  # the loss, the table and no more
+
+
+def test_live_activations_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[int, int] = {}
+    act = pipelines._Rank.act
+
+    def counted(self: pipelines._Rank, action: Action) -> object:
+        out = act(self, action)
+        held[id(self)] = max(held.get(id(self), 0), len(self.kept))
+        return out
+
+    monkeypatch.setattr(pipelines._Rank, "act", counted)
+    for name in SCHEDULES:
+        held.clear()
+        schedule = compute(name, {"pp": 3}, 8)[3]
+        assert tuple(held.values()) == schedule.peaks()
+
+
+def test_boundaries_that_differ_are_refused_before_anything_runs() -> None:
+    mesh, ran = make_mesh((3,), ("pp",)), []
+
+    def wide(w, x):
+        ran.append(1)
+        return torch.cat([x * w, x], -1)
+
+    step = pipeline([lambda w, x: x * w, wide, lambda w, x: x], one_f_one_b(3, 1), loss=lambda y, t: y.sum(), mesh=mesh)
+    w, x = device_put((torch.ones(3), torch.ones(2)), (P("pp"), P()), mesh=mesh)
+    with pytest.raises(ShapeError, match=r"stage 1 returns f32\[4\].*stage 0 returns f32\[2\]"):
+        step(w, [x], [x])
+    assert len(ran) == 1
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    mesh = make_mesh((2,), ("pp",))
+    with pytest.raises(ArgumentError, match="the schedule one_f_one_b is for 4 ranks, but the axis 'pp' has 2"):
+        pipeline(block, one_f_one_b(4, 2), loss=loss, mesh=mesh)
+    with pytest.raises(ArgumentError, match="got 3 stages, but the schedule has 2"):
+        pipeline([block] * 3, one_f_one_b(2, 2), loss=loss, mesh=mesh)
+    with pytest.raises(ArgumentError, match="got 1 inputs and 1 targets, but the schedule has 2 microbatches"):
+        pipeline(block, one_f_one_b(2, 2), loss=loss, mesh=mesh)({}, [0], [0])
+
+
+def test_the_dense_model_is_right_by_differences() -> None:
+    params, inputs, targets = arguments(2, 2)
+    value, grads = dense(params, inputs, targets)
+    moved = params["w"].clone()
+    moved[1, 0, 0] += 1e-6
+    assert (dense({**params, "w": moved}, inputs, targets)[0] - value) / 1e-6 == pytest.approx(
+        float(grads["w"][1, 0, 0]), rel=1e-4
+    )
