@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.collectives import ppermute
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.local_view.shard_map import shard_map
@@ -281,7 +282,7 @@ class _Places:
         return zeros(*there.shape, spec=there.partition, dtype=there.dtype, mesh=there.mesh).local
 
 
-@functools.lru_cache(1024)
+@cached(maxsize=1024)
 def _permuted(mesh: Mesh, axis: str, spec: P, perm: tuple[tuple[int, int], ...]) -> Any:
     return shard_map(lambda x: ppermute(x, axis, perm), mesh=mesh, in_specs=spec, out_specs=spec)
 
