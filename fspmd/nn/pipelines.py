@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,20 +11,17 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.cache import cached
-from fspmd.collectives import ppermute
+from fspmd.cache import Cache, forgettable
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.local_view.shard_map import shard_map
-from fspmd.local_view.unbind import bind, unbind
-from fspmd.meshes.mesh import Mesh, make_mesh, set_mesh
+from fspmd.meshes.mesh import Mesh, set_mesh
+from fspmd.nn.places import Places
 from fspmd.nn.schedules import Action, Schedule
 from fspmd.placement.creation import zeros
 from fspmd.placement.device_put import device_get
 from fspmd.placement.reshard import reshard
 from fspmd.programs.jit import jit
-from fspmd.sharded import Sharded, is_sharded
+from fspmd.sharded import is_sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.transport.frame import frame
 
 Stage = Callable[[Any, Any], Any]
 
@@ -86,7 +82,8 @@ def pipeline(
     functions = [stages] * schedule.stages if callable(stages) else list(stages)
     if len(functions) != schedule.stages:
         raise ArgumentError(f"pipeline got {len(functions)} stages, but the schedule has {schedule.stages}")
-    places = _Places(mesh, axis)
+    places = Places(mesh, axis)
+    boundaries: Cache[Any, TensorSpec | None] = forgettable(Cache())  # by the layouts of parameters and input
 
     def step(params: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[Tensor, Any]:
         if not len(inputs) == len(targets) == schedule.microbatches:
@@ -95,6 +92,10 @@ def pipeline(
                 f"{schedule.microbatches} microbatches"
             )
         run = _PipelineCall(places, schedule, functions, loss, params, inputs, targets)
+        key = run.treedef, tuple(x.spec for x in run.leaves), inputs[0].spec
+        if key not in boundaries:
+            boundaries[key] = run.find_boundary()
+        run.boundary = boundaries[key]
         run.count = schedule.microbatches if count is None else sum(_number(count(target)) for target in targets)
         ranks = {r: _Rank(run, r) for r in places.mine}
         for row, rounds in zip(schedule.ticks, schedule.moves(), strict=True):
@@ -138,7 +139,7 @@ class _PipelineCall:
 
     def __init__(
         self,
-        places: _Places,
+        places: Places,
         schedule: Schedule,
         functions: list[Stage],
         loss: Callable[[Any, Any], Any],
@@ -150,10 +151,14 @@ class _PipelineCall:
         self.leaves, self.treedef = optree.tree_flatten(params, is_leaf=is_sharded)
         self.inputs, self.targets = inputs, targets
         self.count: Any = 1
-        self.boundary: Any = self._boundaries()
-        self.dtype = self.boundary.dtype if self.boundary is not None else self.leaves[0].dtype
+        self.boundary: Any = None
 
-    def _boundaries(self) -> TensorSpec | None:
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = (self.leaves[0] if self.boundary is None else self.boundary).dtype
+        return dtype
+
+    def find_boundary(self) -> TensorSpec | None:
         """What stages pass on, by recording each of them alone on an abstract mesh."""
         mesh = self.places.abstract
         params = []
@@ -189,102 +194,6 @@ def _result(stage: Stage, params: Any, x: TensorSpec) -> TensorSpec:
     with set_mesh(x.mesh):
         jit(settled).lower(params, x)
     return results[-1]
-
-
-class _Places:
-    """The parts of a mesh along an axis, one for each position, and the values on them.
-
-    In a simulation this process holds all of them; otherwise the one of its rank.
-    """
-
-    def __init__(self, mesh: Mesh, axis: str) -> None:
-        self.mesh, self.axis, self.at = mesh, axis, mesh.axis_names.index(axis)
-        self.parts = mesh.split(axis, [1] * mesh.shape[axis])
-        self.simulated = mesh.transport == "simulation"
-        mine = None if self.simulated else mesh.coordinate()
-        self.mine = range(len(self.parts)) if mine is None else (mine[self.at],)
-        self.abstract = make_mesh(
-            tuple(1 if name == axis else size for name, size in mesh.shape.items()),
-            mesh.axis_names,
-            transport="abstract",
-        )
-
-    def is_stacked(self, leaf: Any) -> bool:
-        return self.axis in leaf.spec.partition.axes
-
-    def part(self, x: Tensor, partition: P, r: int) -> Tensor:
-        """The blocks of a position, of the blocks of a value on the whole mesh."""
-        if not self.simulated:
-            return x
-        axes = self.mesh.ordered(partition.mentioned - {self.axis})
-        return bind(self._blocks(x, self.mesh, axes, r), frame(self.parts[r], axes))
-
-    def whole(self, blocks: dict[int, Tensor], partition: P) -> Tensor:
-        """The blocks of all positions, as those of a value on the whole mesh."""
-        if not self.simulated:
-            return next(iter(blocks.values()))
-        axes = self.mesh.ordered(partition.mentioned - {self.axis})
-        columns = {r: iter(self._blocks(x, self.parts[r], axes, 0)) for r, x in blocks.items()}
-        held = frame(self.mesh, self.mesh.ordered({*axes, self.axis}))
-        at = held.axes.index(self.axis)
-        return bind(tuple(next(columns[place[at]]) for place in itertools.product(*map(range, held.sizes))), held)
-
-    def _blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], r: int) -> tuple[Tensor, ...]:
-        """The simulated blocks of a position. Along axes that are not named they are equal, and one is enough."""
-        held = frame(mesh, mesh.axis_names)
-        wanted = [None if name in axes else r if name == self.axis else 0 for name in mesh.axis_names]
-        return tuple(
-            block
-            for block, place in zip(unbind(x, held), held.mesh_coordinates(), strict=True)
-            if all(want is None or want == i for want, i in zip(wanted, place, strict=True))
-        )
-
-    def on_part(self, x: Any, r: int) -> Any:
-        """A value of the whole mesh that is not cut over the axis, on the part of a position."""
-        return Sharded(
-            self.part(x.local, x.spec.partition, r), TensorSpec(self.parts[r], x.spec.partition, x.spec.shape, x.dtype)
-        )
-
-    def row(self, x: Any, r: int, i: int) -> Any:
-        rest = P(*x.spec.partition.entries[1:])
-        return Sharded(
-            self.part(x.local, x.spec.partition, r)[i], TensorSpec(self.parts[r], rest, x.spec.shape[1:], x.dtype)
-        )
-
-    def stacked(self, rows: dict[int, list[Any]], like: Any) -> Any:
-        blocks = {r: torch.stack([x.local for x in row]) for r, row in rows.items()}
-        return Sharded(self.whole(blocks, like.spec.partition), like.spec)
-
-    def summed(self, values: dict[int, Any], partition: P) -> Any:
-        x = next(iter(values.values()))
-        spec = TensorSpec(self.mesh, P(*partition.entries, unreduced={self.axis}), x.spec.shape, x.dtype)
-        return reshard(Sharded(self.whole({r: v.local for r, v in values.items()}, spec.partition), spec), partition)
-
-    def permuted(self, edges: Any, sent: dict[int, Any], spec: TensorSpec) -> dict[int, Any]:
-        """What the positions of this process receive along edges (source, destination), of values laid out by spec."""
-        blocks = {r: sent[r].local if r in sent else self.blank(spec, r) for r in self.mine}
-        lifted = P(self.axis, *spec.partition.entries)
-        whole = TensorSpec(self.mesh, lifted, (len(self.parts), *spec.shape), spec.dtype)
-        move = _permuted(self.mesh, self.axis, lifted, tuple((source, to) for source, to, _ in edges))
-        received = move(Sharded(self.whole(blocks, lifted).unsqueeze(0), whole)).local.squeeze(0)
-        return {
-            to: Sharded(
-                self.part(received, spec.partition, to),
-                TensorSpec(self.parts[to], spec.partition, spec.shape, spec.dtype),
-            )
-            for _, to, _ in edges
-            if to in self.mine
-        }
-
-    def blank(self, spec: TensorSpec, r: int) -> Tensor:
-        """Blocks of zeros for a position that sends nothing."""
-        there = TensorSpec(self.parts[r], spec.partition, spec.shape, spec.dtype)
-        return zeros(*there.shape, spec=there.partition, dtype=there.dtype, mesh=there.mesh).local
-
-
-@cached(maxsize=1024)
-def _permuted(mesh: Mesh, axis: str, spec: P, perm: tuple[tuple[int, int], ...]) -> Any:
-    return shard_map(lambda x: ppermute(x, axis, perm), mesh=mesh, in_specs=spec, out_specs=spec)
 
 
 class _Rank:

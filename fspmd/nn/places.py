@@ -1,0 +1,116 @@
+"""The parts of a mesh along an axis, one for each position of a pipeline, and the values on them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fspmd.cache import cached
+from fspmd.collectives import ppermute
+from fspmd.local_view.shard_map import shard_map
+from fspmd.local_view.unbind import bind, unbind
+from fspmd.meshes.mesh import Mesh, make_mesh
+from fspmd.placement.creation import zeros
+from fspmd.placement.reshard import reshard
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec
+from fspmd.transport.frame import frame
+
+
+class Places:
+    """The parts of a mesh along an axis, one for each position, and the values on them.
+
+    In a simulation this process holds all of them; otherwise the one of its rank.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str) -> None:
+        self.mesh, self.axis, self.at = mesh, axis, mesh.axis_names.index(axis)
+        self.parts = mesh.split(axis, [1] * mesh.shape[axis])
+        self.simulated = mesh.transport == "simulation"
+        mine = None if self.simulated else mesh.coordinate()
+        self.mine = range(len(self.parts)) if mine is None else (mine[self.at],)
+        self.abstract = make_mesh(
+            tuple(1 if name == axis else size for name, size in mesh.shape.items()),
+            mesh.axis_names,
+            transport="abstract",
+        )
+
+    def is_stacked(self, leaf: Any) -> bool:
+        return self.axis in leaf.spec.partition.axes
+
+    def part(self, x: Tensor, partition: P, r: int) -> Tensor:
+        """The blocks of a position, of the blocks of a value on the whole mesh."""
+        if not self.simulated:
+            return x
+        axes = self.mesh.ordered(partition.mentioned - {self.axis})
+        return bind(self._blocks(x, self.mesh, axes, r), frame(self.parts[r], axes))
+
+    def whole(self, blocks: dict[int, Tensor], partition: P) -> Tensor:
+        """The blocks of all positions, as those of a value on the whole mesh."""
+        if not self.simulated:
+            return next(iter(blocks.values()))
+        axes = self.mesh.ordered(partition.mentioned - {self.axis})
+        columns = {r: iter(self._blocks(x, self.parts[r], axes, 0)) for r, x in blocks.items()}
+        held = frame(self.mesh, self.mesh.ordered({*axes, self.axis}))
+        at = held.axes.index(self.axis)
+        return bind(tuple(next(columns[place[at]]) for place in itertools.product(*map(range, held.sizes))), held)
+
+    def _blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], r: int) -> tuple[Tensor, ...]:
+        """The simulated blocks of a position. Along axes that are not named they are equal, and one is enough."""
+        held = frame(mesh, mesh.axis_names)
+        wanted = [None if name in axes else r if name == self.axis else 0 for name in mesh.axis_names]
+        return tuple(
+            block
+            for block, place in zip(unbind(x, held), held.mesh_coordinates(), strict=True)
+            if all(want is None or want == i for want, i in zip(wanted, place, strict=True))
+        )
+
+    def on_part(self, x: Any, r: int) -> Any:
+        """A value of the whole mesh that is not cut over the axis, on the part of a position."""
+        return Sharded(
+            self.part(x.local, x.spec.partition, r), TensorSpec(self.parts[r], x.spec.partition, x.spec.shape, x.dtype)
+        )
+
+    def row(self, x: Any, r: int, i: int) -> Any:
+        rest = P(*x.spec.partition.entries[1:])
+        return Sharded(
+            self.part(x.local, x.spec.partition, r)[i], TensorSpec(self.parts[r], rest, x.spec.shape[1:], x.dtype)
+        )
+
+    def stacked(self, rows: dict[int, list[Any]], like: Any) -> Any:
+        blocks = {r: torch.stack([x.local for x in row]) for r, row in rows.items()}
+        return Sharded(self.whole(blocks, like.spec.partition), like.spec)
+
+    def summed(self, values: dict[int, Any], partition: P) -> Any:
+        x = next(iter(values.values()))
+        spec = TensorSpec(self.mesh, P(*partition.entries, unreduced={self.axis}), x.spec.shape, x.dtype)
+        return reshard(Sharded(self.whole({r: v.local for r, v in values.items()}, spec.partition), spec), partition)
+
+    def permuted(self, edges: Any, sent: dict[int, Any], spec: TensorSpec) -> dict[int, Any]:
+        """What the positions of this process receive along edges (source, destination), of values laid out by spec."""
+        blocks = {r: sent[r].local if r in sent else self.blank(spec, r) for r in self.mine}
+        lifted = P(self.axis, *spec.partition.entries)
+        whole = TensorSpec(self.mesh, lifted, (len(self.parts), *spec.shape), spec.dtype)
+        move = _permuted(self.mesh, self.axis, lifted, tuple((source, to) for source, to, _ in edges))
+        received = move(Sharded(self.whole(blocks, lifted).unsqueeze(0), whole)).local.squeeze(0)
+        return {
+            to: Sharded(
+                self.part(received, spec.partition, to),
+                TensorSpec(self.parts[to], spec.partition, spec.shape, spec.dtype),
+            )
+            for _, to, _ in edges
+            if to in self.mine
+        }
+
+    def blank(self, spec: TensorSpec, r: int) -> Tensor:
+        """Blocks of zeros for a position that sends nothing."""
+        there = TensorSpec(self.parts[r], spec.partition, spec.shape, spec.dtype)
+        return zeros(*there.shape, spec=there.partition, dtype=there.dtype, mesh=there.mesh).local
+
+
+@cached(maxsize=1024)
+def _permuted(mesh: Mesh, axis: str, spec: P, perm: tuple[tuple[int, int], ...]) -> Any:
+    return shard_map(lambda x: ppermute(x, axis, perm), mesh=mesh, in_specs=spec, out_specs=spec)
