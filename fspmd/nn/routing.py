@@ -20,7 +20,7 @@ class Routing(NamedTuple):
     weights: Tensor  #: [tokens, k], of results of experts
     experts: Tensor  #: [tokens, k], each token's experts, int64
     counts: Tensor  #: [experts], how many tokens of the whole batch each expert has, int64
-    balance_loss: Tensor  #: 1 for an even choice, up to the number of experts for an uneven one
+    balance_loss: Tensor  #: 1 for an even choice, up to experts / k for an uneven one
     z_loss: Tensor  #: the mean square of the logsumexp of a token's logits
 
 
