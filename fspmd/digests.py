@@ -1,9 +1,10 @@
 """64-bit digests of tensors. A digest depends on each bit and its place, and reads the memory about once.
 
-The words of a tensor lie in rows of *lanes*. Each lane runs over its words: it multiplies by an odd number, and adds
-the word. So low bits reach all higher ones. Every second row is added as words of 32 bits, to lanes that have moved by
-one. The high half of a lane then becomes a low half, so that its bits reach the others as well. At the end each lane is
-hashed with its number, and the hashes are summed.
+The words of a tensor, of 32 bits, lie in rows of *lanes*. Each lane runs over its words: it multiplies by an odd number,
+and adds the word. So low bits reach all higher ones. Every second row is added as words of 16 bits, to lanes that have
+moved by one. The high half of a lane then becomes a low half, so that its bits reach the others as well. At the end each
+lane is hashed to 64 bits with its number, and the hashes are summed. One change is always seen. Processors multiply words
+of 32 bits as fast as they read them, and those of 64 bits at half that speed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.torch_internals import DisableTorchFunction
 
-_LANES: Final = 1 << 15  # a core's cache has room for them
-_LANES_ELSEWHERE: Final = 1 << 21
+_LANES: Final = 1 << 17  # a core's cache has room for them
+_LANES_ELSEWHERE: Final = 1 << 22
 _SMALL: Final = 1 << 13  # bytes on the CPU that hashlib takes sooner than torch
-_STEP: Final = 0x5851F42D4C957F2D  # odd; Knuth's multiplier of a sequence modulo 2⁶⁴
-_STEP_OF_HALVES: Final = 0x2C9277B5  # odd
+_STEP: Final = 0x2C9277B5  # odd
+_STEP_OF_HALVES: Final = 0x2C95  # odd
 _LEA: Final = 0xDABA0B6EB09322E3 - (1 << 64)
 _GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _MASK: Final = (1 << 64) - 1
@@ -78,13 +79,13 @@ def of_bytes(data: bytes | bytearray) -> int:
 
 def _of_words(data: Tensor) -> Tensor:
     """The digest of bytes in the memory of a device, int64[]."""
-    lanes = 1 << max(10, (data.numel() >> 7).bit_length())  # some 16 rows
+    lanes = 1 << max(10, (data.numel() >> 6).bit_length())  # some 16 rows
     lanes = min(lanes, _LANES if data.device.type == "cpu" else _LANES_ELSEWHERE)
-    if data.storage_offset() % 8:
+    if data.storage_offset() % 4:
         data = data.clone()
-    whole, rest = divmod(data.numel(), 8 * lanes)
-    rows = data[: whole * lanes * 8].view(torch.int64).view(whole, lanes)
-    halves = rows.view(torch.int32)
+    whole, rest = divmod(data.numel(), 4 * lanes)
+    rows = data[: whole * lanes * 4].view(torch.int32).view(whole, lanes)
+    halves = rows.view(torch.int16)
     states = [_Lanes(lanes, data.device), _Lanes(lanes, data.device)]
     for i, (row, row_of_halves) in enumerate(zip(rows.unbind(), halves.unbind(), strict=True)):
         before, after = states[i % 2], states[1 - i % 2]
@@ -95,12 +96,13 @@ def _of_words(data: Tensor) -> Tensor:
             torch.add(row, before.words, alpha=_STEP, out=after.words)
     state = states[whole % 2]
     if rest:
-        last = data.new_zeros(-(-rest // 8) * 8)
+        last = data.new_zeros(-(-rest // 4) * 4)
         last[:rest] = data[-rest:]
-        part = state.words[: len(last) // 8]
-        torch.add(last.view(torch.int64), part, alpha=_STEP, out=part)
-    words, low, high = state.words, state.halves[::2], state.halves[1::2]
-    words.add_(_numbers(lanes, data.device), alpha=_GOLDEN)
+        part = state.words[: len(last) // 4]
+        torch.add(last.view(torch.int32), part, alpha=_STEP, out=part)
+    words = state.words.to(torch.int64).add_(_numbers(lanes, data.device), alpha=_GOLDEN)
+    both = words.view(torch.int32)
+    low, high = both[::2], both[1::2]
     for _ in range(2):
         low.bitwise_xor_(high)
         words.mul_(_LEA)
@@ -114,8 +116,8 @@ class _Lanes:
     __slots__ = ("first", "halves", "last", "moved", "words")
 
     def __init__(self, lanes: int, device: torch.device) -> None:
-        memory = torch.zeros(lanes + 1, dtype=torch.int64, device=device)
-        halves = memory.view(torch.int32)
+        memory = torch.zeros(lanes + 1, dtype=torch.int32, device=device)
+        halves = memory.view(torch.int16)
         self.words, self.halves, self.moved = memory[:lanes], halves[: 2 * lanes], halves[1 : 2 * lanes + 1]
         self.first, self.last = halves[:1], halves[2 * lanes : 2 * lanes + 1]
 
