@@ -19,7 +19,7 @@ from fspmd.transport.groups import gather_integers, group_of
 
 F64 = torch.float64
 SIZE = 7  # on four ranks 2, 2, 2, 1
-GATHER, SCATTER, REDUCE, EXCHANGE = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall_base"
+GATHER, SCATTER, REDUCE, EXCHANGE = "_allgather_base", "allreduce", "allreduce", "alltoall_base"  # with Gloo
 
 Tree = dict[str, Any]
 #: by name: the tree of a rank, the collective, and the calls of c10d per dtype, forward and backward
