@@ -1,10 +1,10 @@
 """64-bit digests of tensors. A digest depends on each bit and its place, and reads the memory about once.
 
-The words of a tensor, of 32 bits, lie in rows of *lanes*. Each lane runs over its words: it multiplies by an odd number,
-and adds the word. So low bits reach all higher ones. Every second row is added as words of 16 bits, to lanes that have
-moved by one. The high half of a lane then becomes a low half, so that its bits reach the others as well. At the end each
-lane is hashed to 64 bits with its number, and the hashes are summed. One change is always seen. Processors multiply words
-of 32 bits as fast as they read them, and those of 64 bits at half that speed.
+The words of a tensor, of 32 bits, lie in rows of *lanes*. Each lane runs over its words: it multiplies by an odd
+number, and adds the word. So low bits reach all higher ones. Every second row is added as words of 16 bits, to lanes
+that have moved by one. The high half of a lane then becomes a low half, so that its bits reach the others as well. At
+the end each lane is hashed to 64 bits with its number, and the hashes are summed. One change is always seen. Processors
+multiply words of 32 bits as fast as they read them, and those of 64 bits at half that speed.
 """
 
 from __future__ import annotations
