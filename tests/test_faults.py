@@ -15,9 +15,10 @@ from typing import Any
 
 import fault_programs
 import pytest
+import torch
 from processes import Processes, free_port
 
-from fspmd import ArgumentError, deadline, debug
+from fspmd import ArgumentError, P, communication_log, deadline, debug, device_get, device_put, make_mesh, reshard
 from fspmd.inspection import monitor
 from fspmd.inspection.histories import parting_text
 
@@ -385,6 +386,18 @@ def test_a_process_ends_although_another_is_stopped() -> None:
     assert ranks[0].returncode == 1, error
     assert "DeadlineError: rank 0 has waited 3." in error, error
     assert "  * rank 1 has given no sign of life for " in error
+
+
+def test_backward_runs_after_a_log_has_ended() -> None:
+    mesh = make_mesh((4,), ("x",), transport="simulation")
+    x = device_put(torch.arange(8.0), P("x"), mesh=mesh).requires_grad_()
+    with debug():
+        with communication_log():
+            total = reshard(x.square(), P()).sum()
+        (grad,) = torch.autograd.grad(total, x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.sum(), x)
+    assert device_get(grad).tolist() == [2.0 * i for i in range(8)]
+    assert device_get(second).tolist() == [2.0] * 8
 
 
 def test_a_slow_rank_is_not_the_one_that_differs() -> None:

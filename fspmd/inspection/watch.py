@@ -225,6 +225,8 @@ def _noted(x: Any, call: Call) -> Call:
     """The call with the user's line."""
     if type(call) is Noted:
         return call
+    if type(call) is _Watched:  # a transpose, whose watchers have left meanwhile
+        return Noted(call.plain, line_of(call.by.where))
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and is_library[(code := frame.f_code).co_filename]:
         frame = frame.f_back
