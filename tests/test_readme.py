@@ -19,6 +19,7 @@ ADD_AN_OP = (ROOT / "docs" / "add_an_op.md").read_text()
 SEQUENCES = (ROOT / "docs" / "sequences.md").read_text()
 STATE = (ROOT / "docs" / "state.md").read_text()
 EXPERTS = (ROOT / "docs" / "experts.md").read_text()
+PIPELINES = (ROOT / "docs" / "pipelines.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
@@ -37,6 +38,10 @@ def test_programs_print_what_is_said_of_rules() -> None:
 def test_programs_print_what_is_said_of_sequences() -> None:
     check(SEQUENCES, 1)
     check(EXPERTS, 1)
+
+
+def test_programs_print_what_is_said_of_pipelines() -> None:
+    check(PIPELINES, 2)
 
 
 def test_programs_print_what_is_said_of_state() -> None:
