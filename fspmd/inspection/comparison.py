@@ -27,7 +27,6 @@ from fspmd.inspection.histories import (
     DTYPES,
     PARTED,
     SHOWN,
-    WINDOW,
     History,
     fact_of,
     facts_of,
@@ -104,10 +103,8 @@ class Comparison(Presence):
         if group is None:
             group = self._group(plain.mesh, plain.axes, key)
         shape, dtype = x.shape, x.dtype
-        step = hash((number, shape if is_even else 0, DTYPES[dtype]))
-        group.hash = now = hash((group.hash, step))
-        group.context = context = (group.context << 8 ^ step) & WINDOW
-        group.count = count = group.count + 1
+        group.advance(hash((number, shape if is_even else 0, DTYPES[dtype])))
+        count, now = group.count, group.hash
         self.last = entry = (count, now, plain, call.by, dtype, shape, time.monotonic())
         group.ring.append(entry)
         if self.outer is not None:
@@ -115,7 +112,7 @@ class Comparison(Presence):
         if self.every:
             if not count % self.every:
                 group.due.append((count, now))
-            if context not in group.known:
+            if group.context not in group.known:
                 self._meet_first(group)
 
     def value(self, mesh: Mesh, label: str, x: Any) -> None:
@@ -134,8 +131,8 @@ class Comparison(Presence):
             raise LockstepError(self.failure)
         line, key = user_line(sys._getframe(1)), key_of(mesh, ())
         group = self.groups.get(key) or self._group(mesh, (), key)
-        group.hash = now = hash((group.hash, number, zlib.crc32(text.encode()), line.number))
-        group.count = count = group.count + 1
+        group.advance(hash((number, zlib.crc32(text.encode()), line.number)))
+        count, now = group.count, group.hash
         value = f"{text}, {DIGEST} {number & (1 << 64) - 1:016x}"
         group.ring.append((count, now, value, line, None, (), time.monotonic()))
         if not count % self.every:
@@ -155,15 +152,14 @@ class Comparison(Presence):
             group = self.groups.get(key)
             if group is None:
                 group = self._group(each.mesh, each.axes, key)
-            group.hash = now = hash((group.hash, number))
-            group.context = context = (group.context << 8 ^ number) & WINDOW
-            group.count = count = group.count + 1
+            group.advance(number)
+            count, now = group.count, group.hash
             self.last = entry = (count, now, each, line, each.dtype, each.shape, time.monotonic())
             group.ring.append(entry)
             if self.every:
                 if not count % self.every:
                     group.due.append((count, now))
-                if context not in group.known:
+                if group.context not in group.known:
                     self._meet_first(group)
         if self.outer is not None:
             self.outer.record(communications)

@@ -24,7 +24,7 @@ DTYPES: Final = {
     dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
 }
 #: the bits of a context that stay: each collective shifts it by eight, so it tells of the last eight
-WINDOW: Final = (1 << 64) - 1
+_WINDOW: Final = (1 << 64) - 1
 #: facts of a call that moves nothing between processes
 _SILENT: Final = (0, "", False)
 
@@ -51,6 +51,12 @@ class History:
         self.context = 0  # the last eight collectives
         self.known: set[int] = set()  # contexts in which the ranks of the group have met
         self.met: Any = None  # where they met last
+
+    def advance(self, step: int) -> None:
+        """Come to the next collective, of which ``step`` is a hash."""
+        self.hash = hash((self.hash, step))
+        self.context = (self.context << 8 ^ step) & _WINDOW
+        self.count += 1
 
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> str:

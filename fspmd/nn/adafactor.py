@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.body import state as running
-from fspmd.errors import VarianceError
-from fspmd.nn.optimizers import Leaves, Optimizer, Rate, Slots, leafwise
+from fspmd.nn.optimizers import Leaves, Optimizer, Rate, Slots, leafwise, whole_only
 from fspmd.placement.creation import zeros
 from fspmd.sharded import is_sharded
 from fspmd.spec import P
-from fspmd.variance import get_variance, show
 
 
 def adafactor(
@@ -85,15 +82,6 @@ def adafactor(
         return news, {"row": rows, "column": columns}
 
     return leafwise(slots_of, rule, rate, decay, specs)
-
-
-def whole_only(p: Any, what: str) -> None:
-    """Raise an error in a body for a block whose cut dims are unknown."""
-    if running.body is not None and get_variance(p).varying:
-        raise VarianceError(
-            f"{what} in a body got {show(p)}, a block, and it needs to know which dims are cut; call it outside of the "
-            "body, on the Sharded values that shard_map returns"
-        )
 
 
 def _zeros(p: Any, shape: tuple[int, ...], dims: Any) -> Any:

@@ -71,7 +71,7 @@ def ring_attention(
     >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
     True
     """
-    way = _checked(query, key, value, axis, (), mask, layout, scale, sinks, "ring_attention")
+    way = _checked(query, key, value, axis, (), mask, layout, scale, sinks, "ring_attention", Ring)
     return _attend(way, _padded((query, key, value), way.turns.length), sinks, query)
 
 
@@ -119,7 +119,7 @@ def ulysses_attention(
     Raises:
         ShapeError: As `ring_attention`; and the number of heads is no multiple of the ranks.
     """
-    way = _checked(query, key, value, ring or (), axis, mask, layout, scale, sinks, "ulysses_attention")
+    way = _checked(query, key, value, ring or (), axis, mask, layout, scale, sinks, "ulysses_attention", Ring)
     n, heads = axis_size(axis), query.shape[-3]
     repeats = lcm(key.shape[-3], n) // key.shape[-3]
     if repeats > 1:
@@ -149,7 +149,7 @@ def _checked(
     scale: float | None,
     sinks: Tensor | None,
     what: str,
-    way: type[W] = Ring,  # type: ignore[assignment]
+    way: type[W],
 ) -> W:
     """The way over ``ring``, whose blocks ``axis`` cuts into parts, after checks of all arguments."""
     tensors = [x for x in (query, key, value, sinks) if isinstance(x, Tensor)]

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import quoted
-from fspmd.nn.adafactor import whole_only
-from fspmd.nn.optimizers import Leaves, Optimizer, Rate, Slots, leafwise
+from fspmd.nn.optimizers import Leaves, Optimizer, Rate, Slots, leafwise, whole_only
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import is_sharded
 from fspmd.spec import P

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fspmd.body import state as running
-from fspmd.errors import ArgumentError
+from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import described
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import is_sharded
 from fspmd.trees import Entries, broadcast_prefix, prefix_over
+from fspmd.variance import get_variance, show
 
 Rate = float | Tensor | Callable[[Tensor], Any]
 State = dict[str, Any]  # "step", and for each slot a tree like the parameters
@@ -195,3 +196,12 @@ def _laid(leaves: Leaves, partitions: Sequence[Any]) -> Leaves:
     ]
     moved: Leaves = reshard(leaves, wanted) if any(place is not None for place in wanted) else leaves
     return moved
+
+
+def whole_only(p: Any, what: str) -> None:
+    """Raise an error in a body for a block whose cut dims are unknown."""
+    if running.body is not None and get_variance(p).varying:
+        raise VarianceError(
+            f"{what} in a body got {show(p)}, a block, and it needs to know which dims are cut; call it outside of the "
+            "body, on the Sharded values that shard_map returns"
+        )

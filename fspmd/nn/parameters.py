@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import Body, resolve_axes, state
+from fspmd.body import Body, bound_body, resolve_axes, state
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, AxisError, ShapeError, SpecError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
@@ -162,7 +162,7 @@ _SPECS = Entries(
 
 def _gathers(params: Any, leaves: list[Any], axis: Axes, specs: Any) -> list[_Gather | None]:
     """The move of each leaf in a body; None for a leaf that stays. All failing leaves are told at once."""
-    body: Body = state.body  # type: ignore[assignment]
+    body = bound_body("gathered")
     axes = resolve_axes(body, axis, "gathered")
     failures: list[Failure] = []
     given = prefix_over(specs, params, "specs", "params", failures, _SPECS)

@@ -143,9 +143,7 @@ def _add_steps(found: dict[str, History], nodes: Iterable[fx.Node], is_backward:
             history = found[key] = History(key, ranks)
         operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
         line, dtype, shape = line_of(node.meta["cause"].where), operand.dtype, tuple(operand.shape)
-        kind = number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward
-        history.hash = hash((history.hash, *kind))
-        history.count += 1
+        history.advance(hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward)))
         history.ring.append((history.count, history.hash, call, line, dtype, shape, 0.0))
 
 

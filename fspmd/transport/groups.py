@@ -29,13 +29,13 @@ class Group:
     What communicates nothing asks for places only, for making a group is a rendezvous of its members.
     """
 
-    __slots__ = ("_pg", "back", "gloo", "index", "order", "ranks", "size")
+    __slots__ = ("_gloo", "_pg", "back", "index", "order", "ranks", "size")
 
     def __init__(self, mesh: Mesh, ranks: tuple[int, ...]) -> None:
         ordered = sorted(ranks)
         self.ranks = tuple(ordered)
         self._pg: Callable[[], Any] = _no_group  # torch holds the group, until it is destroyed
-        self.gloo: set[str] = set()  # the types of devices whose tensors Gloo moves, once the group is made
+        self._gloo: set[str] = set()  # the types of devices whose tensors Gloo moves, once the group is made
         self.size = len(ranks)
         self.index = ranks.index(world.rank())  # our position in the mesh's order
         self.order: list[int] | None = None  # mesh position -> c10d rank; None where they agree
@@ -52,12 +52,16 @@ class Group:
     def _made(self) -> Any:
         pg = world.process_group(self.ranks)
         self._pg = weakref.ref(pg)
-        self.gloo = {device for device, backend in world.backends(pg).items() if backend == "gloo"}
+        self._gloo = {device for device, backend in world.backends(pg).items() if backend == "gloo"}
         return pg
 
     def passes_host(self, device: torch.device) -> bool:
         """Return whether a device's values pass through the host's memory where ranks send to each other."""
-        return device.type != "cpu" and self.pg is not None and device.type in self.gloo
+        return device.type != "cpu" and self.is_on_gloo(device)
+
+    def is_on_gloo(self, device: torch.device) -> bool:
+        """Return whether Gloo moves a device's values. This makes the group."""
+        return self.pg is not None and device.type in self._gloo
 
     def meet(self, device: torch.device) -> None:
         """Run a first collective, before ranks of the group send to each other.

@@ -346,7 +346,7 @@ def _scatter_sum(group: Group, out: Tensor, x: Tensor) -> Pending:
     if not out.numel():
         return Pending(out)
     pg = group.pg
-    if out.device.type not in group.gloo:
+    if not group.is_on_gloo(out.device):
         return Pending(out, (pg._reduce_scatter_base(out, x, _SCATTER_SUM),))
     total = x.clone()
     work = pg.allreduce([total], _ALLREDUCE["sum"])
