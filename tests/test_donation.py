@@ -232,6 +232,30 @@ def test_results_lie_where_donated_arguments_did() -> None:
         assert all((device_get(w) == 0.9).all() if isinstance(w, fspmd.Sharded) else (w == 0.9).all() for w in out)
 
 
+WRITES: dict[str, Function] = {
+    "index_put": lambda x, i, y: x.index_put((i,), y),
+    "index_put, added": lambda x, i, y: x.index_put((i,), y, accumulate=True),
+    "index_copy": lambda x, i, y: x.index_copy(0, i, y),
+    "index_add": lambda x, i, y: x.index_add(0, i, y, alpha=2),
+    "scatter": lambda x, i, y: x.scatter(0, i[:, None].expand(2, 3), y),
+    "scatter, a number": lambda x, i, y: x.scatter(0, i[:, None].expand(2, 3), 7.0) + y.sum() * 0,
+    "scatter_add": lambda x, i, y: x.scatter_add(0, i[:, None].expand(2, 3), y),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_at_indices_need_no_new_memory(name: str) -> None:
+    f, (i, y) = WRITES[name], (torch.tensor([3, 1]), torch.randn(2, 3))
+    step, from_itself = jit(f, donate_argnums=0), jit(lambda x: f(x, i, x[:2]), donate_argnums=0)
+    for call in range(3):
+        x = torch.randn(4, 3)
+        expected, at = (f(x, i, y), f(x, i, x[:2])), x.data_ptr()
+        torch.testing.assert_close(from_itself(x.clone()), expected[1])
+        out = step(x, i, y)
+        torch.testing.assert_close(out, expected[0])
+        assert out.data_ptr() == at or not call
+
+
 def test_memory_of_others_stays_what_it_is() -> None:
     recorded = jit(lambda x: x + 1, donate_argnums=0)
     recorded(torch.zeros(3))

@@ -137,13 +137,15 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 aten: Final = torch.ops.aten
-#: for elementwise functions, the variant that writes its result into the first argument
+#: for elementwise functions and writes at indices, the variant that writes its result into the first argument
 IN_PLACE: Final[dict[Any, Any]] = {
     getattr(getattr(aten, name), kind): getattr(getattr(aten, f"{name}_"), kind)
     for names, kinds in (
         (("add", "sub", "mul", "div"), ("Tensor", "Scalar")),
         (("addcmul", "addcdiv", "clamp", "exp", "neg", "relu", "sigmoid", "sqrt", "tanh"), ("default",)),
         (("lerp",), ("Tensor", "Scalar")),
+        (("index_put", "index_copy", "index_add", "scatter_add"), ("default",)),
+        (("scatter",), ("src", "value")),
     )
     for name in names
     for kind in kinds
