@@ -9,16 +9,18 @@ from fspmd.nn.adafactor import adafactor
 from fspmd.nn.attend import attend_block
 from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
 from fspmd.nn.costs import attention_costs
+from fspmd.nn.decoding import KVCache, cached_attention, own_heads
 from fspmd.nn.experts import Dispatched, combine, dispatch, experts, grouped_matmul
 from fspmd.nn.loss_scale import LossScale, all_finite, selected
 from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
 from fspmd.nn.muon import muon
 from fspmd.nn.optimizers import Optimizer, adamw, with_master
 from fspmd.nn.parameters import gathered
-from fspmd.nn.parts import PartialAttention, merge, nothing
+from fspmd.nn.parts import PartialAttention, merge, merge_over, nothing
 from fspmd.nn.pipelines import pipeline
 from fspmd.nn.precision import Precision
 from fspmd.nn.routing import Routing, balance, route
+from fspmd.nn.sampling import greedy, sample
 from fspmd.nn.schedules import (
     Action,
     Costs,
@@ -39,6 +41,7 @@ __all__ = [
     "Dispatched",
     "Documents",
     "Full",
+    "KVCache",
     "LossScale",
     "Mask",
     "Optimizer",
@@ -57,6 +60,7 @@ __all__ = [
     "attention_costs",
     "balance",
     "balanced",
+    "cached_attention",
     "combine",
     "contiguous",
     "dispatch",
@@ -65,15 +69,19 @@ __all__ = [
     "gathered",
     "gathered_attention",
     "gpipe",
+    "greedy",
     "grouped_matmul",
     "interleaved",
     "merge",
+    "merge_over",
     "muon",
     "nothing",
     "one_f_one_b",
+    "own_heads",
     "pipeline",
     "ring_attention",
     "route",
+    "sample",
     "selected",
     "striped",
     "ulysses_attention",

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.collectives import pmax, psum
+
 
 class PartialAttention(NamedTuple):
     """The attention to some keys: ``out`` f32[..., heads, queries, width] and ``lse`` f32[..., heads, queries].
@@ -48,6 +50,28 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     total = total.where(seen, 1)
     out = a.out * (weight_a / total)[..., None] + b.out * (weight_b / total)[..., None]
     return PartialAttention(out, (top + total.log()).where(seen, -torch.inf))
+
+
+def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAttention:
+    """In a body, the part of the keys of all ranks of an axis, on each of them: what `merge` makes of their parts.
+
+    Communication: a `pmax` of ``lse`` and a `psum` of as many numbers as the part has.
+
+    >>> from fspmd import P, make_mesh, shard_map
+    >>> from fspmd.nn import attend_block
+    >>> q, k, v = torch.ones(1, 1, 2), torch.eye(4, 2)[None], torch.arange(4.0).view(1, 4, 1)
+    >>> call = shard_map(lambda k, v: merge_over(attend_block(q, k, v), "cp").out, mesh=make_mesh((4,), ("cp",)),
+    ...                  in_specs=P(None, "cp"), out_specs=P())
+    >>> torch.allclose(call(k, v).local, attend_block(q, k, v).out)
+    True
+    """
+    top = pmax(part.lse.detach(), axis)
+    top = top.where(top != -torch.inf, 0)
+    weight = (part.lse - top).exp()
+    out, total = psum((part.out * weight[..., None], weight), axis)
+    seen = total != 0
+    total = total.where(seen, 1)
+    return PartialAttention(out / total[..., None], (top + total.log()).where(seen, -torch.inf))
 
 
 def wide(x: Tensor) -> torch.dtype:

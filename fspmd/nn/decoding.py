@@ -1,0 +1,391 @@
+"""A cache of keys and values for decoding, and attention to it, as pure functions.
+
+A rank has some heads, or some positions, or both. Position p of a sequence lies on rank p % n of the n ranks that share
+the positions, so that a sequence of any length is spread evenly. Each slot of the batch has a sequence of its own
+length. Lengths are tensors and shapes are fixed: sequences come, grow and go without a new record.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fspmd.body import state
+from fspmd.collectives import axis_index, axis_size
+from fspmd.entries import axes_within
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
+from fspmd.nn.attend import attend_block
+from fspmd.nn.checks import Shape, shapes_everywhere, shapes_of
+from fspmd.nn.masks import Causal, Mask, as_mask
+from fspmd.nn.parts import merge_over
+from fspmd.nn.sequences import Axes
+from fspmd.outside import check_outside, the_mesh
+from fspmd.placement.creation import zeros
+from fspmd.placement.device_put import device_get
+from fspmd.sharded import is_sharded
+from fspmd.spec import P
+
+
+class KVCache(NamedTuple):
+    """The keys and values of the layers of a model. A pytree.
+
+    The last row of each rank is no position: what finds no place is written there. So n ranks of r rows each, which
+    share the positions, have room for n (r - 1) positions.
+    """
+
+    keys: tuple[Tensor, ...]  #: of each layer [slots, kv_heads, rows, width]
+    values: tuple[Tensor, ...]  #: of each layer [slots, kv_heads, rows, value_width]
+    lengths: Tensor  #: [slots], how many positions each sequence has, int64
+
+    @classmethod
+    def zeros(
+        cls,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        capacity: int,
+        width: int,
+        *,
+        value_width: int | None = None,
+        dtype: torch.dtype | None = None,
+        spec: P | None = None,
+        mesh: Mesh | None = None,
+    ) -> KVCache:
+        """An empty cache, outside of bodies.
+
+        Args:
+            capacity: How many positions each slot has room for, at least. Ranks that share them have equally many.
+            spec: How slots, heads and positions are cut, such as ``P("dp", "tp", "cp")``. The default, without a mesh,
+                gives plain tensors. Where heads have more ranks than there are heads, each has one; see `own_heads`.
+
+        Raises:
+            ShapeError: Neither the heads are a multiple of their ranks, nor the ranks of the heads.
+
+        >>> from fspmd import make_mesh
+        >>> mesh = make_mesh((2, 4), ("tp", "cp"))
+        >>> cache = KVCache.zeros(1, 3, 2, 32, 16, spec=P(None, "tp", "cp"), mesh=mesh)
+        >>> cache.keys[0], cache.capacity
+        (Sharded f32[3, 2@tp, 36@cp, 16] on mesh(tp=2, cp=4), 32)
+        """
+        check_outside("KVCache.zeros")
+        sizes = {"layers": layers, "slots": slots, "kv_heads": kv_heads, "capacity": capacity, "width": width}
+        for name, size in sizes.items():
+            if type(size) is not int or size < 1:
+                raise ArgumentError(f"KVCache.zeros got {name}={size!r}; give it an int from 1 on")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentError(f"KVCache.zeros got {described(dtype)} for dtype; give it a floating dtype")
+        widths = [width] * layers, [width if value_width is None else value_width] * layers
+        if spec is None and mesh is None:
+            keys, values = (
+                tuple(torch.zeros(slots, kv_heads, capacity + 1, w, dtype=dtype) for w in row) for row in widths
+            )
+            return cls(keys, values, torch.zeros(slots, dtype=torch.int64))
+        mesh, spec = the_mesh(mesh, "KVCache.zeros"), P() if spec is None else spec
+        if len(spec) > 3:
+            raise ArgumentError(f"KVCache.zeros got {spec}; give it the axes of slots, heads and positions")
+        n, ranks = (_ranks(mesh, spec, dim) for dim in (2, 1))
+        if kv_heads % ranks and ranks % kv_heads:
+            raise ShapeError(
+                f"KVCache.zeros got {kv_heads} KV heads for {ranks} ranks; the heads must be a multiple of the ranks, "
+                "or the ranks of the heads"
+            )
+        shape = slots, max(kv_heads, ranks), n * (-(-capacity // n) + 1)
+        keys, values = (tuple(zeros(*shape, w, spec=spec, dtype=dtype, mesh=mesh) for w in row) for row in widths)
+        return cls(keys, values, zeros(slots, spec=P(*spec.entries[:1]), dtype=torch.int64, mesh=mesh))
+
+    @classmethod
+    def of(cls, layers: Iterable[KVCache]) -> KVCache:
+        """The cache of some layers, of which all have the same sequences: the inverse of `layers`."""
+        layers = list(layers)
+        if not layers:
+            raise ArgumentError("KVCache.of got no layers; give it the caches of all layers")
+        keys, values = (tuple(itertools.chain.from_iterable(rows)) for rows in list(zip(*layers, strict=True))[:2])
+        return cls(keys, values, layers[0].lengths)
+
+    @property
+    def layers(self) -> list[KVCache]:
+        """The cache of each layer. Each is appended to; `of` joins them."""
+        return [KVCache((k,), (v,), self.lengths) for k, v in zip(self.keys, self.values, strict=True)]
+
+    @property
+    def specs(self) -> Any:
+        """The specs of the leaves, for ``in_specs`` and ``out_specs``: a `KVCache` of `P`."""
+        leaves = self.keys[0], self.values[0], self.lengths
+        if not all(map(is_sharded, leaves)):
+            raise ArgumentError("KVCache.specs: the cache has plain tensors; make it with spec=, such as P(None, 'tp')")
+        return KVCache(*(x.spec.partition for x in leaves))  # type: ignore[attr-defined]
+
+    @property
+    def capacity(self) -> int:
+        """Outside of bodies, how many positions each slot has room for."""
+        check_outside("KVCache.capacity")
+        key: Any = self.keys[0]
+        return int(key.shape[2]) - (_ranks(key.spec.mesh, key.spec.partition, 2) if is_sharded(key) else 1)
+
+    def check(self) -> None:
+        """Raise unless all sequences have found room. The host reads the lengths.
+
+        A replay cannot raise for what a length is. Positions past the capacity are written nowhere, and attention at
+        them is nan.
+
+        Raises:
+            ShapeError: A sequence is longer than the capacity.
+        """
+        lengths = device_get(self.lengths) if is_sharded(self.lengths) else self.lengths
+        if full := [slot for slot, length in enumerate(lengths.tolist()) if length > self.capacity]:
+            raise ShapeError(
+                f"the sequences of slots {', '.join(map(str, full))} have up to {int(lengths.max())} positions, and "
+                f"the cache has room for {self.capacity}; reset full slots, or make a cache of a larger capacity"
+            )
+
+    def reset(self, which: Tensor) -> KVCache:
+        """The cache without the sequences of some slots, which may begin anew. Nothing moves.
+
+        Args:
+            which: [slots], bool.
+
+        >>> cache = KVCache.zeros(1, 2, 1, 8, 4)._replace(lengths=torch.tensor([5, 3]))
+        >>> cache.reset(torch.tensor([True, False])).lengths
+        tensor([0, 3])
+        """
+        if not isinstance(which, Tensor) or which.dtype is not torch.bool or which.shape != self.lengths.shape:
+            raise ArgumentError(
+                f"KVCache.reset got {described(which)}; give it a bool for each of the {self.lengths.shape[0]} slots"
+            )
+        return self._replace(lengths=self.lengths.where(~which, 0))
+
+    def append(
+        self,
+        key: Tensor,
+        value: Tensor,
+        *,
+        axis: Axes = (),
+        counts: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> KVCache:
+        """The cache of one layer with more positions. Under ``jit(donate_argnums=...)`` they are written in place.
+
+        Args:
+            key: [slots, kv_heads, n, width]: the next n positions of each sequence, n = 1 in a step of decoding, and
+                more in a prompt. This rank's heads, all of the positions.
+            value: [slots, kv_heads, n, value_width]
+            axis: The mesh axis, or axes, that cut the positions of the cache.
+            counts: [slots], int64: how many of the n positions each sequence has. The rest is padding. The default
+                is n.
+            slots: [k], int64: the slots of the k sequences in ``key``, each at most once. The default is all.
+
+        Communication: none.
+
+        Raises:
+            ShapeError: The shapes do not fit, or n exceeds the capacity.
+            ArgumentError: A dtype does not fit, or the cache has several layers.
+
+        >>> cache = KVCache.zeros(1, 2, 1, 8, 4)
+        >>> k, v = torch.ones(2, 2, 1, 3, 4)
+        >>> cache.append(k, v).append(k, v, counts=torch.tensor([3, 0])).lengths
+        tensor([6, 3])
+        """
+        _check(self, "append", axis, counts, slots, key, value)
+        n, (keys,), (values,) = key.shape[2], self.keys, self.values
+        starts = self._of(slots)
+        ranks, rank = _place(axis)
+        # the places of a rank follow one another, and the last may be of no new position: it is written once more
+        first = starts if ranks == 1 else (starts - rank + (ranks - 1)) // ranks
+        places = first[:, None] if n == 1 else first[:, None] + torch.arange(-(-n // ranks), device=first.device)
+        if ranks > 1 and n > 1:
+            chosen = (places * ranks + (rank - starts[:, None])).clamp(max=n - 1)
+            key, value = (x.gather(2, _like(chosen, x)) for x in (key, value))
+        sequences = torch.arange(key.shape[0], device=first.device) if slots is None else slots
+        heads = torch.arange(key.shape[1], device=first.device)[:, None]
+        at = sequences[:, None, None], heads, places.clamp(max=keys.shape[2] - 1)[:, None]
+        ends = starts + (n if counts is None else counts)
+        lengths = ends if slots is None else self.lengths.index_put((slots,), ends)
+        return KVCache((keys.index_put(at, key),), (values.index_put(at, value),), lengths)
+
+    def _of(self, slots: Tensor | None) -> Tensor:
+        return self.lengths if slots is None else self.lengths.index_select(0, slots)
+
+
+def cached_attention(
+    query: Tensor,
+    cache: KVCache,
+    *,
+    axis: Axes = (),
+    mask: Mask | None = None,
+    scale: float | None = None,
+    counts: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """The attention of the last positions of sequences to all positions up to each of them.
+
+    Args:
+        query: [slots, heads, n, width], of the n positions that the last `KVCache.append` was given.
+        cache: The cache of one layer, after that. Each KV head serves heads / kv_heads heads of queries.
+        axis: The mesh axis, or axes, that cut the positions of the cache.
+        mask: Which of these positions are seen, such as ``SlidingWindow(1024)``. The default is all.
+        scale: Of the scores. The default is ``width ** -0.5``.
+        counts: As in `KVCache.append`. Results of padding are of no use.
+        slots: As in `KVCache.append`. The keys and values of these slots are copied.
+
+    Returns:
+        [slots, heads, n, value_width], of the dtype of ``query``. At a position past the capacity it is nan.
+
+    Communication: none without ``axis``. Otherwise a `pmax` of a number and a `psum` of value_width + 1 numbers for
+    each query and head, in float32, or float64.
+
+    Raises:
+        ShapeError: The shapes do not fit.
+        ArgumentError: A dtype does not fit, or the cache has several layers.
+
+    >>> from fspmd import device_get, make_mesh, shard_map
+    >>> mesh = make_mesh((2, 2), ("tp", "cp"))
+    >>> cache, heads = KVCache.zeros(1, 1, 2, 32, 8, spec=P(None, "tp", "cp"), mesh=mesh), P(None, "tp")
+    >>> def body(q, k, v, cache):
+    ...     cache = cache.append(k, v, axis="cp")
+    ...     return cached_attention(q, cache, axis="cp"), cache
+    >>> step = shard_map(body, mesh=mesh, in_specs=(heads, heads, heads, cache.specs), out_specs=(heads, cache.specs))
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)
+    >>> out, cache = step(q, k, v, cache)
+    >>> torch.allclose(device_get(out), F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+    True
+    """
+    _check(cache, "cached_attention", axis, counts, slots, query)
+    (keys,), (values,) = cache.keys, cache.values
+    if scale is not None and type(scale) not in (int, float):
+        raise ArgumentError(f"cached_attention got {described(scale)} for scale; give it a number")
+    n, starts = query.shape[2], cache._of(slots) - (query.shape[2] if counts is None else counts)
+    if slots is not None:
+        keys, values = keys.index_select(0, slots), values.index_select(0, slots)
+    ranks, rank = _place(axis)
+    places = torch.arange(keys.shape[2], device=starts.device)
+    queries = starts[:, None] if n == 1 else starts[:, None] + torch.arange(n, device=starts.device)
+    positions = places if ranks == 1 else places * ranks + rank
+    seen = Causal() if mask is None else Causal() & as_mask(mask, "cached_attention")
+    allowed = seen.allows(queries[..., None], positions)
+    lost = queries >= (keys.shape[2] - 1) * ranks
+    # the heads that share a KV head are as more queries of one head
+    group = query.shape[1] // keys.shape[1]
+    folded = query.reshape(*keys.shape[:2], group * n, query.shape[3])
+    if n > 1:
+        allowed, lost = allowed.repeat(1, group, 1), lost.repeat(1, group)
+    allowed, lost = allowed[:, None], lost[:, None, :, None]
+    if not axis:
+        bias = torch.where(allowed, 0.0, -torch.inf).where(~lost, torch.nan).to(query.dtype)
+        out = F.scaled_dot_product_attention(folded, keys, values, bias, scale=scale)
+    else:
+        part = merge_over(attend_block(folded, keys, values, allowed, scale), axis)
+        out = part.out.where(~lost, torch.nan).to(query.dtype)
+    return out.reshape(*query.shape[:3], values.shape[3])
+
+
+def own_heads(x: Tensor, axis: Axes) -> Tensor:
+    """Of all KV heads, those that the queries of this rank use, where an axis cuts the heads of queries.
+
+    Where the ranks are more than the KV heads, some ranks have the same head.
+
+    Args:
+        x: [..., kv_heads, n, width], equal on all ranks: keys or values before `KVCache.append`.
+        axis: The mesh axis, or axes, that cut the heads of queries.
+
+    Returns:
+        [..., kv_heads / ranks or 1, n, width], which varies over ``axis``.
+
+    Communication: none forward; a sum of the gradient over ``axis`` backward.
+
+    Raises:
+        ShapeError: Neither the heads are a multiple of the ranks, nor the ranks of the heads.
+
+    >>> from fspmd import device_get, make_mesh, shard_map
+    >>> mesh, x = make_mesh((4,), ("tp",)), torch.tensor([5.0, 7.0]).view(2, 1, 1)
+    >>> device_get(shard_map(lambda x: own_heads(x, "tp"), mesh=mesh, in_specs=P(), out_specs=P("tp"))(x)).flatten()
+    tensor([5., 5., 7., 7.])
+    """
+    heads, ranks = x.shape[-3], axis_size(axis)
+    if heads % ranks and ranks % heads:
+        raise ShapeError(
+            f"own_heads got {heads} KV heads for the {ranks} ranks of {axis!r}; the heads must be a multiple of the "
+            "ranks, or the ranks of the heads"
+        )
+    first = axis_index(axis) * heads // ranks
+    return x.index_select(-3, first + torch.arange(max(heads // ranks, 1), device=x.device))
+
+
+def _place(axis: Axes) -> tuple[int, int | Tensor]:
+    """How many ranks share the positions, and which of them this is."""
+    return (axis_size(axis), axis_index(axis)) if axis else (1, 0)
+
+
+def _ranks(mesh: Mesh, spec: P, dim: int) -> int:
+    """How many ranks cut a dim."""
+    return prod(mesh.shape[name] for name in axes_within(spec[dim])) if dim < len(spec) else 1
+
+
+def _like(index: Tensor, x: Tensor) -> Tensor:
+    """An index of positions [slots, n] for the heads and the width of ``x``."""
+    return index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+
+
+def _check(
+    cache: KVCache, what: str, axis: Axes, counts: Tensor | None, slots: Tensor | None, *operands: Tensor
+) -> None:
+    """Raise alike on all ranks unless keys and values, or queries, fit the cache."""
+    if not isinstance(cache, KVCache):
+        raise ArgumentError(f"{what} got {described(cache)} for a cache; give it a KVCache")
+    if len(cache.keys) != 1:
+        raise ArgumentError(f"{what} got a cache of {len(cache.keys)} layers; take one: cache.layers[i]")
+    of_cache = cache.keys[0], cache.values[0]
+    for x in operands:
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise ShapeError(f"{what} got {described(x)}; give it tensors [slots, heads, n, width]")
+        if x.dtype is not of_cache[0].dtype:
+            raise ArgumentError(f"{what} got {x.dtype} for a cache of {of_cache[0].dtype}; make the cache of one dtype")
+    for name, numbers in (("counts", counts), ("slots", slots)):
+        if numbers is not None and (not isinstance(numbers, Tensor) or numbers.dtype is not torch.int64):
+            raise ArgumentError(f"{what} got {described(numbers)} for {name}; give it an int64 for each sequence")
+    tensors = *of_cache, *operands, *(x for x in (counts, slots) if x is not None)
+    everywhere = {None: shapes_of(*tensors)} if state.body is None else shapes_everywhere(what, *tensors)
+    ranks = axis_size(axis) if axis else 1
+    for key, value, *shapes in everywhere.values():
+        given, of_numbers = shapes[: len(operands)], shapes[len(operands) :]
+        batch = of_numbers[-1] if slots is not None else key[:1]
+        if any(shape != batch for shape in of_numbers) or any(shape[:1] != batch for shape in given):
+            raise ShapeError(
+                f"{what} got {' and '.join(map(str, given))}{_numbers(of_numbers)} for a cache of {key[0]} slots; give "
+                "it one sequence for each slot, or the slots of the sequences: slots="
+            )
+        if not _fit(key, value, *given):
+            raise ShapeError(
+                f"{what} got {' and '.join(map(str, given))} for a cache of {key[1]} KV heads of widths {key[3]} and "
+                f"{value[3]}; {_WANTED[what]}"
+            )
+        if given[0][2] > (room := (key[2] - 1) * ranks):
+            raise ShapeError(
+                f"{what} got {given[0][2]} positions for a cache with room for {room}; make a cache of a larger "
+                "capacity"
+            )
+
+
+_WANTED = {
+    "append": "give it keys and values [slots, kv_heads, n, width] of these; where heads are cut, see own_heads",
+    "cached_attention": "give it queries [slots, heads, n, width], with heads a multiple of these",
+}
+
+
+def _fit(key: Shape, value: Shape, first: Shape, second: Shape | None = None) -> bool:
+    if second is None:
+        return first[1] % key[1] == 0 and first[3] == key[3]
+    widths = first[3], second[3]
+    return first[:3] == second[:3] and first[1] == key[1] and widths == (key[3], value[3])
+
+
+def _numbers(shapes: list[Shape]) -> str:
+    return "".join(f" with {shape[0] if shape else 'one'} of counts or slots" for shape in shapes)
