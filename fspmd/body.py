@@ -72,12 +72,15 @@ class Body:
 
 
 class _State(threading.local):
-    body: Body | None = None
-    tracker: Any = None
-    mode: Any = None  # the torch function mode of the body
-    completes = False  # within a user's function on blocks, whose gradients must exist on all ranks
-    rank_mapped = False  # within a function that rank_map runs
-    seeks_mesh: Callable[[Mesh], None] | None = None  # called with the mesh of the first shard_map
+    """What runs in this thread. A hot path reads ``vars(state)`` once: an attribute of a thread costs 80 ns."""
+
+    def __init__(self) -> None:
+        self.body: Body | None = None
+        self.tracker: Any = None
+        self.mode: Any = None  # the torch function mode of the body
+        self.completes = False  # within a user's function on blocks, whose gradients must exist on all ranks
+        self.rank_mapped = False  # within a function that rank_map runs
+        self.seeks_mesh: Callable[[Mesh], None] | None = None  # called with the mesh of the first shard_map
 
 
 state = _State()

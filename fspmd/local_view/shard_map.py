@@ -145,9 +145,10 @@ def shard_map(
         if kwargs:
             args, names = _bind(function, args, kwargs)
         leaves, structure = flatten_args(args)
-        outer = state.body
-        if state.seeks_mesh is not None and (sought := _ambient(mesh)) is not None:
-            state.seeks_mesh(sought)
+        here = state.__dict__
+        outer = here["body"]
+        if here["seeks_mesh"] is not None and (sought := _ambient(mesh)) is not None:
+            here["seeks_mesh"](sought)
         key = structure
         if mesh is None or outer is not None or names:
             key = structure, names, outer, _ambient(mesh)
@@ -172,7 +173,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if not is_torch_function_enabled():  # a derivative has disabled it, and runs a hook or a custom backward
         with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
-    body, outer, outer_tracker, outer_mode = plan.body, state.body, state.tracker, state.mode
+    body, here = plan.body, state.__dict__
+    outer, outer_tracker, outer_mode = here["body"], here["tracker"], here["mode"]
     if is_traced():
         refuse_traced(body.name)
     for i, fewest in plan.plain:
@@ -204,13 +206,13 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     callback, key = frame_callback(), object()
     try:  # as in `run_in`, where the order of lines is explained
         RUNNING[key] = body
-        state.body = body
+        here["body"] = body
         if mode is None:
             out = called(*args)
         else:
             if body.checked:
-                state.tracker = mode
-            state.mode = mode
+                here["tracker"] = mode
+            here["mode"] = mode
             if above is not None:
                 pop_function_mode()
             push_mode(mode, callback)
@@ -240,7 +242,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             tell_failure(error, f"raised in {body.name}")
         raise
     finally:
-        state.body, state.tracker, state.mode = outer, outer_tracker, outer_mode
+        here["body"], here["tracker"], here["mode"] = outer, outer_tracker, outer_mode
         try:
             if callback not in SETTLED:
                 set_frame_callback(callback)
