@@ -44,7 +44,8 @@ def dispatch(
         routing: The choice for these tokens, from `route`.
         axis: The mesh axis, or axes in rank order, that cuts the experts.
         capacity: How many tokens each rank may send to each expert. Later tokens are dropped. All shapes are then known
-            beforehand, and the host reads nothing. The default drops none.
+            beforehand, and the host reads nothing. The default drops none. An abstract mesh, where no choice is known,
+            then has room for all tokens at each expert.
         rows: Without a capacity, how many rows each rank has room for; `jit` needs it. The default is as many as the
             fullest rank needs, which the host reads.
 
@@ -77,6 +78,8 @@ def dispatch(
     order = chosen.argsort(stable=True)
     counts = counted(chosen, total)
     starts, tokens, position = _before(counts), order // k, order.argsort()
+    if capacity is None and bound_body("dispatch").mesh.transport == "abstract":
+        capacity = x.shape[0]
     if capacity is not None:
         return _with_capacity(x, axis, n, capacity, chosen, counts, starts, tokens, position)
     table = all_gather(counts, axis, to="invarying").view(n, n, total // n)  # of the source, of the rank and expert

@@ -1,0 +1,323 @@
+"""Train a Llama on a mesh of six axes, of any sizes, with experts by option; or plan the run for a mesh of no ranks.
+
+    python examples/pretrain.py                                                      # 8 simulated ranks
+    python examples/pretrain.py --mesh cp=2,ep=2,tp=2 --experts 4
+    torchrun --nproc-per-node 8 examples/pretrain.py --mesh pp=2,fsdp=2,tp=2 --checkpoint steps --resume
+    python examples/pretrain.py --plan --mesh dp=64,fsdp=16,tp=8 --layers 32 --width 4096 --heads 32 --kv-heads 8 \
+        --hidden 14336 --length 8192 --batch 2048 --dtype bfloat16 --accelerator 989
+
+The model, and what the axes cut, is in llama.py. Axes that --mesh does not name have size 1. Losses do not depend on
+the mesh: in float64 they are equal to 1e-10, unless experts have a capacity. With --checkpoint the state is saved every
+few steps. With --resume a run goes on from the latest step, on any mesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import llama
+import optree
+import report
+import text_data
+import torch
+from llama import HIDDEN, IDS, LOGITS, Config, Params
+from torch import Tensor
+
+import fspmd
+from fspmd import Mesh, P, TensorSpec, shard_map
+from fspmd.nn import SequenceLayout, accumulate, adamw, gpipe, one_f_one_b, pipeline, zero_bubble, zigzag
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble}
+CLIP, DECAY, BETAS, WARMUP = 1.0, 0.1, (0.9, 0.95), 20
+Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, each [B, S]
+
+
+# ---------------------------------------------------------------- a step, for any mesh
+
+
+def loss_and_grads(c: Config, mesh: Mesh, layout: SequenceLayout, name: str, microbatches: int) -> Callable:
+    """The mean loss over all tokens of the microbatches, and its gradients, laid out as the parameters."""
+    specs, stages = llama.stage_specs(c), mesh.shape["pp"]
+    if stages == 1:
+        model = llama.stage(c, layout, first=True, last=True)
+
+        def total(params: Params, ids: Tensor, targets: Tensor) -> Tensor:
+            return llama.cross_entropy(model(params, ids), targets)
+
+        mapped = shard_map(total, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=P())
+        return accumulate(lambda params, batch: (mapped(params, *batch), batch[1].numel()))
+
+    def part(i: int) -> Callable:
+        first, last = i == 0, i == stages - 1
+        entering, leaving = IDS if first else HIDDEN, LOGITS if last else HIDDEN
+        return shard_map(llama.stage(c, layout, first, last), in_specs=(specs, entering), out_specs=leaving)
+
+    run = pipeline(
+        [part(i) for i in range(stages)],
+        SCHEDULES[name](stages, microbatches),
+        loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
+        count=lambda targets: targets.numel(),
+        mesh=mesh,
+    )
+
+    def of_layers(params: Params, f: Callable) -> Params:
+        return {**params, "layers": {name: f(w) for name, w in params["layers"].items()}}
+
+    def scheduled(params: Params, batches: Batches) -> tuple[Any, Params]:
+        rows = of_layers(params, lambda w: w.unflatten(0, (stages, -1)))  # of each stage its layers
+        loss, grads = run(rows, *map(list, zip(*batches, strict=True)))
+        return loss, of_layers(grads, lambda g: g.flatten(0, 1))
+
+    return scheduled
+
+
+def init_params(c: Config, mesh: fspmd.Mesh, seed: int, dtype: torch.dtype) -> Any:
+    """First values, which do not depend on the mesh. No rank makes more than its blocks."""
+    key = fspmd.random.key(seed)
+
+    def first(path: tuple[Any, ...], leaf: llama.Leaf, spec: P) -> Any:
+        if leaf.scale is None:
+            return fspmd.ones(*leaf.shape, spec=spec, dtype=dtype, mesh=mesh)
+        own = fspmd.random.fold_in(key, zlib.crc32(repr(path).encode()))
+        return fspmd.random.normal(own, leaf.shape, spec=spec, dtype=dtype, mesh=mesh) * leaf.scale
+
+    return optree.tree_map_with_path(first, llama.leaves(c), llama.param_specs(c, mesh))
+
+
+def optimizer(peak: float, steps: int) -> fspmd.nn.Optimizer:
+    """AdamW: a warm-up, then a straight line down to zero; weight decay for matrices alone."""
+
+    def rate(step: Tensor) -> Tensor:
+        return peak * torch.minimum(step / min(WARMUP, steps), (steps + 1 - step) / steps).clamp(0, 1)
+
+    decay = {name: 0.0 if name.startswith("norm") else DECAY for name in ("embedding", "norm", "head")}
+    return adamw(rate, BETAS, decay={**decay, "layers": DECAY})
+
+
+def make_step(c: Config, mesh: Mesh, args: argparse.Namespace) -> tuple[Callable, Callable, Callable]:
+    """The first state of the optimizer, a step of training, and the loss alone."""
+    layout = zigzag(c.S, mesh.shape["cp"])
+    both = loss_and_grads(c, mesh, layout, args.schedule, args.microbatches)
+    init, update = optimizer(args.lr, args.steps)
+
+    def step(params: Params, state: Any, batches: Batches) -> tuple[Any, Params, Any]:
+        loss, grads = both(params, batches)
+        grads, _ = fspmd.clip_by_global_norm(grads, CLIP)
+        return loss, *update(grads, state, params)
+
+    return init, step, lambda params, batches: both(params, batches)[0]
+
+
+# ---------------------------------------------------------------- training
+
+
+def put(c: Config, mesh: Mesh, batch: tuple[Tensor, Tensor], microbatches: int) -> Batches:
+    """A batch of the whole job, [B, S], as microbatches on the mesh."""
+    layout = zigzag(c.S, mesh.shape["cp"])
+    parts = (layout.store(x, 1).chunk(microbatches) for x in batch)
+    return [fspmd.device_put(pair, IDS, mesh=mesh) for pair in zip(*parts, strict=True)]
+
+
+def is_first(mesh: Mesh) -> bool:
+    """Whether this process prints."""
+    return not any(mesh.coordinate() or ())
+
+
+def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """The FLOP/s of a large product of matrices here, the best of a few."""
+    x = torch.ones(768, 768, dtype=dtype, device=device)
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        (x @ x)[0, 0].item()
+        times.append(time.perf_counter() - begun)
+    return float(2 * 768**3 / min(times))
+
+
+def train(c: Config, mesh: Mesh, args: argparse.Namespace, batches: Iterator, say: Callable) -> tuple[list, Params]:
+    """The losses of all steps, and the parameters after them."""
+    params = init_params(c, mesh, args.seed, getattr(torch, args.dtype))
+    init, step, _ = make_step(c, mesh, args)
+    step = fspmd.jit(step, donate_argnums=(0, 1)) if args.jit else step
+    state, losses = init(params), [math.nan] * args.steps
+    begin = (fspmd.latest_step(args.checkpoint) or 0) if args.resume else 0
+    if begin:
+        like = {"params": params, "state": state, "losses": losses}
+        saved = fspmd.load(args.checkpoint, like, step=begin)
+        params, state, losses = (saved[name] for name in ("params", "state", "losses"))
+        say(f"resumed at step {begin}/{args.steps} of {args.checkpoint}")
+    ranks = 1 if mesh.transport == "simulation" else math.prod(mesh.shape.values())  # a simulation is one process
+    peak = ranks * (args.accelerator * 1e12 if args.accelerator else peak_flops(torch.float32, mesh.device))
+    tokens, started = args.batch * c.S, time.perf_counter()
+    for i, batch in enumerate(itertools.islice(batches, begin, args.steps), begin):
+        loss, params, state = step(params, state, put(c, mesh, batch, args.microbatches))
+        losses[i] = float(loss)
+        speed = (i + 1 - begin) * tokens / (time.perf_counter() - started)
+        text = f"loss {losses[i]:.4f}  {speed:,.0f} tokens/s  MFU {speed * c.flops() / peak:.1%}"
+        say(report.progress(i + 1, args.steps, text), end="", flush=True)
+        if args.log and is_first(mesh):
+            with Path(args.log).open("a") as file:
+                file.write(f"step {i + 1} {text}\n")
+        if args.checkpoint and ((i + 1) % args.every == 0 or i + 1 == args.steps):
+            fspmd.save(args.checkpoint, {"params": params, "state": state, "losses": losses}, step=i + 1, keep=2)
+    return losses, params
+
+
+def validate(c: Config, mesh: Mesh, args: argparse.Namespace, params: Params, batches: list) -> float:
+    loss = make_step(c, mesh, args)[2]
+    return sum(float(loss(params, put(c, mesh, batch, args.microbatches))) for batch in batches) / len(batches)
+
+
+# ---------------------------------------------------------------- a plan for ranks that do not exist
+
+
+def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
+    """What the record of a step says: of one stage, and of one microbatch; the schedule says the rest."""
+    stages, microbatches = sizes["pp"], args.microbatches
+    mesh = fspmd.make_mesh(tuple({**sizes, "pp": 1}.values()), AXES, transport="abstract")
+    rows = args.batch // microbatches * c.S // math.prod(sizes[axis] for axis in llama.TOKENS)  # tokens of a rank
+    even = -(-rows * c.chosen // c.experts) if c.experts else None
+    part = dataclasses.replace(c, layers=c.layers // stages, capacity=c.capacity or even)
+    dtype = getattr(torch, args.dtype)
+
+    def laid(leaf: llama.Leaf) -> TensorSpec:
+        return TensorSpec(mesh, leaf.spec, leaf.shape, dtype)
+
+    params = optree.tree_map(laid, llama.leaves(part))
+    state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
+    ids = TensorSpec(mesh, IDS, (args.batch // microbatches, c.S), torch.int64)
+    alone = argparse.Namespace(**{**vars(args), "microbatches": 1})
+    begun = time.perf_counter()
+    program = fspmd.jit(make_step(part, mesh, alone)[1], donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
+    cost, memory = program.cost(), program.memory()
+    took = time.perf_counter() - begun
+    bubble, live = 0.0, 1
+    if stages > 1:
+        schedule = SCHEDULES[args.schedule](stages, microbatches)
+        bubble, live = schedule.bubble(), max(schedule.peaks())
+    kept = (live - 1) * part.layers * rows * c.D * dtype.itemsize
+    seconds = microbatches * cost.time / 1e6 / (1 - bubble)
+    tokens, ranks = args.batch * c.S, math.prod(sizes.values())
+    print(f"{ranks:,} ranks: {', '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)}")
+    print(f"{c.parameters() / 1e9:,.2f} billion parameters; one stage has {part.layers} layers, and lies so:")
+    for path, spec in zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True):
+        name, layout = ".".join(map(str, path)), str(spec).partition(" on ")[0]
+        print(f"  {name:<16} {layout:<44}{math.prod(spec.block_shape) * dtype.itemsize:>14,} B a rank")
+    print(
+        f"\nMemory of a rank: {(memory.peak + kept) / 1e9:.2f} GB at the peak, {kept / 1e9:.2f} of it for microbatches"
+    )
+    print(f"A microbatch: {cost.time / 1e3:,.1f} ms, of which {cost.exposed / 1e3:,.1f} wait for communication")
+    print(f"A step of {microbatches} microbatches: {seconds:,.2f} s, of which {bubble:.1%} is the bubble")
+    speed = tokens / seconds
+    peak = ranks * fspmd.topology().flops * 1e6
+    print(
+        f"{speed:,.0f} tokens/s, MFU {speed * c.flops() / peak:.1%}; recorded in {took:.1f} s. Predicted, not measured."
+    )
+
+
+# ---------------------------------------------------------------- the program around it
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    given = dict(part.split("=") for part in text.split(","))
+    if unknown := set(given) - set(AXES):
+        raise argparse.ArgumentTypeError(f"no axis is named {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
+    return {axis: int(given.get(axis, 1)) for axis in AXES}
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = mesh_sizes("pp=2,fsdp=2,tp=2")
+    parser.add_argument("--mesh", type=mesh_sizes, default=default, metavar="AXIS=SIZE,...", help="as above")
+    parser.add_argument("--plan", action="store_true", help="print what a step would need, and train nothing")
+    parser.add_argument("--device", help="cpu or cuda (default: under torchrun the GPUs, if any, else the CPU)")
+    parser.add_argument("--text", metavar="FILE", help="train on this file instead of the standard library's source")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=32, help="sequences in a step (default 32)")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of stages, where pp > 1")
+    for name, size in (("length", "S"), ("layers", "layers"), ("width", "D"), ("hidden", "F"), ("heads", "H")):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Config, size))
+    parser.add_argument("--kv-heads", type=int, default=Config.G)
+    parser.add_argument("--vocabulary", type=int, default=Config.V)
+    parser.add_argument("--experts", type=int, default=0, help="experts in each layer (default: one MLP)")
+    parser.add_argument("--chosen", type=int, default=Config.chosen, help="experts of a token")
+    parser.add_argument("--capacity", type=int, help="tokens for each rank and expert (default: none is dropped)")
+    parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
+    parser.add_argument("--jit", action="store_true", help="record a step once, and replay it (pp=1)")
+    parser.add_argument("--accelerator", type=float, help="TFLOP/s of a rank at most, for MFU (default: measured)")
+    parser.add_argument("--checkpoint", metavar="DIR", help="save the state to this folder")
+    parser.add_argument("--every", type=int, default=50, help="save every so many steps (default 50)")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest step in --checkpoint, if any")
+    parser.add_argument("--log", metavar="FILE", help="append a line for each step")
+    parser.add_argument("--losses", metavar="FILE", help="write all losses to this file as JSON")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
+    args = parser.parse_args(argv)
+    mesh, batch = args.mesh, math.prod(args.mesh[axis] for axis in llama.BATCH)
+    cuts = [
+        ("layers", args.layers, "pp", mesh["pp"]),
+        ("batch", args.batch, f"{args.microbatches} microbatches, dp, fsdp and ep", args.microbatches * batch),
+        ("length", args.length, "cp", mesh["cp"]),
+        ("kv-heads", args.kv_heads, "tp", mesh["tp"]),
+        ("heads", args.heads, "kv-heads", args.kv_heads),
+        ("hidden", args.hidden, "tp and fsdp", mesh["tp"]),
+        ("vocabulary", args.vocabulary, "tp", mesh["tp"]),
+        ("width", args.width, "fsdp, and heads of even width", math.lcm(mesh["fsdp"], 2 * args.heads)),
+        ("experts", args.experts, "ep", mesh["ep"] if args.experts else 1),
+    ]
+    for name, size, over, parts in cuts:
+        if parts < 1 or size % parts:
+            parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
+    if args.jit and mesh["pp"] > 1:
+        parser.error("--jit records a step of one stage; leave it out, or take pp=1")
+    if args.resume and not args.checkpoint:
+        parser.error("--resume needs --checkpoint, the folder that the state is saved to")
+    return args
+
+
+def config(args: argparse.Namespace) -> Config:
+    sizes = {"D": args.width, "F": args.hidden, "H": args.heads, "G": args.kv_heads, "V": args.vocabulary}
+    mixture = {"experts": args.experts, "chosen": args.chosen, "capacity": args.capacity}
+    return Config(layers=args.layers, S=args.length, **sizes, **mixture)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    c = config(args)
+    if args.accelerator:
+        fspmd.set_topology(dataclasses.replace(fspmd.topology(), flops=args.accelerator * 1e6))
+    if args.plan:
+        return plan(c, args.mesh, args)
+    mesh = fspmd.make_mesh(tuple(args.mesh.values()), AXES, device=args.device)
+    if mesh.coordinate() is None:  # more processes than the mesh has ranks
+        return None
+    say: Callable = print if is_first(mesh) else lambda *_, **__: None
+    text, held_out = text_data.load_text(args.text)
+    batches = text_data.even_batches(held_out, args.batch, c.S, count=2)
+    bigram = text_data.bigram_loss(text, batches)
+    say(f"{mesh}: {c.parameters():,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out")
+    data = text_data.random_batches(text, args.batch, c.S, args.seed)
+    losses, params = train(c, mesh, args, data, say)
+    validation = validate(c, mesh, args, params, batches)
+    say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")
+    if is_first(mesh):
+        say(report.picture(args.out / "pretrain.png", losses, validation, bigram))
+        if args.losses:
+            Path(args.losses).write_text(json.dumps({"losses": losses, "validation": validation, "bigram": bigram}))
+    return None
+
+
+if __name__ == "__main__":
+    main()
