@@ -55,7 +55,7 @@ def misfit(x: Any) -> tuple[str, str] | None:
     >>> import torch
     >>> misfit(torch.eye(2))
     """
-    if foreign := _foreign(x):
+    if foreign := foreign_misfit(x):
         return foreign
     if not isinstance(x, Tensor):
         return None
@@ -71,10 +71,11 @@ def refuse_misfit(x: Any, what: str) -> None:
 
 def refuse_foreign(x: Any, what: str) -> None:
     """Raise `ArgumentError` for a DTensor or ShardedTensor. ``what`` begins the message: "device_put got"."""
-    _refuse(_foreign(x), what)
+    _refuse(foreign_misfit(x), what)
 
 
-def _foreign(x: Any) -> tuple[str, str] | None:
+def foreign_misfit(x: Any) -> tuple[str, str] | None:
+    """Return what a DTensor or ShardedTensor is, and what to write; None for any other value."""
     name = foreign_name(x)
     return (f"a {name} of shape {tuple(x.shape)}, which {IS}", ADVICE) if name else None
 

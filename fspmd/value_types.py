@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
+from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
@@ -43,4 +44,5 @@ def typeof(x: Tensor | Sharded) -> ValueType | TensorSpec:
     """
     if not isinstance(x, Tensor):
         raise ArgumentError(f"typeof takes a tensor or a Sharded, but got {described(x)}")
+    refuse_foreign(x, "typeof got")
     return x.spec if isinstance(x, Sharded) else ValueType(x)

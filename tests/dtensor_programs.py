@@ -192,6 +192,16 @@ def dtensors_where_none_are_taken() -> dict[str, str]:
         "jit": lambda: fspmd.jit(lambda x: x * 2)(d),
         "jit over": lambda: fspmd.jit(lambda x: (x * 2, d * 2))(s),
         "lower": lambda: fspmd.jit(lambda x: x * 2).lower(d),
+        "device_get": lambda: fspmd.device_get({"a": d}),
+        "typeof": lambda: fspmd.typeof(d),
+        "global_norm": lambda: fspmd.global_norm([s, d]),
+        "clip_by_global_norm": lambda: fspmd.clip_by_global_norm([d], 1.0),
+        "pad_to_blocks": lambda: fspmd.pad_to_blocks(d, P("x"), mesh=mesh),
+        "attach": lambda: fspmd.attach(torch.nn.Linear(4, 8, bias=False), {"weight": d}),
+        "functional_call": lambda: fspmd.functional_call(torch.nn.Linear(4, 8, bias=False), {"weight": d}, whole),
+        "process_allgather": lambda: fspmd.process_allgather({"a": d}, mesh=mesh),
+        "assert_equal": lambda: fspmd.assert_equal({"a": d}, mesh=mesh),
+        "auto_spec": lambda: fspmd.auto_spec(lambda x: x * 2, mesh, d),
         "cotangent": lambda: (s.detach().requires_grad_() * 1).backward(d),
     }
     meshes: dict[str, Callable[[], Any]] = {

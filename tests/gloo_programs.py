@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -522,3 +523,43 @@ def complaints_outside_a_mesh() -> list[str]:
         except fspmd.MeshError as error:
             said.append(str(error))
     return said
+
+
+# --- the functions of Python that a step calls ------------------------------------------------------------------------
+
+
+def _functions(kind: type) -> list[type]:
+    return [each for child in kind.__subclasses__() for each in (child, *_functions(child))]
+
+
+def functions_of_a_step(biased: bool) -> list[str]:
+    """The forwards of `torch.autograd.Function` in a step of two layers, by columns and then rows, of a cut batch."""
+    mesh = make_mesh((2, 2), ("dp", "tp"), device="cpu")
+    specs, shapes = [P(None, "tp"), P("tp"), P("tp"), P()], [(6, 8), (8, 6), (8,), (6,)]
+    count = 4 if biased else 2
+    params = device_put([torch.ones(shape) for shape in shapes[:count]], specs[:count], mesh=mesh)
+    x = device_put(torch.ones(4, 6), P("dp"), mesh=mesh)
+
+    def loss(params: list[Any], x: Any) -> Any:
+        hidden = torch.relu(torch.addmm(params[2], x, params[0]) if biased else x @ params[0])
+        return (hidden @ params[1] + (params[3] if biased else 0)).square().mean()
+
+    step = fspmd.value_and_grad(loss)
+    step(params, x)
+    codes = {
+        method.__code__: f"{kind.__module__}.{kind.__name__}"
+        for kind in _functions(torch.autograd.Function)
+        if hasattr(method := getattr(kind.__dict__.get("forward"), "__func__", None), "__code__")
+    }
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in codes:
+            called.append(codes[frame.f_code])
+
+    sys.setprofile(note)
+    try:
+        step(params, x)
+    finally:
+        sys.setprofile(None)
+    return called

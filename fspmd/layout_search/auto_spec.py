@@ -11,6 +11,7 @@ from typing import Any
 import optree
 
 from fspmd.errors import ArgumentError, MeshError, SpecError
+from fspmd.foreign import refuse_foreign
 from fspmd.layout_search.apply import PlannedOp, short
 from fspmd.layout_search.cost_model import CostModel
 from fspmd.layout_search.elimination import TooWide
@@ -87,6 +88,8 @@ def auto_spec(
     _check(f, mesh, {"fixed": fixed, "carried": carried}, memory_limit, alternatives, solver)
     leaves, treedef = optree.tree_flatten(args, is_leaf=is_value)
     names = [name for name, x in zip(_names(f, args), leaves, strict=True) if is_value(x)]
+    for x in leaves:
+        refuse_foreign(x, "auto_spec got")
     given = _given(fixed or {}, names, leaves, mesh)
     graph = record(f, mesh, leaves, treedef)
     numbers = dict(zip(names, graph.leaves, strict=True))

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from fspmd.errors import ArgumentError, TreeError
+from fspmd.foreign import foreign_misfit
 from fspmd.inspection.causes import name_modules_of
 from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.modules.paths import leaves_by_name, near
@@ -88,6 +89,8 @@ def _values_by_name(leaves: dict[str, Leaf], slots: dict[str, Slot], failures: l
             failures.append(Failure(f"the module has no {name!r}{near(name, slots)}", TreeError))
         elif leaf.value is not None and not isinstance(leaf.value, Tensor):
             failures.append(Failure(f"{name!r} is {described(leaf.value)}; expected a tensor", ArgumentError))
+        elif foreign := foreign_misfit(leaf.value):
+            failures.append(Failure(f"{name!r} is {foreign[0]}", ArgumentError, foreign[1]))
     tied: dict[int, list[str]] = {}
     for name, slot in slots.items():
         if (value := slot.value) is not None:

@@ -20,6 +20,7 @@ import torch.nn.utils.clip_grad
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
+from fspmd.foreign import refuse_foreign
 from fspmd.messages import described
 from fspmd.placement.device_put import device_get, device_put
 from fspmd.placement.reshard import reshard
@@ -46,6 +47,7 @@ def global_norm(tree: Any, order: float = 2.0) -> Tensor:
     for x in leaves:
         if not isinstance(x, Tensor):
             raise ArgumentError(f"global_norm got a leaf that is {described(x)}; expected tensors")
+        refuse_foreign(x, "global_norm got")
     if not isinstance(order, Real) or not order > 0:
         raise ArgumentError(f"global_norm got order={order!r}; expected a positive number, or math.inf")
     leaves = [x for x in leaves if x.numel()]

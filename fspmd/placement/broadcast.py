@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError, SpecError
-from fspmd.foreign import refuse_misfit
+from fspmd.foreign import refuse_foreign, refuse_misfit
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.outside import the_mesh
@@ -116,6 +116,7 @@ def pad_to_blocks(x: T, spec: P, mesh: Mesh | None = None) -> T:
 def _check_is_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise ArgumentError(f"{name} got {described(x)}; expected a tensor, or a Sharded")
+    refuse_foreign(x, f"{name} got")
 
 
 def unpad(x: T, shape: tuple[int, ...]) -> T:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, SpecError
-from fspmd.foreign import misfit, refuse_misfit
+from fspmd.foreign import misfit, refuse_foreign, refuse_misfit
 from fspmd.local_view.exit import spec_of_blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
@@ -142,7 +142,14 @@ def device_get(tree: Any) -> Any:
     adopt()
     if not isinstance(tree, Sharded):
         check_keys(optree.tree_structure(tree, none_is_leaf=True))
-    return optree.tree_map(lambda x: _get(x.local, x.spec) if isinstance(x, Sharded) else x, tree, none_is_leaf=True)
+    return optree.tree_map(_got, tree, none_is_leaf=True)
+
+
+def _got(x: Any) -> Any:
+    if isinstance(x, Sharded):
+        return _get(x.local, x.spec)
+    refuse_foreign(x, "device_get got")
+    return x
 
 
 def _get(local: Tensor, spec: TensorSpec) -> Tensor:

@@ -156,7 +156,8 @@ def _partition(x: DTensor, mesh: Mesh) -> P:
         if entry is None:
             raise SpecError(
                 f"from_dtensor got {_shown(x)}: no spec gives each rank the same indices of dim {dim}, of size "
-                f"{x.shape[dim]}; move it first: x.redistribute(placements=[...]), or make the size divisible"
+                f"{x.shape[dim]}, or {_AMBIGUOUS}; move it first: x.redistribute(placements=[...]), or make the size "
+                "divisible"
             )
         entries[dim] = entry[0]
     return P(*entries, unreduced=pending)
@@ -201,8 +202,8 @@ def _placements(x: Sharded) -> list[Placement]:
         cuts = _cuts_of_entry(spec.shape[dim], entry, tuple((axis, mesh.shape[axis]) for axis in axes))
         if cuts is None:
             raise SpecError(
-                f"to_dtensor got {x!r}: no placements give each rank the same indices of dim {dim}; move it first: "
-                f"reshard(x, P(...)), with {entry_of(axes)!r} for that dim"
+                f"to_dtensor got {x!r}: no placements give each rank the same indices of dim {dim}, or {_AMBIGUOUS}; "
+                f"move it first: reshard(x, P(...)), with {entry_of(axes)!r} for that dim"
             )
         for axis, pieces in cuts:
             by_axis[axis] = Shard(dim) if pieces == 1 else strided_shard(dim, pieces)
@@ -251,6 +252,12 @@ def _cuts_of_entry(size: int, entry: Entry, sizes: Sizes) -> tuple[Cut, ...] | N
         cuts.append((axis, prod(n for n, _ in digits[:at])))
         del digits[at]
     return tuple(cuts) if _alike(size, cuts, entry, sizes) else None
+
+
+#: a reason that `_alike` knows
+_AMBIGUOUS = (
+    "torch itself reads its blocks wrongly: several axes cut the dim into pieces, and full_tensor mixes them up"
+)
 
 
 def _alike(size: int, cuts: Sequence[Cut], entry: Entry, sizes: Sizes) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fspmd.digests import digests
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
+from fspmd.foreign import refuse_foreign
 from fspmd.local_view.exit import spec_of_layouts, where_is
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
@@ -315,8 +316,9 @@ def _tensor(leaf: Any, label: str, tiled: bool) -> Tensor:
 
 
 def _of_array(leaf: Any, label: str) -> Any:
-    """A NumPy array as a tensor; any other leaf as it is."""
+    """A NumPy array as a tensor; any other leaf as it is, unless it is a DTensor."""
     if type(leaf).__name__ != "ndarray":
+        refuse_foreign(leaf, f"{label} is")
         return leaf
     try:
         return torch.as_tensor(leaf)
