@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,29 @@ def layouts_of_dtensors(count: int) -> tuple[int, list[str]]:
         if not same or back.device_mesh != mesh or not all(torch.allclose(x, whole) for x in values):
             wrong.append(case)
     return found, wrong
+
+
+def flattened_dtensors() -> list[str]:
+    """What differs of DTensors whose dims torch has flattened: their shards are strided, and cut into pieces."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), []
+    for shape in ((2, 2, 2), (3, 2, 4), (2, 4, 2), (4, 2, 6)):
+        whole = torch.arange(prod(shape)).view(shape)
+        for placements in itertools.product([Replicate(), *map(Shard, range(3))], repeat=2):
+            if placements[0] == placements[1] or any(p.is_shard() and shape[p.dim] % 2 for p in placements):
+                continue
+            theirs = distribute_tensor(whole, mesh, placements).flatten()
+            if not torch.equal(theirs.full_tensor(), whole.flatten()):
+                continue
+            ours = from_dtensor(theirs)
+            if (
+                not torch.equal(device_get(ours), whole.flatten())
+                or ours.local.data_ptr() != theirs.to_local().data_ptr()
+            ):
+                wrong.append(f"{shape} {placements}")
+    return wrong
 
 
 def specs_as_dtensors() -> list[str]:

@@ -26,6 +26,7 @@ from collective_cases import (
 from compile_programs import collectives_of_all, compiled_functions
 from dtensor_programs import (
     dtensors_where_none_are_taken,
+    flattened_dtensors,
     gradients_of_dtensors,
     layouts_of_dtensors,
     specs_as_dtensors,
@@ -382,6 +383,10 @@ def test_sharded_values_of_every_layout_are_the_same_dtensors(four: Processes) -
         reduced, flat = wrong
         assert "no DTensor has a gradient that is a pending sum" in reduced, wrong
         assert "no placements give each rank the same indices of dim 0" in flat, wrong
+
+
+def test_dims_that_dtensor_has_flattened(four: Processes) -> None:
+    assert four.run(flattened_dtensors) == [[]] * 4
 
 
 def test_gradients_go_through_dtensors(four: Processes) -> None:

@@ -152,7 +152,8 @@ def _partition(x: DTensor, mesh: Mesh) -> P:
         cuts[dim] = [(axis, 1) for axis in axes]
     entries: list[Entry] = [None] * x.ndim
     for dim, dim_cuts in cuts.items():
-        entry = _entry_of_cuts(x.shape[dim], tuple(dim_cuts), tuple((axis, mesh.shape[axis]) for axis, _ in dim_cuts))
+        sizes = tuple((axis, mesh.shape[axis]) for axis, _ in dim_cuts)
+        entry = _entry_of_cuts(x.shape[dim], tuple(dim_cuts), sizes, _are_pieces(x))
         if entry is None:
             raise SpecError(
                 f"from_dtensor got {_shown(x)}: no spec gives each rank the same indices of dim {dim}, of size "
@@ -161,6 +162,12 @@ def _partition(x: DTensor, mesh: Mesh) -> P:
             )
         entries[dim] = entry[0]
     return P(*entries, unreduced=pending)
+
+
+def _are_pieces(x: DTensor) -> bool:
+    """Whether strided shards say into how many pieces they cut. In other DTensors of torch 2.13 they say in which order
+    axes cut. Torch's own ``flatten`` makes the first kind, and placements that are given by hand the second."""
+    return getattr(x._spec, "use_strided_shard_as_shard_order", None) is False
 
 
 def _orders(x: DTensor, mesh: Mesh) -> Iterator[tuple[int, list[str]]]:
@@ -226,7 +233,7 @@ Sizes = tuple[tuple[str, int], ...]  # the axes in the order in which they cut, 
 
 
 @cached
-def _entry_of_cuts(size: int, cuts: tuple[Cut, ...], sizes: Sizes) -> tuple[Entry] | None:
+def _entry_of_cuts(size: int, cuts: tuple[Cut, ...], sizes: Sizes, are_pieces: bool) -> tuple[Entry] | None:
     """The entry, in a tuple, that gives each rank the same indices as these cuts; None if there is none."""
     axes, axis_sizes = tuple(axis for axis, _ in cuts), dict(sizes)
     if all(pieces == 1 for _, pieces in cuts):
@@ -234,7 +241,10 @@ def _entry_of_cuts(size: int, cuts: tuple[Cut, ...], sizes: Sizes) -> tuple[Entr
     candidates: list[Entry] = [entry_of(order) for order in itertools.permutations(axes)]
     if size and (factors := _factors(size, cuts, axis_sizes)) is not None:
         candidates.insert(0, joined(factors, axis_sizes))
-    return next(((entry,) for entry in candidates if _alike(size, cuts, entry, sizes)), None)
+    same = (
+        e for e in candidates if _alike(size, cuts, e, sizes) and (are_pieces or not _ambiguous(size, cuts, e, sizes))
+    )
+    return next(((entry,) for entry in same), None)
 
 
 @cached
@@ -251,24 +261,27 @@ def _cuts_of_entry(size: int, entry: Entry, sizes: Sizes) -> tuple[Cut, ...] | N
         at = next(i for i, (_, name) in enumerate(digits) if name == axis)
         cuts.append((axis, prod(n for n, _ in digits[:at])))
         del digits[at]
-    return tuple(cuts) if _alike(size, cuts, entry, sizes) else None
+    same = _alike(size, cuts, entry, sizes) and not _ambiguous(size, cuts, entry, sizes)
+    return tuple(cuts) if same else None
 
 
-#: a reason that `_alike` knows
 _AMBIGUOUS = (
     "torch itself reads its blocks wrongly: several axes cut the dim into pieces, and full_tensor mixes them up"
 )
 
 
-def _alike(size: int, cuts: Sequence[Cut], entry: Entry, sizes: Sizes) -> bool:
-    """Whether cuts and an entry give each rank the same indices, and torch reads the cuts unambiguously.
+def _ambiguous(size: int, cuts: Sequence[Cut], entry: Entry, sizes: Sizes) -> bool:
+    """Whether torch 2.13 reads placements otherwise than it splits by them.
 
-    ``full_tensor`` of torch 2.13 returns a wrong tensor for a dim whose blocks are in pieces, if several axes cut it
-    and the blocks are uneven or two shards are strided. Cuts of this kind count as unequal.
+    ``full_tensor`` returns a wrong tensor for a dim whose blocks are in pieces, if several axes cut it and the blocks
+    are uneven or two shards are strided.
     """
     uneven = size % prod(n for _, n in sizes)
-    if isinstance(entry, Flat) and len(cuts) > 1 and (uneven or sum(pieces > 1 for _, pieces in cuts) > 1):
-        return False
+    return isinstance(entry, Flat) and len(cuts) > 1 and bool(uneven or sum(pieces > 1 for _, pieces in cuts) > 1)
+
+
+def _alike(size: int, cuts: Sequence[Cut], entry: Entry, sizes: Sizes) -> bool:
+    """Whether cuts and an entry give each rank the same indices."""
     return list(_indices_of_cuts(size, cuts, dict(sizes))) == list(_indices_of_entry(size, entry, sizes))
 
 
