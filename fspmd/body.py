@@ -28,6 +28,7 @@ class Body:
         "mesh",
         "name",
         "outer",
+        "simulated",
         "transport",
         "typed",
         "uneven",
@@ -39,6 +40,7 @@ class Body:
     foreign: frozenset[str]  # axes of an enclosing body of the other `checked`; collectives over them are refused
     uneven: bool  # the shape of a block may differ from rank to rank (`mark_uneven`)
     empty: bool  # some rank is known to have a block without elements
+    simulated: bool  # the ranks of the mesh are simulated
     linear: bool  # the body is linear in pending sums
     mapped: frozenset[str]  # axes that cut a dim over which `vmap` maps: each rank has elements of its own
     unlike: frozenset[str]  # the mapped axes along which each element draws random numbers of its own
@@ -55,6 +57,7 @@ class Body:
         self.foreign = axes - self.typed if checked else self.typed
         self.mapped, self.unlike = (frozenset(), frozenset()) if outer is None else (outer.mapped, outer.unlike)
         self.transport: Transport = transport_of(mesh)
+        self.simulated = mesh.transport == "simulation"
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.asks = True
         self.uneven = self.empty = self.linear = False

@@ -16,7 +16,7 @@ from full import FULL
 from torch import Tensor
 
 from fspmd import ArgumentError, P, device_get, grad, jit, make_mesh, shard_map, vmap
-from fspmd.local_view.modes import _NOT_IMPORTED, check_not_compiled
+from fspmd.local_view.modes import check_not_compiled
 from fspmd.torch_internals import count_function_modes
 
 MESH = make_mesh((4,), ("x",))
@@ -81,7 +81,7 @@ def test_a_body_in_one_thread_ends_while_another_runs() -> None:
 def test_the_first_use_of_the_compiler_within_a_body_is_told() -> None:
     torch._dynamo.utils.counters["frames"]["total"] = 1
     with pytest.raises(ArgumentError, match="compile the function outside of the body"):
-        check_not_compiled(_NOT_IMPORTED, "shard_map(f)")
+        check_not_compiled("shard_map(f)")
 
 
 @pytest.mark.filterwarnings("ignore")

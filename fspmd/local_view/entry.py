@@ -78,7 +78,7 @@ def make_entry(
     if partition is None and isinstance(leaf, Sharded):
         return functools.partial(of_form, leaf.form)
     if partition is None:
-        return _static
+        return static
     variance = variance_of_spec(partition)
     widen = None
     if not body.checked and (absent := body.mesh.ordered(new_axes - partition.mentioned)):
@@ -95,14 +95,15 @@ def typed_entry(spec: TensorSpec) -> Entry:
     return _sharded_entry(spec, spec, variance_of_spec(spec.partition), None)
 
 
-def _static(leaf: Any) -> Any:
+def static(leaf: Any) -> Any:
+    """Return a leaf as it is."""
     return leaf
 
 
 def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | None, widen: Call | None) -> Entry:
     if source is target and widen is None:
         if variance is None:
-            return _static
+            return static
 
         def typed(local: Tensor) -> Tensor:
             have = getattr(local, ATTRIBUTE, INVARIANT)

@@ -185,7 +185,7 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
         return Exit(_unknown, lambda x, _: x, _unknown if static else static_failure)
     target = variance_of_spec(partition)
     specs: dict[Any, TensorSpec] = {}
-    simulated = body.mesh.transport == "simulation"
+    simulated = body.simulated
     share = None
     if not body.checked and (absent := body.mesh.ordered(body.axes - outer_axes - partition.mentioned)):
         share = call("leave_unchecked", body.mesh, absent, Options(factor=1 / body.mesh.axis_size(absent)))

@@ -54,8 +54,8 @@ class _EagerInBodies:
 
 _get_callback, set_frame_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
 _DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
-_NOT_IMPORTED: Final = object()
-SETTLED: Final = (None, _NOT_IMPORTED)  # what `push_mode` leaves as it is
+NOT_IMPORTED: Final = object()
+SETTLED: Final = (None, NOT_IMPORTED)  # what `push_mode` leaves as it is
 
 
 def mode_above() -> BodyMode | None:
@@ -79,13 +79,13 @@ def frame_callback() -> Any:
     """Return the callback of Dynamo in this thread, None outside of compiled functions."""
     if _DYNAMO in modules and hasattr(modules[_DYNAMO], "_stance"):  # another thread may be importing it
         return _get_callback()
-    return _NOT_IMPORTED
+    return NOT_IMPORTED
 
 
 def push_mode(mode: BodyMode, callback: Any) -> None:
     """Activate a mode, and let compiled functions run uncompiled. ``callback`` is the `frame_callback` before."""
     push_function_mode(mode)
-    if callback is _NOT_IMPORTED:
+    if callback is NOT_IMPORTED:
         return
     compiler: Any = modules[_DYNAMO]
     if type(compiler._stance) is not _EagerInBodies:
@@ -121,9 +121,12 @@ def restore_modes(above: BodyMode | None, mode: BodyMode | None) -> None:
         push_function_mode(above)
 
 
-def check_not_compiled(callback: Any, name: str) -> None:
-    """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it."""
-    if callback is _NOT_IMPORTED and frame_callback() is not _NOT_IMPORTED and compiled_frames():
+def check_not_compiled(name: str) -> None:
+    """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it.
+
+    Call it where Dynamo was not imported when the body began.
+    """
+    if frame_callback() is not NOT_IMPORTED and compiled_frames():
         raise ArgumentError(
             f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
             "the function outside of the body, before the body runs"
@@ -164,7 +167,8 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
                 push_mode(mode, callback)
             out = function(*args)
             if mode is not None:
-                check_not_compiled(callback, "shard_map" if body is None else body.name)
+                if callback is NOT_IMPORTED:
+                    check_not_compiled("shard_map" if body is None else body.name)
                 pop_function_mode()
             if above is not None:
                 push_function_mode(above)

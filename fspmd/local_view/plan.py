@@ -15,7 +15,7 @@ from fspmd.body import Body
 from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
 from fspmd.foreign import refuse_foreign
 from fspmd.local_view.closures import held_tensors, held_values
-from fspmd.local_view.entry import Entry, argument_failure, make_entry
+from fspmd.local_view.entry import Entry, argument_failure, make_entry, static
 from fspmd.local_view.exit import Exits, make_exit, result_failure, static_failure
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
@@ -46,6 +46,7 @@ class Plan:
     order: list[int] | None  # the place of each leaf if dicts keep their own order; None if it is the same
     keys: int  # a number for the order of keys, in which a body iterates over dicts
     closes: bool = True  # False once a graph has shown that the function closes over no differentiable tensor
+    enters_as_is: bool = False  # no entry does anything
     exits: dict[Any, Exits] = field(default_factory=dict)  # by the structure of the result
 
     def refuse_arguments(self, leaves: list[Any]) -> NoReturn:
@@ -153,6 +154,7 @@ def make_plan(
         widen=None if checked else call("invariant_to_varying", full_mesh, full_mesh.ordered(new_axes)),
         order=order,
         keys=zlib.crc32(repr(order).encode()),
+        enters_as_is=all(entry is static for entry in entries),
     )
 
 

@@ -57,7 +57,7 @@ def rank_map(fn: Callable[..., Any], *args: Any) -> Any:
         varying = Variance(varying=axes)
         leaves = [state.tracker.cast(x, varying) if isinstance(x, Tensor) else x for x in leaves]
     body.mark_uneven()
-    run = _simulated if body.mesh.transport == "simulation" else _here
+    run = _simulated if body.simulated else _here
 
     def on_ranks(leaves: list[Any], seed: int) -> Any:
         with DisableTorchFunction():

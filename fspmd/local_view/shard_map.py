@@ -19,6 +19,7 @@ from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
+    NOT_IMPORTED,
     SETTLED,
     BodyMode,
     check_not_compiled,
@@ -185,7 +186,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             plan.refuse_arguments(leaves)
     if known_values.hear is not None and outer is None:
         plan.tell_values(function, leaves, flat)
-    args = list(map(call, plan.entries, leaves))
+    args = leaves if plan.enters_as_is else list(map(call, plan.entries, leaves))
     widen = plan.widen
     start = 0 if widen is None else now()
     blocks = args
@@ -203,7 +204,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if outer is None and count_function_modes():
         pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
-    callback, key = frame_callback(), object()
+    callback, key = NOT_IMPORTED if mode is None else frame_callback(), object()
     try:  # as in `run_in`, where the order of lines is explained
         RUNNING[key] = body
         here["body"] = body
@@ -217,7 +218,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
                 pop_function_mode()
             push_mode(mode, callback)
             out = called(*args)
-            check_not_compiled(callback, body.name)
+            if callback is NOT_IMPORTED:
+                check_not_compiled(body.name)
             pop_function_mode()
             if above is not None:
                 push_function_mode(above)
@@ -265,8 +267,12 @@ def _flatten_result(out: Any) -> tuple[list[Any], Any]:
     kind = type(out)
     if kind in BLOCKS:
         return [out], Tensor
-    if kind is tuple and out and BLOCKS.issuperset(map(type, out)):
-        return out, len(out)
+    if kind is tuple and out:
+        for x in out:
+            if type(x) not in BLOCKS:
+                break
+        else:
+            return out, len(out)
     return flatten(out)
 
 

@@ -67,11 +67,11 @@ class Tracker(BodyMode):
     """Types the values of one run of a checked body."""
 
     types_values = True
+    marks_invariant = False  # in a custom Function, results must differ from tensors that no call has given
 
     def __init__(self, body: Body) -> None:
         self.body = body
-        self.simulated = body.mesh.transport == "simulation"
-        self.marks_invariant = False  # in a custom Function, results must differ from tensors that no call has given
+        self.simulated = body.simulated
         self.casts: dict[int, tuple[Tensor, int, dict[Variance, Tensor]]] = {}
         self.borrowed: Borrowed = {}
 
@@ -434,6 +434,6 @@ def mode_for(body: Body | None, typed_by: Body | None) -> BodyMode | None:
         return Tracker(typed_by)
     if body is None:
         return None
-    if body.mesh.transport == "simulation":
+    if body.simulated:
         return IndexMode()
     return ConnectingMode() if body.uneven else None
