@@ -63,6 +63,7 @@ from fspmd.inspection.deadlines import install as _install_debug
 from fspmd.inspection.explain_rule import explain_rule
 from fspmd.inspection.explicit import GradientSumWarning, ImplicitCommunicationWarning, explicit, set_default
 from fspmd.inspection.implicit import Implicit
+from fspmd.inspection.lives import install as _install_lives
 from fspmd.inspection.lockstep import lockstep
 from fspmd.inspection.lost_peers import install as _install_lost_peers
 from fspmd.inspection.watch import Communication
@@ -132,6 +133,7 @@ from fspmd.value_types import typeof
 _install_methods()
 _install_upper()
 _install_chunks()
+_install_lives()
 _install_lost_peers()
 _install_debug()
 _at_first_use(

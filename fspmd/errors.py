@@ -49,7 +49,7 @@ class CommunicationError(FspmdError):
 
 
 class LockstepError(FspmdError):
-    """Ranks that reached or recorded different collectives, or a rank that reached none."""
+    """Ranks that reached, recorded or replayed different collectives, or a rank that reached none."""
 
 
 class PeerError(FspmdError, RuntimeError):

@@ -35,6 +35,7 @@ from fspmd import (
     reshard,
     shard_map,
 )
+from fspmd.inspection import replays
 
 
 def fresh(port: int, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("x",)) -> tuple[Mesh, int]:
@@ -292,6 +293,141 @@ def swapped(port: int) -> tuple[str, float]:
 
     step = jit(shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P()), passes=())
     return outcome(lambda: step(_x(mesh)), nullcontext())
+
+
+def _two_records(mesh: Mesh, rows: int = 1) -> tuple[Callable[..., Any], Callable[..., Any], Sharded]:
+    """Two recorded functions, on which the ranks have agreed, and their argument."""
+
+    def first(x: Sharded) -> Any:
+        return shard_map(lambda b: psum(b, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)
+
+    def second(x: Sharded) -> Any:
+        return shard_map(lambda b: psum(100 * b.repeat(rows), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(x)
+
+    records, x = (jit(first), jit(second)), _x(mesh)
+    for record in records:
+        record(x)
+    return *records, x
+
+
+def known_records_in_another_order(port: int, where: str) -> tuple[str, float]:
+    """Rank 1 swaps two replays. Sizes agree, so numbers are wrong, until ranks talk."""
+    mesh, rank = fresh(port)
+    first, second, x = _two_records(mesh)
+    for record in (second, first) if rank == 1 else (first, second):
+        record(x)
+
+    def act() -> None:
+        match where:
+            case "check_replicas":
+                fspmd.check_replicas({"x": x})
+            case "barrier":
+                fspmd.barrier(mesh=mesh)
+            case "save":
+                fspmd.save(f"/tmp/never-written-{port}", {"x": x}, mesh=mesh)
+            case "a new record":
+                jit(lambda x: x.max())(x)
+            case "other axes":
+                fspmd.barrier(mesh=make_mesh((2, 2), ("a", "b"), device="cpu"))
+
+    return outcome(act, nullcontext())
+
+
+def backwards_in_another_order(port: int) -> tuple[str, float]:
+    """Rank 1 swaps two backwards. Their sums have one shape."""
+    mesh, rank = fresh(port)
+    x, w = _x(mesh), device_put(torch.ones(8, dtype=torch.float64), P(), mesh=mesh).requires_grad_()
+
+    def first(w: Sharded) -> Any:
+        return (x * w).sum()
+
+    def second(w: Sharded) -> Any:
+        return (100 * x * w).sum()
+
+    def act() -> None:
+        losses = [jit(f)(w) for f in (first, second)]
+        for loss in reversed(losses) if rank == 1 else losses:
+            loss.backward()
+        fspmd.barrier(mesh=mesh)
+
+    return outcome(act, nullcontext())
+
+
+def many_replays(port: int) -> tuple[str, float]:
+    """Ranks do nothing but replay. After each block of replays they compare."""
+    mesh, rank = fresh(port)
+    first, second, x = _two_records(mesh)
+
+    def act() -> None:
+        for i in range(64):
+            (second if i % 8 == 0 or (i == 9 and rank == 3) else first)(x)
+            replays.sort()
+
+    before, replays._BLOCK = replays._BLOCK, 8
+    try:
+        return outcome(act, nullcontext())
+    finally:
+        replays._BLOCK = before
+
+
+def known_records_of_other_shapes(port: int) -> tuple[str, float]:
+    """Rank 1 swaps two replays. Sizes differ, so all ranks wait."""
+    mesh, rank = fresh(port)
+    first, second, x = _two_records(mesh, rows=2)
+
+    def act() -> None:
+        for record in (second, first) if rank == 1 else (first, second):
+            record(x)
+
+    return outcome(act, nullcontext())
+
+
+def other_replays_of_other_groups(port: int) -> tuple[str, float]:
+    """Nothing is wrong: each row of ranks replays in its own order, and one rank has its own needs."""
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    row, x = mesh["y"], _x(mesh).requires_grad_()
+    by_row = device_put(torch.ones(4, dtype=torch.float64), P("y"), mesh=row)
+    steps = [jit(lambda x: x.max()), jit(lambda x: (x * x).max())]
+    grow = jit(lambda x: x * 2)  # its backward alone communicates
+
+    def act() -> None:
+        for i in range(6):
+            for step in steps if rank < 2 else reversed(steps):
+                step(by_row)
+            if i == rank:
+                grow(device_put(torch.ones(8), P(), mesh=mesh).requires_grad_())
+            fspmd.check_replicas(steps[0](x), mesh=mesh)
+            if i == 3 and rank == 1:
+                with fspmd.explicit("warn"):
+                    steps[0](x)
+            elif i == 3:
+                steps[0](x)
+            fspmd.barrier(mesh=mesh)
+        fresh(port + 1, (2, 2), ("x", "y"))
+        steps[1](x)
+        fspmd.barrier(mesh=mesh)
+
+    return outcome(act, nullcontext())
+
+
+def a_larger_message(port: int) -> None:
+    """Rank 1 sends more than the others expect. Gloo ends a process."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for i in range(3):
+            n = [100_000 if i == 1 and rank == 1 else 2]
+            step = shard_map(
+                lambda b: all_gather(b[:1].repeat(*n), "x").sum(),  # noqa: B023 - called now
+                mesh=mesh,
+                in_specs=P("x"),
+                out_specs=P(),
+                check_vma=False,
+            )
+            step(x)
+
+    raise AssertionError(outcome(act, nullcontext()))
 
 
 def a_hit_and_a_miss(port: int) -> tuple[str, float]:

@@ -106,6 +106,43 @@ def test_another_record_is_told_before_it_runs(
         assert i == rank or mine not in line
 
 
+@pytest.mark.parametrize("where", ["check_replicas", "barrier", "save", "a new record", "other axes"])
+def test_replays_in_another_order_are_told_where_ranks_talk(four: Processes, where: str) -> None:
+    """Nothing watches, and nobody waits: the sizes agree."""
+    _check_parted(_run(four, partial(fault_programs.known_records_in_another_order, where=where), within=20), 1, 3)
+
+
+def test_replays_in_another_order_are_told_after_many_replays(four: Processes) -> None:
+    _check_parted(_run(four, fault_programs.many_replays, within=20), 3, 12)
+
+
+def test_backwards_in_another_order_are_told(four: Processes) -> None:
+    first, *rest = _run(four, fault_programs.backwards_in_another_order, within=20)
+    assert rest == [first] * 3
+    head, *lines, _ = first.splitlines()
+    assert head.startswith("LockstepError: ranks replayed different records, from replay number "), first
+    assert ["the backward of jit(second)" in line for line in lines] == [False, True, False, False], first
+
+
+def test_replays_in_another_order_are_told_in_a_long_wait(four: Processes) -> None:
+    _check_parted(_run(four, fault_programs.known_records_of_other_shapes, within=20), 1, 3)
+
+
+def _check_parted(errors: list[str], rank: int, number: int) -> None:
+    """Whether all ranks say that one has replayed ``second``, and the others ``first``."""
+    first, *rest = errors
+    assert rest == [first] * 3
+    head, *lines, _ = first.splitlines()
+    expected = f"LockstepError: ranks replayed different records, from replay number {number} of their group on:"
+    assert head == expected
+    for i, line in enumerate(lines):
+        name = "second" if i == rank else "first"
+        begin = (
+            f"  * rank {i}: jit({name}) of fault_programs.py:{_line(f'def {name}(x: Sharded) -> Any:')}, which begins"
+        )
+        assert line.startswith(f"{begin} with psum over 'x' of mesh(x=4), f64["), line
+
+
 def test_a_rank_that_records_alone_is_told(four: Processes) -> None:
     """The others replay, and wait for it. They hear of it, too."""
     errors = _run(four, fault_programs.a_hit_and_a_miss, within=15)
@@ -332,6 +369,7 @@ def test_threads_leave_their_blocks_in_any_order() -> None:
         fault_programs.slow,
         fault_programs.a_record_alone,
         fault_programs.a_new_world,
+        fault_programs.other_replays_of_other_groups,
     ],
 )
 def test_who_does_nothing_wrong_hears_nothing(four: Processes, program: Callable[[int], Any]) -> None:
@@ -350,6 +388,20 @@ def test_a_killed_rank_is_told() -> None:
             or (f"rank {rank} waits in vain at psum over 'x'" in told)
         ), told
     assert "PeerError: rank " in told
+
+
+def test_a_process_that_the_backend_ends_is_named() -> None:
+    """Without `debug`, nothing keeps a message of another size from being sent."""
+    with Processes(4) as pool, pytest.raises(AssertionError) as caught:
+        pool.run(fault_programs.a_larger_message, free_port(), seconds=30)
+    told = str(caught.value)
+    (dead,) = [rank for rank in range(4) if f"rank {rank}: the process ended" in told]
+    for rank in {0, 1, 2, 3} - {dead}:
+        (error,) = [line for line in told.splitlines() if f"PeerError: rank {rank} " in line[:40]]
+        assert f"rank {dead} has ended: its process " in error, told
+        assert "all_gather over 'x' of mesh(x=4), f64[1, " in error, told
+        assert "Gloo" not in error, told
+        assert "closed by peer" not in error, told
 
 
 def test_a_rank_that_is_lost_under_debug_is_told_of() -> None:

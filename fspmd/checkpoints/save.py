@@ -62,6 +62,7 @@ def save(
         CheckpointError: on all ranks alike, a rank could not write; or the save before failed.
         TreeError, ArgumentError, MeshError: on all ranks alike, an argument is wrong; the error names all leaves that
             cannot be saved. Or ranks pass different trees.
+        LockstepError: on all ranks alike, ranks have replayed different records of `jit`.
 
     >>> import tempfile
     >>> from fspmd import P, device_put, latest_step, make_mesh

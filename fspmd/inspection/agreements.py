@@ -16,6 +16,7 @@ from fspmd.errors import DeadlineError, LockstepError, join_failures
 from fspmd.inspection.histories import PARTED, SHOWN, History, parting_text, ring_of, ring_text
 from fspmd.inspection.long_waits import waits
 from fspmd.inspection.positions import Rendezvous, position
+from fspmd.inspection.replays import hash_of, parting
 from fspmd.inspection.watch import compares
 from fspmd.meshes import world
 from fspmd.messages import counted
@@ -50,13 +51,15 @@ class Gathering:
         history: The collectives of this rank in the group.
         topic: A prefix of the keys in the store.
         number: The number of the gathering, among those of the group and topic.
+        more: Other words that the ranks come with.
     """
 
-    def __init__(self, history: History, topic: str, number: int) -> None:
-        self.ranks, self.hash = history.ranks, history.hash
+    def __init__(self, history: History, topic: str, number: int, *more: str) -> None:
+        self.ranks, self.words = history.ranks, (str(history.hash), *more)
         self.store = store_here(f"fspmd.{topic}/{history.key}")
         self.number, self.me = number, world.process_rank()
-        self.store.add(f"{number}/{self.hash}", 1)
+        for word in self.words:
+            self.store.add(f"{number}/{word}", 1)
         self.store.add(f"{number}", 1)
 
     def has_all(self) -> bool:
@@ -67,9 +70,9 @@ class Gathering:
         """Whether nobody waits any longer."""
         return self.has_all()
 
-    def is_one(self) -> bool:
-        """Whether all ranks that have come bring the same collectives."""
-        return bool(self.store.add(f"{self.number}/{self.hash}", 0) >= len(self.ranks))
+    def is_one(self, i: int = 0) -> bool:
+        """Whether all ranks that have come bring the same collectives; instead: their other word ``i``."""
+        return bool(self.store.add(f"{self.number}/{self.words[i]}", 0) >= len(self.ranks))
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait until it is completed.
@@ -93,7 +96,8 @@ class Gathering:
     def forget(self) -> None:
         """Delete the keys. All ranks have read them, if they have come to a later gathering."""
         if self.me == self.ranks[0]:
-            self.store.delete_key(f"{self.number}/{self.hash}")
+            for word in self.words:
+                self.store.delete_key(f"{self.number}/{word}")
             self.store.delete_key(f"{self.number}")
 
 
@@ -102,7 +106,7 @@ class Agreement(Gathering, Rendezvous):
 
     def __init__(self, history: History, what: str, number: int) -> None:
         Rendezvous.__init__(self, what, history.ranks)
-        Gathering.__init__(self, history, "agreements", number)
+        Gathering.__init__(self, history, "agreements", number, f"after {hash_of(history.key)}")
         self.history = history
         self.begin = self.looked = time.monotonic()
         limit = time_limit(c10d.GroupMember.WORLD) or _LIMIT
@@ -144,7 +148,7 @@ class Agreement(Gathering, Rendezvous):
         while not self.store.check(list(keys.values())) and time.monotonic() < end:
             time.sleep(_LONGEST)
         rings = {rank: ring_of(self.store.get(key)) if self.store.check([key]) else {} for rank, key in keys.items()}
-        return LockstepError(parting_text(rings, "ranks have recorded different collectives", "in the record"))
+        return LockstepError(parting_text(rings, "ranks have recorded different collectives", " in the record"))
 
     def forget(self) -> None:
         super().forget()
@@ -157,7 +161,8 @@ def agree(histories: Iterable[History], what: str) -> None:
     ``what`` is about to run them. The store has a few messages of each rank for each group, once.
 
     Raises:
-        LockstepError: ranks come with other collectives, or wait elsewhere for those that have come.
+        LockstepError: ranks come with other collectives, or after other replays, or wait elsewhere for those that have
+            come.
         DeadlineError: a rank does not come within the time limit of the process group, or of `deadline`.
         PeerError: another rank has failed.
     """
@@ -175,6 +180,8 @@ def agree(histories: Iterable[History], what: str) -> None:
         for last, agreement in agreements:
             if not agreement.is_completed():
                 wait_for((agreement,))
+            if not agreement.is_one(1) and (parted := parting(agreement.ranks)):
+                raise LockstepError(parted)
             if not agreement.is_one():
                 raise agreement.differ()
             if last is not None:

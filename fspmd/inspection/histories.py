@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -61,7 +62,12 @@ class History:
 
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> str:
     """A short name of the ranks of a group."""
-    ranks = sorted(mesh.group_ranks(axes or mesh.axis_names))
+    return key_of_ranks(mesh.group_ranks(axes or mesh.axis_names))
+
+
+def key_of_ranks(ranks: Iterable[int]) -> str:
+    """The same for the ranks themselves."""
+    ranks = sorted(ranks)
     return f"{len(ranks)}-{zlib.crc32(repr(ranks).encode()):08x}-{ranks[0]}"
 
 
@@ -115,9 +121,10 @@ def ring_of(text: bytes) -> dict[int, tuple[int, str]]:
 def parting_text(
     rings: dict[int, dict[int, tuple[int, str]]],
     what: str = "ranks ran different collectives",
-    where: str = "in this block",
+    where: str = " in this block",
+    noun: str = "collective",
 ) -> str:
-    """The error for ranks of a group whose last collectives ``where`` differ."""
+    """The error for ranks of a group whose last collectives ``where`` differ, or whatever the ``noun`` names."""
     told = {rank: ring for rank, ring in rings.items() if ring}
     counts = sorted({count for ring in told.values() for count in ring})
     oldest = max((min(ring) for ring in told.values()), default=0)
@@ -126,13 +133,13 @@ def parting_text(
     fewer = (c for c in common if len(told) < len(rings) or any(c not in ring for ring in told.values()))
     first = next(fewer, counts[-1] if counts else 0) if other is None else other
     known = first == 1 or all(first - 1 in ring for ring in told.values() if first in ring)
-    ordinal = f"collective number {first} of their group {where}"
+    ordinal = f"{noun} number {first} of their group{where}"
     head = f"{what}, from {ordinal} on:" if known else f"ranks parted before {ordinal}:"
     lines = []
     for rank in list(rings)[:SHOWN]:
         ring = told.get(rank)
         if ring is None:
-            text = "has told of no collective of this group"
+            text = f"has told of no {noun} of this group"
         elif first in ring:
             text = ring[first][1]
         else:

@@ -12,8 +12,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, Final
 
-from fspmd.errors import PeerError, join_failures
-from fspmd.inspection.positions import position
+from fspmd.errors import LockstepError, PeerError, join_failures
+from fspmd.inspection.lives import ended
+from fspmd.inspection.positions import Rendezvous, position
+from fspmd.inspection.replays import compare_long, last_replays
+from fspmd.inspection.watch import compares
 from fspmd.meshes import world
 from fspmd.transport.pending import SLICE, Meeting, Message
 from fspmd.transport.reports import PATIENCE, failures, last_failure, own_store, within
@@ -28,19 +31,31 @@ _SKEW: Final = 5.0  # seconds before the wait in which a failure counts
 class Lookout:
     """A thread that tells the other ranks of the long wait of this one, and hears of their failures.
 
-    ``frame``: the innermost frame of the thread that waits, if it is another one.
+    Args:
+        waited: The seconds until now.
+        frame: The innermost frame of the thread that waits, if it is another one.
+        needs_all: The wait ends only when all ranks of the group have come.
     """
 
-    def __init__(self, waited: float, frame: FrameType | None = None) -> None:
+    def __init__(self, waited: float, frame: FrameType | None = None, needs_all: bool = False) -> None:
         self.where, self.ranks = position(frame)
+        self.needs_all = needs_all
+        self.parted = ""  # the error of ranks that have parted
         self.begin = time.monotonic() - waited
         self.news: list[str] = []  # of ranks that have failed
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._run, name="fspmd-lookout", daemon=True)
         self.thread.start()
 
+    @property
+    def is_vain(self) -> bool:
+        """Whether this rank waits in vain."""
+        return bool(self.parted or self.news)
+
     def check(self) -> None:
         """Raise an error if this rank waits in vain."""
+        if self.parted:
+            raise LockstepError(self.parted)
         if self.news:
             raise PeerError(
                 join_failures(f"rank {world.process_rank()} waits in vain at {self.where}:", self.news, ADVICE)
@@ -53,13 +68,19 @@ class Lookout:
             store = own_store("fspmd.waits")
             while not self.over.wait(_PERIOD):
                 waited = time.monotonic() - self.begin
-                told = {"at": self.where, "ranks": self.ranks, "waits": waited, "time": time.time()}
+                at = self.where + last_replays(self.ranks)
+                told = {"at": at, "ranks": self.ranks, "waits": waited, "time": time.time()}
                 store.set(str(me), json.dumps(told))
-                self.news = [
+                if not compares():  # `debug` compares more
+                    self.parted = compare_long()
+                news = [
                     f"rank {rank} {text}, {age:.1f} s ago"
                     for rank, (age, text) in failures(others).items()
                     if _GRACE < age < waited + _SKEW and text != last_failure()
                 ]
+                if self.needs_all and not news:
+                    news = [f"rank {rank} {text}" for rank, text in ended(others).items()]
+                self.news = news
             store.delete_key(str(me))
         except Exception:  # the store has ended
             return
@@ -70,8 +91,9 @@ def wait_long(work: Any) -> None:
 
     Raises:
         PeerError: another rank has failed since.
+        LockstepError: ranks have replayed different records.
     """
-    lookout = Lookout(SLICE.total_seconds())
+    lookout = Lookout(SLICE.total_seconds(), needs_all=isinstance(work, Rendezvous))
     try:
         while True:
             try:
@@ -81,7 +103,7 @@ def wait_long(work: Any) -> None:
                 if work.is_completed():  # it has failed
                     raise
             lookout.check()
-    except PeerError:
+    except (PeerError, LockstepError):
         world.abandon_groups()
         raise
     finally:
@@ -104,7 +126,7 @@ def wait_whole(work: Message | Meeting) -> None:
     """Wait for a work whose wait cannot be cut.
 
     Raises:
-        PeerError: another rank has failed since.
+        PeerError, LockstepError: as with `wait_long`.
     """
     if isinstance(work, Meeting):
         _meet(work)
@@ -117,7 +139,7 @@ def wait_whole(work: Message | Meeting) -> None:
     try:
         work.wait()
     except RuntimeError:
-        if watched.lookout is not None and watched.lookout.news:
+        if watched.lookout is not None and watched.lookout.is_vain:
             world.abandon_groups()
             watched.lookout.where, _ = position()
             watched.lookout.check()
@@ -142,7 +164,7 @@ def _look_after(thread: int) -> None:
         return
     if watched.lookout is None:
         watched.lookout = Lookout(waited, sys._current_frames().get(thread))
-    elif watched.lookout.news and _message_waits.get(thread) is watched:
+    elif watched.lookout.is_vain and _message_waits.get(thread) is watched:
         with contextlib.suppress(RuntimeError):
             watched.work.work.wait(_AT_ONCE)
 
@@ -155,11 +177,11 @@ def _meet(meeting: Meeting) -> None:
         if lookout is not None:
             lookout.check()
         elif (waited := time.monotonic() - begin) > SLICE.total_seconds():
-            lookout = Lookout(waited)
+            lookout = Lookout(waited, needs_all=True)
 
     try:
         wait_beside(meeting, check, _PERIOD)
-    except PeerError:
+    except (PeerError, LockstepError):
         world.abandon_groups()
         raise
     finally:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fspmd.errors import DeadlineError, FspmdError, LockstepError, PeerError, join_failures
 from fspmd.inspection.comparison import LATE, Comparison
 from fspmd.inspection.long_waits import Lookout, wait_beside
-from fspmd.inspection.lost_peers import told_by
+from fspmd.inspection.lost_peers import told_by, what_failed
 from fspmd.inspection.positions import position
 from fspmd.inspection.presence import FAREWELL, PERIOD
 from fspmd.inspection.watch import note_with
@@ -191,7 +191,7 @@ class Monitor(Comparison):
                 end = min(end, time.monotonic() + self.period)
         if found:
             return LockstepError(found)
-        head = f"rank {me} failed at {where}: {str(error).splitlines()[0]}"
+        head = f"rank {me} failed at {where}: {what_failed(error)}:"
         return PeerError(join_failures(head, self._states(ranks), _FAILED))
 
     def _hurry(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -184,6 +184,15 @@ class Mesh(Grid):
         axes = {name: (axis.shape, axis.stride) for name, axis in zip(self.axis_names, self._axes, strict=True)}
         ranks = None if self._map is None else self._map.ranks
         return load_mesh, (_VERSION, axes, self._offset, ranks, self.device_type, self.transport)
+
+
+def groups_along(mesh: Mesh, axes: Collection[str]) -> list[list[int]]:
+    """The positions of ranks of a mesh, row-major, in groups that differ along ``axes`` alone."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for position, rank in enumerate(mesh.ranks):
+        at = zip(mesh.axis_names, mesh.coordinate(rank) or (), strict=True)
+        groups.setdefault(tuple(i for axis, i in at if axis not in axes), []).append(position)
+    return list(groups.values())
 
 
 def mesh_advice(given: object) -> str:

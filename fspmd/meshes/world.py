@@ -200,6 +200,7 @@ def ensure_initialised(device: str | None = None, timeout: datetime.timedelta | 
                 f"time limit of {limit.total_seconds():g} s: give it to the first make_mesh, or to "
                 "torch.distributed.init_process_group"
             )
+        _current_groups()
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -212,6 +213,7 @@ def ensure_initialised(device: str | None = None, timeout: datetime.timedelta | 
         torch.get_device_module(device_type).set_device(_own_index(device_type))
         backend = dist.get_default_backend_for_device(device_type)
     _initialise(backend, {} if timeout is None else {"timeout": timeout})
+    _current_groups()
 
 
 def _initialise(backend: str, limit: dict[str, Any]) -> None:

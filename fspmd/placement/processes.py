@@ -37,6 +37,7 @@ def barrier(name: str = "barrier", *, mesh: Mesh | None = None) -> None:
 
     Raises:
         ArgumentError: on all ranks alike, a rank waits at another barrier.
+        LockstepError: on all ranks alike, ranks have replayed different records of `jit`.
 
     >>> barrier("checkpoint written")
     """

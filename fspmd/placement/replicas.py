@@ -17,8 +17,9 @@ from fspmd.digests import Difference, difference, digests, mixed, of_bytes, raw_
 from fspmd.errors import ArgumentError, ReplicaError, TreeError, join_failures
 from fspmd.foreign import refuse_misfit
 from fspmd.inspection.lines import UserLine, user_line
+from fspmd.inspection.replays import compare_replays, replay_hashes
 from fspmd.meshes import world
-from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
+from fspmd.meshes.mesh import Mesh, current_mesh, groups_along, make_mesh
 from fspmd.messages import counted, described
 from fspmd.outside import check_member, check_outside, refuse_recorded
 from fspmd.placement.source_rank import hear_all
@@ -60,6 +61,7 @@ def check_replicas(tree: Any, *, every: int = 1, mesh: Mesh | None = None) -> No
     Raises:
         ReplicaError: on all ranks of the mesh alike, copies differ. The error names each leaf, the ranks, the number of
             elements that differ, the largest difference, and the first place in the block.
+        LockstepError: on all ranks alike, ranks have replayed different records of `jit`.
         TreeError: on all ranks alike, the ranks pass trees with other structures, shapes, dtypes or specs.
         ArgumentError, RecordError: it is called in a body, or within jit; or ``every`` is no integer above 0.
 
@@ -177,23 +179,16 @@ def _agree(leaves: Sequence[_Copied], numbers: Sequence[int], text: int, mesh: M
     sets = [sum(1 << i for i, axis in enumerate(live) if axis in leaf.axes) for leaf in leaves]
     for place, number in zip(sets, numbers, strict=True):
         row[1 + place] = mixed(row[1 + place], number)
-    rows = gather_integers(row, mesh)
+    replays = replay_hashes(mesh) or [0] * ((1 << len(live)) - 1)
+    rows = gather_integers(row + replays, mesh)
+    compare_replays([other[len(row) :] for other in rows], mesh)
     if any(other[0] != text for other in rows):
         return False
     for place in set(sets):
         over = [axis for i, axis in enumerate(live) if place >> i & 1]
-        if any(len({rows[i][1 + place] for i in copies}) > 1 for copies in _copies(mesh, over)):
+        if any(len({rows[i][1 + place] for i in copies}) > 1 for copies in groups_along(mesh, over)):
             return False
     return True
-
-
-def _copies(mesh: Mesh, axes: Sequence[str]) -> list[list[int]]:
-    """The positions of ranks of a mesh, in groups that differ along ``axes`` alone."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for position, rank in enumerate(mesh.ranks):
-        at = zip(mesh.axis_names, mesh.coordinate(rank) or (), strict=True)
-        groups.setdefault(tuple(i for axis, i in at if axis not in axes), []).append(position)
-    return list(groups.values())
 
 
 def _differences(leaves: Sequence[_Copied], numbers: Sequence[int], text: str, mesh: Mesh) -> list[str]:
@@ -208,7 +203,7 @@ def _differences(leaves: Sequence[_Copied], numbers: Sequence[int], text: str, m
     found = []
     for i, leaf in enumerate(leaves):
         hashes = [report[1][i] for report in reports]
-        groups = [group for group in _copies(mesh, leaf.axes) if len({hashes[at] for at in group}) > 1]
+        groups = [group for group in groups_along(mesh, leaf.axes) if len({hashes[at] for at in group}) > 1]
         if not groups:
             continue
         has = {at: reports[at][2][i] for group in groups for at in group}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
+from fspmd.inspection.replays import compare_replays, replay_hashes
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport import Options, transport_of
@@ -76,22 +77,29 @@ def source_of(src: Any, mesh: Mesh, what: str) -> Source:
 def hear_all(make: Callable[[], Any], mesh: Mesh) -> list[Any]:
     """Call ``make`` on each rank and return the results of all, row-major. The first `FspmdError` is raised on all.
 
-    A simulation is one process, so its list has one result.
+    The replays of recorded programs are compared on the way. A simulation is one process, so its list has one result.
+
+    Raises:
+        LockstepError: on all ranks, ranks have replayed different records.
     """
     if mesh.transport != "process_group":
         return [make()]
     failure: Exception | None = None
+    replays = replay_hashes(mesh)
     try:
-        message = pickle.dumps(make())
+        message = pickle.dumps((replays, make()))
     except Exception as error:  # the other ranks wait for this message
         failure = error
-        message = pickle.dumps(error if isinstance(error, FspmdError) else ArgumentError(f"a rank failed: {error!r}"))
+        told = error if isinstance(error, FspmdError) else ArgumentError(f"a rank failed: {error!r}")
+        message = pickle.dumps((replays, told))
     transport, block = transport_of(mesh), torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
     sizes = tuple(layout[1][0] for (layout,) in transport.layouts([block], mesh) if layout is not None)
     messages = transport.gather(block, mesh, mesh.axis_names, Options(sizes=sizes)).wait()
+    heard = [pickle.loads(bytes(part.tolist())) for part in messages.cpu().split(sizes)]
+    compare_replays([row for row, _ in heard], mesh)
     if failure is not None:
         raise failure
-    results = [pickle.loads(bytes(part.tolist())) for part in messages.cpu().split(sizes)]
+    results = [result for _, result in heard]
     for result in results:
         if isinstance(result, FspmdError):
             raise result

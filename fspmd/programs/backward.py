@@ -14,6 +14,7 @@ from fspmd.errors import RecordError
 from fspmd.inspection.watch import Communication, hears_of_records, tell
 from fspmd.pairs import apply, call, is_watched
 from fspmd.programs.communication import known_communication
+from fspmd.programs.histories import replayed_by
 from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.replay import Maker, ProgramPart, compiled, has_randomness
@@ -119,9 +120,14 @@ def has_gradient(x: Tensor) -> bool:
 
 
 def halves_of(
-    program: Program, facts: AutogradFacts, again: Callable[..., list[Tensor]], make: Maker = compiled
+    name: str, program: Program, facts: AutogradFacts, again: Callable[..., list[Tensor]], make: Maker = compiled
 ) -> Halves:
-    """Both parts of a program, as functions made by ``make``."""
+    """Both parts of a program, as functions made by ``make``. ``name``: as errors show the program."""
+    constants, ahead, back = (
+        program.constants,
+        replayed_by(name, program.steps),
+        replayed_by(name, program.deferred, True),
+    )
     kept, given = program.kept, set(program.results)
     memory = {owner(node) for node in given}
     shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)
@@ -139,8 +145,8 @@ def halves_of(
         facts.with_gradient,
         facts.zeros,
         facts.reach,
-        make(ProgramPart(program.steps, program.inputs, [*program.results, *kept], program.constants)),
-        make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, program.constants, kept)),
+        make(ProgramPart(program.steps, program.inputs, [*program.results, *kept], constants, replayed=ahead)),
+        make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, constants, kept, back)),
         again,
         any(has_randomness(node) for node in program.steps),
         known_communication(program.deferred, program.even),

@@ -12,6 +12,7 @@ from fspmd.body import state
 from fspmd.cache import Cache
 from fspmd.errors import ArgumentError, RecordError
 from fspmd.first_use import begin
+from fspmd.inspection.replays import leave_out
 from fspmd.inspection.watch import hears_of_records, tell
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
@@ -113,8 +114,11 @@ def jit(
     the communication of the record. Each process records alone. Before the first replay the ranks of each group compare
     the collectives of the record, through the store of torch.distributed: the row of the pair table, the axes, the
     options, the shape, the dtype and the user's line, forward and backward. They do so once for equal collectives, and
-    a process that lacks a record makes it while others replay theirs. Later replays compare nothing: ranks that replay
-    different records, on all of which they have agreed, are found by `debug` and `lockstep` alone.
+    a process that lacks a record makes it while others replay theirs. A replay compares nothing, but each rank keeps
+    which records it has replayed. Ranks compare that where they talk: in `check_replicas`, `save`, `load`, `barrier`,
+    `assert_equal`, before a new record, after each 2,048 replays of a group, and when a rank waits for long. So ranks
+    that replay records in different orders are told of it, and of the first replay that differs; what was computed
+    since may be wrong. `debug` finds it in seconds, and finds collectives outside of records, too.
 
     Some functions need values: `ragged_all_to_all` with computed sizes, `rank_map`, and functions of blocks whose sizes
     are measured. Such a function is recorded while it runs once on copies of the arguments, on all processes at once.
@@ -152,7 +156,8 @@ def jit(
             values, takes values out of torch (``tolist()``, ``numpy()``, ``print``; use `debug_print`), writes into
             tensors that it closes over, calls ``backward()`` into ``.grad`` of tensors from outside, sets seeds, makes
             generators, or changes lists and dicts of the arguments.
-        LockstepError: ranks have recorded different collectives, or wait elsewhere for a rank that has recorded some.
+        LockstepError: ranks have recorded different collectives, have replayed records in different orders, or wait
+            elsewhere for a rank that has recorded some.
         PeerError, DeadlineError: another rank has failed, or does not come within the time limit of the process group.
 
     ``jit(f).lower(*args)`` records and runs nothing. Its result, a `Lowered`, shows the program and its cost. A
@@ -309,6 +314,8 @@ class Jitted(Generic[Q, R]):
         if watched := is_seen():
             watched = is_watched()
             if is_recording() or (watched and not hears_of_records()):
+                if not is_recording():
+                    leave_out()
                 return self._function(*args, **kwargs)  # type: ignore[no-any-return]
         positional: tuple[Any, ...] = args
         named: dict[str, Any] = kwargs

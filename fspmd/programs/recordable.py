@@ -170,7 +170,7 @@ class Recordable:
             clear_frames(error.__traceback__)  # torch before 2.13 leaves the hooks of a checkpoint there
             captured = capture(self.plain, args, kwargs)
         transform(captured.program, self.passes)
-        return record_of(captured, facts, given, self.make)
+        return record_of(self.function, captured, facts, given, self.make)
 
     def lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The program of a call, which is recorded and not run."""
@@ -194,7 +194,7 @@ class Recordable:
             written = with_reuse(recorded, donated, self.make)
 
         def compiled() -> Compiled:
-            record = record_of(captured, call_facts(self.function, given, named), written, self.make)
+            record = record_of(self.function, captured, call_facts(self.function, given, named), written, self.make)
             return Compiled(self.function, record, self.marked)
 
         return Lowered(self.function, shown, (given, named), donated.places, compiled)

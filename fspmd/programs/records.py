@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.inspection.agreements import agree
-from fspmd.inspection.histories import DTYPES, History, facts_of
-from fspmd.inspection.lines import line_of
+from fspmd.inspection.histories import History
 from fspmd.inspection.watch import Communication
 from fspmd.ops.traits import autocasts
 from fspmd.programs.backward import Halves, halves_of, replay
@@ -22,8 +21,9 @@ from fspmd.programs.cache_misses import Facts
 from fspmd.programs.capture import Capture
 from fspmd.programs.communication import known_communication, report_when_run
 from fspmd.programs.donation import Donation, reuse
+from fspmd.programs.histories import histories, name_of, replayed_by
 from fspmd.programs.keys import guard, strides_of
-from fspmd.programs.program import Program, Value, memory_of, owner
+from fspmd.programs.program import memory_of, owner
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, from_lists
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
@@ -121,32 +121,6 @@ def meet(record: Record, function: Callable[..., Any]) -> None:
         record.unmet.clear()
 
 
-def _histories(program: Program) -> list[History]:
-    """For each group of processes the collectives of a program, forward and backward."""
-    found: dict[str, History] = {}
-    for nodes, is_backward in ((program.steps, False), (program.deferred, True)):
-        _add_steps(found, nodes, is_backward)
-    return list(found.values())
-
-
-def _add_steps(found: dict[str, History], nodes: Iterable[fx.Node], is_backward: bool) -> None:
-    for node in nodes:
-        call = node.meta.get("call")
-        if call is None:
-            continue
-        number, key, is_even = facts_of(call)
-        if not number:
-            continue
-        history = found.get(key)
-        if history is None:
-            ranks = tuple(sorted(call.mesh.group_ranks(call.axes or call.mesh.axis_names)))
-            history = found[key] = History(key, ranks)
-        operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
-        line, dtype, shape = line_of(node.meta["cause"].where), operand.dtype, tuple(operand.shape)
-        history.advance(hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward)))
-        history.ring.append((history.count, history.hash, call, line, dtype, shape, 0.0))
-
-
 def replayed(record: Record, values: list[Any], strides: list[Any]) -> Any:
     """The result for ``values``, the tensors among the leaves of the arguments; ``strides``: of the values."""
     for i in record.written:
@@ -215,21 +189,23 @@ def stale(record: Record) -> tuple[str, ...]:
     return *record.closed.changes(), *modules
 
 
-def record_of(captured: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
-    """The record of a capture."""
+def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
+    """The record of a capture of a function."""
+    name = name_of(function)
     program, halves = captured.program, None
     donation = with_reuse(captured, donation, make)
     report_when_run(program)
     if captured.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated))
+        told = replayed_by(name, program.steps)
+        run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated, told))
         if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
         if any(x.requires_grad for x in (*captured.leaves, *captured.closed)):
             run = below_autograd(run)
     else:
-        halves = halves_of(program, captured.followed, captured.again, make)
+        halves = halves_of(name, program, captured.followed, captured.again, make)
         run = replay(halves)
         if captured.same:
             run = _returning_arguments(run, captured.same)
@@ -241,7 +217,7 @@ def record_of(captured: Capture, facts: Facts, donation: Donation, make: Maker) 
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
-    unmet = _histories(program)
+    unmet = histories((program.steps, False), (program.deferred, True))
     return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places, unmet)
 
 

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from fspmd.cache import cached
 from fspmd.inspection.causes import Cause
 from fspmd.inspection.positions import CAUSES
+from fspmd.inspection.replays import UNSORTED, Replayed, log, sort
 from fspmd.inspection.watch import communicates, label
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
@@ -29,6 +30,7 @@ class ProgramPart(NamedTuple):
     outputs: Sequence[Any]  # nodes, or plain values
     constants: dict[fx.Node, Any]  # the values of nodes that are neither inputs nor steps
     donated: Sequence[fx.Node] = ()  # inputs that are passed in lists of length 1, and freed after their last use
+    replayed: Replayed | None = None  # what each run notes, if the steps communicate
 
 
 #: makes a function of a part, which returns a tuple of the values of its outputs
@@ -115,7 +117,7 @@ class _Writer:
 
     def function(self) -> Callable[..., Any]:
         """The function of the steps."""
-        steps, _, outputs, constants, donated = self.part
+        steps, _, outputs, constants, donated, replayed = self.part
         last = dict.fromkeys(donated, -1)
         for i, node in enumerate(steps):
             for used in (*node.all_input_nodes, node):
@@ -127,6 +129,9 @@ class _Writer:
                 freed.setdefault(i, []).append(node)
         causes = self.scope[CAUSES] = dict[int, Cause]()
         lines = [f"def replay({', '.join(self.names.values())}):"]
+        if replayed is not None:
+            self.scope.update(note=log.append, log=log, replayed=replayed, sort=sort)
+            lines += ["    note(replayed)", f"    if len(log) >= {UNSORTED}: sort()"]
         lines += [f"    {self.names[node]} = {self.names[node]}.pop()" for node in donated]
         lines += [f"    del {self.names[node]}" for node in freed.get(-1, ())]
         for i, node in enumerate(steps):
