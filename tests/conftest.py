@@ -1,12 +1,18 @@
 """What holds for all tests."""
 
 import gc
+import os
+import sys
 from collections import defaultdict
 from zlib import crc32
 
 import pytest
 import torch
 from full import FULL
+
+# the many processes of the tests read what one has compiled
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # each worker has a core: two threads that wait for each other make a call on a few elements cost milliseconds
 torch.set_num_threads(1)

@@ -10,6 +10,7 @@ calls. Every call has a time limit, past which the pool is ended.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -52,6 +53,7 @@ def _serve(rank: int, size: int, port: int, calls: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # no collection walks what was imported, which would also copy its pages
     while (call := calls.recv()) is not None:
         function, args = call
         try:
