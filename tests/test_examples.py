@@ -11,16 +11,16 @@ import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import optree
 import pytest
 import torch
-from processes import Processes
+from processes import Processes, forks
 
 import fspmd
 
@@ -64,11 +64,6 @@ def pool() -> Iterator[Processes]:
 def on_processes(pool: Processes, name: str, arguments: list[str]) -> str:
     """What an example prints on all processes."""
     return "".join(pool.run(_printed, name, arguments, seconds=120))
-
-
-def _environment() -> dict[str, str]:
-    paths = os.pathsep.join(filter(None, [str(EXAMPLES.parent), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
 
 
 @pytest.mark.parametrize("script", SHORT)
@@ -139,44 +134,59 @@ def test_training_goes_on_from_a_checkpoint(job: list[str], tmp_path: Path, caps
         assert found == (alone if exact else pytest.approx(alone, rel=1e-10))
 
 
-def _workers(process: subprocess.Popen[str]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+def _program(arguments: list[str], launcher: list[str], log: Path) -> None:
+    """Of a process: train_lm, or torchrun whose workers are forks and run it. What they print goes into a file."""
+    torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.path.insert(0, str(EXAMPLES))
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if launcher:
+        from torch.distributed.run import main
+
+        main([*launcher, "--run-path", "--start-method=fork", str(EXAMPLES / "train_lm.py"), *arguments])
+    else:
+        importlib.import_module("train_lm").main(arguments)
 
 
-def _started(arguments: list[str], folder: Path, *command: str) -> subprocess.Popen[str]:
-    """Train in another process until a step is saved."""
-    process = subprocess.Popen(
-        [sys.executable, *command, str(EXAMPLES / "train_lm.py"), *arguments, f"--checkpoint={folder}", "--resume"],
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@contextlib.contextmanager
+def _started(arguments: list[str], launcher: list[str], tmp_path: Path) -> Iterator[BaseProcess]:
+    """Training in another process, once a step is saved. It ends within the block."""
+    folder, log = tmp_path / "steps", tmp_path / "log.txt"
+    log.touch()
+    arguments = [*arguments, f"--checkpoint={folder}", "--resume"]
+    process = forks().Process(target=_program, args=(arguments, launcher, log))
+    process.start()
+
+    def begun() -> bool:
+        """A rank is killed after a save, not within, where the other would wait until the launcher kills it."""
+        return "step 4/" in log.read_text() if launcher else (folder / "latest").exists()
+
     end = time.monotonic() + 120
-    while not (folder / "latest").exists() and process.poll() is None and time.monotonic() < end:
+    while not begun() and process.is_alive() and time.monotonic() < end:
         time.sleep(0.02)
-    return process
+    yield process
+    process.join(120)
+    process.kill()
+    assert process.exitcode == 0, log.read_text()
 
 
 def test_training_goes_on_after_a_rank_was_killed(job: list[str], tmp_path: Path) -> None:
     """The launcher starts all ranks again, and the losses are those of an undisturbed run, to the bit."""
-    folder, file = tmp_path / "steps", tmp_path / "killed.json"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    process = _started([*job, "--mesh=1x2", f"--losses={file}"], folder, *launcher)
-    os.kill(_workers(process)[1], signal.SIGKILL)
-    printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, printed
-    assert "resumed at step" in printed
+    file, launcher = tmp_path / "killed.json", ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    with _started([*job, "--mesh=1x2", f"--losses={file}"], launcher, tmp_path) as process:
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(workers[1]), signal.SIGKILL)
+    assert "resumed at step" in (tmp_path / "log.txt").read_text()
     assert json.loads(file.read_text())["losses"] == _losses(tmp_path, *job, "--mesh=1x2")
 
 
 def test_a_told_process_saves_and_ends(job: list[str], tmp_path: Path) -> None:
-    folder = tmp_path / "steps"
-    process = _started([*job, "--steps=100000"], folder)
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, printed
-    assert f"stopped after step {fspmd.latest_step(folder)}" in printed
+    with _started([*job, "--steps=100000"], [], tmp_path) as process:
+        os.kill(process.pid, signal.SIGTERM)
+    stopped = f"stopped after step {fspmd.latest_step(tmp_path / 'steps')}"
+    assert stopped in (tmp_path / "log.txt").read_text()
 
 
 def test_global_view_has_the_losses_of_train_lm(
