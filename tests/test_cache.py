@@ -12,6 +12,7 @@ from torch import Tensor
 import fspmd
 from fspmd import P, device_get, device_put, make_mesh
 from fspmd.cache import LIMIT, Cache, forget
+from fspmd.meshes import grid
 from fspmd.variance import Variance
 
 MESH = make_mesh((2,), ("x",), transport="simulation")
@@ -77,10 +78,12 @@ def live_meshes() -> int:
 
 
 @pytest.mark.parametrize("new_names", [False, True])
-def test_meshes_of_a_loop_are_let_go(new_names: bool) -> None:
+def test_meshes_of_a_loop_are_let_go(new_names: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "_NEW", 50)
+    monkeypatch.setattr(grid._interning, "limit", len(grid._interning.living) + 50)
     doubled = fspmd.shard_map(double, in_specs=P(), out_specs=P())  # one function for all meshes
     before, most = live_meshes(), 0
-    for i in range(1500):
+    for i in range(150):
         name = f"x{i}" if new_names else "x"
         mesh = make_mesh((2,), (name,), ranks=(i + 1, 0), transport="simulation")
         x = device_put(torch.arange(4.0), P(name), mesh=mesh)
@@ -88,9 +91,9 @@ def test_meshes_of_a_loop_are_let_go(new_names: bool) -> None:
         with fspmd.set_mesh(mesh):
             y = doubled(fspmd.shard_map(fspmd.psum, in_specs=(P(name), None), out_specs=P())(y, name))
         assert y.local.tolist() == [8, 16]
-        if i % 250 == 249:
+        if i % 25 == 24:
             most = max(most, live_meshes())
-    assert most - before < 1000
+    assert most - before < 100
 
 
 def test_equal_values_are_one_object_after_caches_are_forgotten() -> None:
