@@ -594,8 +594,8 @@ def every_case(world: int, seed: int = 0) -> list[Case]:
     return list(found)
 
 
-def some_cases(world: int, count: int, seed: int = 0) -> list[Case]:
-    """A sample that has every dtype of every call."""
+def some_cases(world: int, count: int = 0, seed: int = 0) -> list[Case]:
+    """A sample that has every dtype of every call, and at least so many cases."""
     rng = random.Random(seed)
     found: dict[Case, None] = {}
 

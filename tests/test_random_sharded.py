@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from full import FULL
 from processes import Processes
 from simulated import layouts
 from torch import Tensor, nn
@@ -351,21 +352,22 @@ def test_a_leaf_is_written_only_without_gradients() -> None:
         x.normal_()
 
 
+def calls_of_processes() -> list[tuple[Callable[[Any], Any], P]]:
+    """Each function with all layouts, or with one of them in turn."""
+    specs = P("x"), P("y", "x"), P(None, ("x", "y"))
+    calls = [(f, spec) for f in (*CASES.values(), *IN_PLACE.values()) for spec in specs]
+    return calls if FULL else [calls[3 * i + i % 3] for i in range(len(calls) // 3)]
+
+
 def on_processes() -> list[Tensor]:
     mesh = make_mesh((2, 2), ("x", "y"))
-    found = []
-    for f in (*CASES.values(), *IN_PLACE.values()):
-        for spec in (P("x"), P("y", "x"), P(None, ("x", "y"))):
-            found += [device_get(out) for out in run(f, put(mesh, spec))]
-    return found
+    return [device_get(out) for f, spec in calls_of_processes() for out in run(f, put(mesh, spec))]
 
 
 def test_on_processes() -> None:
     with Processes(4) as pool:
         results = pool.run(on_processes, seconds=100)
-    expected = []
-    for f in (*CASES.values(), *IN_PLACE.values()):
-        expected += [out.local for out in run(f, put(ONE))] * 3
+    expected = [out.local for f, _ in calls_of_processes() for out in run(f, put(ONE))]
     for rank in results:
         for found, want in zip(rank, expected, strict=True):
             torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
