@@ -28,6 +28,7 @@ from fspmd import (
     grad,
     jit,
     make_mesh,
+    with_spec,
 )
 
 F64 = torch.float64
@@ -519,3 +520,25 @@ def test_a_derivative_holds_casts_no_longer_than_it_lasts() -> None:
         gc.enable()
     assert torch.equal(device_get(gradient), torch.full((3,), 13.0, dtype=F64))
     assert [one.kind for one in log.backward] == ["psum"]  # of the one cast that both products share
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_slices_of_a_value_that_is_cast_before_a_loop_share_one_sum(is_cast: bool) -> None:
+    """A scan over positions as in Mamba, whose state is cut; `C` is equal on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    first, whole = (torch.randn(n, 5, dtype=F64, generator=generator) for n in (8, 6))
+
+    def loss(c: Any, h: Any) -> Any:
+        if is_cast and isinstance(c, Sharded):
+            c = with_spec(c, P(reduced={"x"}))
+        state, out = h * 0, []
+        for i in range(6):
+            state = state * 0.5 + h
+            out.append(state @ c[i])
+        return torch.stack(out).square().sum()
+
+    expected = torch.func.grad(loss)(whole, first)
+    with communication_log() as log:
+        found = grad(loss)(device_put(whole, P(), mesh=LINE), device_put(first, P("x"), mesh=LINE))
+    torch.testing.assert_close(device_get(found), expected)
+    assert len(log.backward) == (1 if is_cast else 6)
