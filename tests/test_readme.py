@@ -19,6 +19,7 @@ ADD_AN_OP = (ROOT / "docs" / "add_an_op.md").read_text()
 SEQUENCES = (ROOT / "docs" / "sequences.md").read_text()
 STATE = (ROOT / "docs" / "state.md").read_text()
 EXPERTS = (ROOT / "docs" / "experts.md").read_text()
+DECODING = (ROOT / "docs" / "decoding.md").read_text()
 PIPELINES = (ROOT / "docs" / "pipelines.md").read_text()
 CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
@@ -38,6 +39,10 @@ def test_programs_print_what_is_said_of_rules() -> None:
 def test_programs_print_what_is_said_of_sequences() -> None:
     check(SEQUENCES, 1)
     check(EXPERTS, 1)
+
+
+def test_programs_print_what_is_said_of_decoding() -> None:
+    check(DECODING, 3)
 
 
 def test_programs_print_what_is_said_of_pipelines() -> None:
