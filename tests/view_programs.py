@@ -256,8 +256,19 @@ def _written(draw: Draw, x: Tensor) -> tuple[str, Callable[[Any], Any]]:
         "cumsum_": lambda x: x.cumsum_(0) if x.ndim else x.add_(1),
         "index_fill_": lambda x: x.index_fill_(0, torch.tensor([0]), 3) if x.ndim else x.add_(1),
     }
+    if _overlaps(x):  # of other writes torch's result depends on how many elements its kernel takes at once
+        ways = {name: ways[name] for name in ("fill_", "zero_", "[...] =", f"{part} =", "index_fill_")}
     name = draw.choice([*ways])
     return name, ways[name]
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements share memory, as those of windows do."""
+    places = sum(
+        (torch.arange(n) * step).view(-1, *[1] * k)
+        for k, (n, step) in enumerate(zip(x.shape[::-1], x.stride()[::-1], strict=True))
+    )
+    return isinstance(places, Tensor) and len(places.unique()) < x.numel()
 
 
 def layout(draw: Draw, dims: int, axes: tuple[str, ...]) -> P:
