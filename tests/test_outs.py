@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +45,47 @@ def test_results_go_where_they_are_wanted(spec: P) -> None:
     found = torch.max(put(PLAIN, spec), 1, out=outs)
     assert (found[0] is outs[0], found[1] is outs[1]) == (True, True)
     assert torch.equal(device_get(outs[1]), PLAIN.max(1).indices)
+
+
+ops: Any = torch.ops.aten
+OVERLOADS: dict[str, Callable[..., Any]] = {
+    "mse_loss": lambda x, y, **out: ops.mse_loss.out(x, y, 0, **out),
+    "smooth_l1_loss": lambda x, y, **out: ops.smooth_l1_loss.out(x, y, reduction=0, **out),
+    "huber_loss": lambda x, y, **out: ops.huber_loss.out(x, y, 0, 0.5, **out),
+    "soft_margin_loss": lambda x, y, **out: ops.soft_margin_loss.out(x, y, 0, **out),
+    "binary_cross_entropy": lambda x, y, **out: ops.binary_cross_entropy.out(x.sigmoid(), y.sigmoid(), None, 0, **out),
+    "add": lambda x, y, **out: ops.add.out(x, y, alpha=2, **out),
+    "gelu": lambda x, y, **out: ops.gelu.out(x, **out),
+    "_softmax": lambda x, y, **out: ops._softmax.out(x, 1, False, **out),
+}
+
+
+@pytest.mark.parametrize("name", OVERLOADS)
+def test_overloads_with_outs(name: str) -> None:
+    """Such an op must have ``out``, which the op without it may not have."""
+    call = OVERLOADS[name]
+    expected = call(PLAIN, OTHER, out=torch.empty(7, 5, dtype=F64))
+    for given, spec in itertools.product(SPECS, SPECS[:3]):
+        out = put(torch.zeros(7, 5, dtype=F64), spec)
+        assert call(put(PLAIN, given), put(OTHER, P("x")), out=out) is out
+        torch.testing.assert_close(device_get(out), expected)
+    plain = torch.zeros(7, 5, dtype=F64)
+    assert call(put(PLAIN, P("x")), OTHER, out=plain) is plain
+    torch.testing.assert_close(plain, expected)
+
+
+def test_overloads_with_several_outs_and_sums() -> None:
+    x, total = put(PLAIN, P("x", "y")), put(torch.zeros((), dtype=F64), P())
+    ops.mse_loss.out(x, OTHER, 2, out=total)
+    torch.testing.assert_close(device_get(total), F.mse_loss(PLAIN, OTHER, reduction="sum"))
+    values, indices = put(torch.zeros(7, 2, dtype=F64), P("y")), put(torch.zeros(7, 2, dtype=torch.int64), P())
+    found = ops.topk.values(x, 2, values=values, indices=indices)
+    assert (found[0] is values, found[1] is indices) == (True, True)
+    for ours, theirs in zip(found, PLAIN.topk(2), strict=True):
+        assert torch.equal(device_get(ours), theirs)
+    sums = [put(torch.zeros(7, 5, dtype=F64), P("x")) for _ in range(2)]
+    ops._foreach_add.List_out([x, x], [x, put(OTHER, P())], out=sums)
+    assert torch.equal(device_get(sums[1]), PLAIN + OTHER)
 
 
 def test_outs_that_do_not_fit_are_refused() -> None:

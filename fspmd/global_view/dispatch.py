@@ -272,8 +272,7 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 leave_to_python(
     dispatch,
-    "torch functions on Sharded values are not compiled: write torch.compile(f) without fullgraph=True, and "
-    "fspmd.jit(f).lower(*args) instead of torch.export. Functions that torch compiles as a whole take no Sharded. "
-    f"{INSTEAD_OF_COMPILED}",
+    "torch functions on Sharded values are not compiled",
+    f". Functions that torch compiles as a whole take no Sharded. {INSTEAD_OF_COMPILED}",
 )
 Sharded.__torch_function__ = MethodType(dispatch, Sharded)

@@ -21,7 +21,7 @@ from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_misfit
 from fspmd.global_view.operands import places_of, sharded_values, tensors_of
-from fspmd.global_view.out_arguments import written_into
+from fspmd.global_view.out_arguments import outs_of, written_into
 from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import PASSING, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.unruled import gathered, unruled
@@ -84,7 +84,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             raise MeshError(
                 f"{shown(func)} got values on two meshes, {mesh!r} and {spec.mesh!r}; move one with device_put"
             )
-    if kwargs and kwargs.get("out") is not None and func is not F.normalize:
+    if kwargs and func is not F.normalize and outs_of(func, kwargs):
         return opaque_plan(functools.partial(written_into, func))
     if kwargs or not _is_ruled(func) or _is_not_defined(func, args):
         plan = _aside(func, args, kwargs, len(tensors))

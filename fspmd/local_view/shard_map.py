@@ -165,8 +165,12 @@ def shard_map(
         return run(plan, function, leaves, names, flat)
 
     mapped.cache_info = plans.info  # type: ignore[attr-defined]
-    leave_to_python(mapped, "what shard_map runs is compiled by jit(f, backend='inductor')")
+    leave_to_python(mapped, _COMPILED_BY_JIT)
     return mapped
+
+
+_COMPILED_BY_JIT = "what shard_map runs is compiled by jit(f, backend='inductor')"
+leave_to_python(shard_map, _COMPILED_BY_JIT)
 
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
