@@ -82,6 +82,8 @@ CASES: dict[str, Case] = {
     "places among bounds": (torch.bucketize, [(COUNTED, WHOLE), (COUNTED[:, 0].sort().values, ROWS)], 0),
     "dims of one that stay": (lambda x: x.squeeze(-2).unsqueeze(1).view(1, 2, 1, 1), [((1, 2, 1, 1), P("x"))], 0),
     "one dim of one of several": (lambda x: x.squeeze(2).unsqueeze(0), [((1, 2, 1, 1), P(None, None, None, "x"))], 0),
+    "the row of a dim of one": (lambda x: x.unbind()[0] * 2, [((1, 8), ROWS)], 0),
+    "the row of an inner dim of one": (lambda x: torch.unbind(x, dim=-2)[0], [((3, 1, 8), P(None, "x"))], 0),
     "new values": (lambda x: x.new_empty_strided((2, 3), (3, 1)).zero_(), [(COUNTED, ROWS)], 0),
     "cross entropy": (_bce, [((8, 8), WHOLE), ((8, 8), ROWS)], 6 * 64),
     "a loss of rows": (F.cosine_embedding_loss, [((8, 8), WHOLE), ((8, 8), ROWS), ((8,), WHOLE)], 6 * 64),

@@ -391,6 +391,26 @@ def test_wrong_modes() -> None:
         set_default(explicit=True)  # type: ignore[arg-type]
 
 
+def test_gathers_of_gradients_are_no_expected_sums() -> None:
+    """Alone, or beside a sum. A value that is made anew from a smaller one is summed, not gathered."""
+    x, w, b = put(8, 4, spec=P("x"), grad=False), put(4, 4), put(8, 4)
+    large, row = put(4096, 512, spec=P("x"), grad=False), put(1, 512)
+    found = []
+    for f in (
+        lambda: x + b,
+        lambda: torch.addmm(b, x, w),
+        lambda: torch.addmm(w[0], x, w),
+        lambda: large + row.expand(4096, 512),
+    ):
+        with explicit("warn") as one, warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            with communication_log() as log:
+                f().sum().backward()
+        gathers = any("gather" in call.kind for call in log)
+        found.append((gathers, one[0].of_gradients, warned[0].category is GradientSumWarning))
+    assert found == [(True, False, False), (True, False, False), (False, True, True), (False, True, True)]
+
+
 # --- on processes ---------------------------------------------------------------------------------------------------
 
 

@@ -24,9 +24,10 @@ class ImplicitCommunicationWarning(UserWarning):
 
 
 class GradientSumWarning(ImplicitCommunicationWarning):
-    """Within ``explicit("warn")`` a torch function moves nothing forward and sums gradients in backward.
+    """Within ``explicit("warn")`` a torch function moves nothing forward, and in backward it only sums gradients.
 
-    This is expected where a batch is cut and weights are not.
+    This is expected where a batch is cut and weights are not. A function that gathers a gradient gives an
+    `ImplicitCommunicationWarning`.
     """
 
 
@@ -87,9 +88,9 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
 
     Args:
         mode: "raise" raises. "warn" warns, once for each function and line, and the context's value is a list of the
-            findings. A call that moves nothing forward, and sums gradients in backward, gives a `GradientSumWarning`,
-            which can be filtered by itself; its entry in the list has ``of_gradients`` True. "off" lifts an enclosing
-            context, or the default. The mode holds for the thread that enters the context.
+            findings. A call that moves nothing forward, and in backward only sums gradients, gives a
+            `GradientSumWarning`, which can be filtered by itself; its entry in the list has ``of_gradients`` True.
+            "off" lifts an enclosing context, or the default. The mode holds for the thread that enters the context.
 
     Communication: none.
 

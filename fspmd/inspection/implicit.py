@@ -40,7 +40,6 @@ from fspmd.trees import leaf_paths
 _grad_enabled = torch.is_grad_enabled
 _ALTERNATIVES = 4  # strategies that a report shows besides the cheapest
 _REFLECTED = {f"__{name}__" for name in REFLECTED}
-_SUMS = "[in backward "  # begins the cost of a row that moves nothing forward
 _LONGEST = 60  # characters of an expression that a report shows
 
 
@@ -51,7 +50,8 @@ class Implicit:
     Attributes:
         cause: The function that implies the communication, and the user's line.
         text: The message.
-        of_gradients: Nothing moves forward, and gradients are summed in backward. Example: weights beside a cut batch.
+        of_gradients: Nothing moves forward, and gradients are summed in backward, not gathered. Example: weights beside
+            a cut batch.
     """
 
     cause: Cause
@@ -99,8 +99,12 @@ def _is_only_read(x: Tensor, dispatched: FrameType) -> bool:
     func, args, kwargs = names["func"], names["args"], names["kwargs"] or {}
     operands = _operands(func, args, kwargs, [], {}, True)
     given = (*args, *kwargs.values())
-    places = [place for place in operands if (arg := _at(given, place)) is x or (is_sharded(arg) and arg.local is x)]
+    places = [place for place in operands if _holds(_at(given, place), x)]
     return bool(places) and not any(operands[place].has_gradient for place in places)
+
+
+def _holds(arg: Any, x: Tensor) -> bool:
+    return arg is x or (is_sharded(arg) and arg.local is x)
 
 
 def _is_differentiable(dispatched: FrameType) -> bool:
@@ -136,7 +140,10 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     )
     around = f'with explicit("off"): {_statement(trace, shown_as)}'
     lines.append(f"write {fix or around + (f', or {bodiless}' if bodiless else '')}")
-    return Implicit(cause, "\n".join(lines), bool(findings.rows) and all(_SUMS in row for row in findings.rows))
+    of_gradients = findings.only_sums
+    if not any(_holds(_at((*args, *kwargs.values()), place), x) for place in operands):
+        of_gradients = findings.idle and _are_sums(implied(x, first, trace))  # an operand of it is made anew
+    return Implicit(cause, "\n".join(lines), of_gradients)
 
 
 Needs = Sequence[tuple[_NamedOperand, TensorSpec]]
@@ -149,6 +156,8 @@ class _Findings(NamedTuple):
     needs: Needs = ()  # layouts of the operands for which the call moves nothing
     alternatives: Sequence[str] = ()  # lines of the other strategies
     bodiless: Needs = ()  # layouts of the operands for which no body communicates
+    idle: bool = False  # nothing moves forward
+    only_sums: bool = False  # and gradients are summed, not gathered
 
 
 def _findings(
@@ -172,7 +181,11 @@ def _findings(
     if not rows and cheapest.by_body:
         rows = [f"a sharded body, {micros(cheapest.body)} of collectives"]
         bodiless = next((_needs(ordered, strategy) for strategy in others if not strategy.by_body), ())
-    return _Findings(rows, _needs(ordered, cheapest), _alternatives(question, ordered, others), bodiless)
+    idle = not cheapest.by_body and not _forward(ordered, cheapest)
+    only_sums = idle and _are_sums(_backward(ordered, cheapest))
+    return _Findings(
+        rows, _needs(ordered, cheapest), _alternatives(question, ordered, others), bodiless, idle, only_sums
+    )
 
 
 # --- the operands ---------------------------------------------------------------------------------------------------
@@ -264,6 +277,32 @@ def _needs(operands: Sequence[_NamedOperand], strategy: Strategy) -> Needs:
     return needs
 
 
+def _forward(operands: Sequence[_NamedOperand], strategy: Strategy) -> list[Call]:
+    """The collectives of the moves that a strategy implies."""
+    rows = zip(operands, strategy.operands, strategy.casts, strict=True)
+    return [
+        step.call
+        for operand, need, axes in rows
+        for step in _route(operand, need, axes).steps
+        if communicates(step.call)
+    ]
+
+
+def _backward(operands: Sequence[_NamedOperand], strategy: Strategy) -> list[Call]:
+    """The collectives in backward of a strategy that moves nothing forward."""
+    calls: list[Call] = []
+    for operand, need, axes in zip(operands, strategy.operands, strategy.casts, strict=True):
+        if operand.has_gradient:
+            calls += [step.call.transposed for step in _backward_steps(_route(operand, need, axes))]
+            calls += _cast_calls(need, axes)
+    return calls
+
+
+def _are_sums(calls: Sequence[Call]) -> bool:
+    """Whether there are collectives, and all of them are sums."""
+    return bool(calls) and all(one.pair.kernel.startswith("reduce") for one in calls)
+
+
 def _rows(operands: Sequence[_NamedOperand], strategy: Strategy) -> Iterator[str]:
     """A line for each move that a strategy implies."""
     targets = [target for _, target in _needs(operands, strategy)]
@@ -272,7 +311,7 @@ def _rows(operands: Sequence[_NamedOperand], strategy: Strategy) -> Iterator[str
             yield f"{operand.name}: {_shown(_route(operand, need, axes), backward=operand.has_gradient)}"
         for cast in _cast_calls(need, axes) if operand.has_gradient else ():
             cost = _priced(cast, need.block_shape, need.dtype)
-            yield f"{operand.name}: {_short(need)} → {_short(target)} {_SUMS}{cost}]"
+            yield f"{operand.name}: {_short(need)} → {_short(target)} [in backward {cost}]"
 
 
 def _route(operand: _NamedOperand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
@@ -316,7 +355,7 @@ def _shown(route: Route, *, backward: bool = False) -> str:
     else:
         steps = _backward_steps(route) if backward else []
         parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in steps]
-        cost = f"{_SUMS[1:]}{', '.join(parts)}" if parts else "moves nothing"
+        cost = f"in backward {', '.join(parts)}" if parts else "moves nothing"
     return f"{_short(route.source)} → {_short(route.target)} [{cost}]"
 
 

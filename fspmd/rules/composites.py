@@ -114,6 +114,14 @@ def without_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     return functools.partial(_reshaped_without, sorted(gone, reverse=True), shape) if gone else None
 
 
+def one_row(x: Any, dim: int = 0) -> Callable[..., Any] | None:
+    """Return a composite of ``unbind`` along a sharded dim of size 1, which selects its row, or None."""
+    if not isinstance(x, Sharded) or x.spec.flat or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        return None
+    cut = [d for d, _, parts in x.spec.cuts if x.shape[d] == 1 < math.prod(parts)]
+    return (lambda x, *_, **__: (x.select(dim, 0),)) if dim % x.dim() in cut else None
+
+
 def _reshaped_without(gone: list[int], shape: Any, x: Any, *_: Any, **__: Any) -> Any:
     for d in gone:
         x = x.select(d, 0)

@@ -39,6 +39,7 @@ from fspmd.rules.composites import (
     constant_pad,
     embedding,
     in_pieces,
+    one_row,
     renormed_embedding,
     scaled_embedding,
     scaled_torch_embedding,
@@ -367,6 +368,8 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
         return torch.ops.aten.view.dtype
     if name in _DROPPING_ONES:
         return without_ones(func, args, kwargs)
+    if name == "unbind":
+        return one_row(args[0] if args else None, argument(args, kwargs, 1, "dim", 0))
     if name in ("split", "chunk"):
         return in_pieces(func, args, kwargs)
     if func is F.embedding and argument(args, kwargs, 3, "max_norm", None) is not None:
@@ -421,7 +424,7 @@ _DROPPING_ONES: Final = ("view", "reshape", "flatten", "ravel", "squeeze")
 #: functions, or names, that have a composite for some arguments only
 _BY_ARGUMENT: Final = frozenset(
     (*_EMBEDDINGS, *_BAGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")
-    + (*_DROPPING_ONES, *layers.LAYERS)
+    + ("unbind", *_DROPPING_ONES, *layers.LAYERS)
 )
 
 
