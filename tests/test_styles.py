@@ -139,6 +139,15 @@ def test_what_changes_nothing_is_told() -> None:
         "styles: no module at '0.weight' (ColwiseParallel) was called, so its input, kwargs and output have changed "
         "nothing; write the pattern of a module that is called, or leave them out: Style(weight=..., vector=...)"
     )
+    assert said({"0": ColwiseParallel(), "*": RowwiseParallel()}) == (
+        "styles: the style at '0' (ColwiseParallel) changes nothing, because later patterns decide all leaves and "
+        "values that it matches; leave it out, or write it after them"
+    )
+    assert said({"*": RowwiseParallel(), "0": PrepareInput(input=-1)}) == ""
+    assert said({"0": PrepareInput(input="replicated"), "?": PrepareInput(input=-1), "**": Style(weight=1)}) == (
+        "styles: the style at '0' (PrepareInput) changes nothing, because later patterns decide all leaves and values "
+        "that it matches; leave it out, or write it after them"
+    )
     assert said({"0": PrepareInput()}) == (
         "parallelize: styles do not fit\n  * '0' (PrepareInput) has no layout; give it input=, output= or specs="
     )

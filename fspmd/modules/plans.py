@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,7 +50,8 @@ class ParallelPlan:
     mesh: Mesh
     rows: tuple[PlacedLeaf, ...]
     _placed: dict[str, Placed | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _used: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # patterns applied to values
+    _used: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # patterns of called modules
+    _decisive: set[str] = field(default_factory=set, init=False, repr=False, compare=False)  # and those that decided
 
     @property
     def specs(self) -> dict[str, P]:
@@ -75,14 +77,25 @@ class ParallelPlan:
         styles = [self.styles[pattern] for pattern in below if pattern is not None]
         return frozenset([_axis_of(style) for style in styles if isinstance(style, ColwiseParallel)])
 
-    def mark_used(self, patterns: Iterable[str]) -> None:
-        """Note that the styles of these patterns were applied to values."""
-        self._used.update(patterns)
+    def mark_used(self, placed: Placed) -> None:
+        """Note that styles were applied to values."""
+        self._used.update(placed.styles)
+        self._decisive.update(placed.decisive)
 
     def warn_of_unused(self) -> None:
-        """Warn once of each style for values that a whole call has not applied."""
-        unused = [pattern for pattern, style in self.styles.items() if style.arranges and pattern not in self._used]
+        """Warn once of each style for values that a whole call has not applied, or that decided nothing."""
+        arranging = [pattern for pattern, style in self.styles.items() if style.arranges]
+        unused = [pattern for pattern in arranging if pattern not in self._used]
+        decisive = self._decisive.union(unused, [row.pattern for row in self.rows if row.pattern is not None])
+        shadowed = [pattern for pattern in arranging if pattern not in decisive]
         self._used.update(unused)
+        self._decisive.update(unused, shadowed)
+        for pattern in shadowed:
+            warnings.warn(
+                f"styles: the style at {pattern!r} ({type(self.styles[pattern]).__name__}) changes nothing, because "
+                "later patterns decide all leaves and values that it matches; leave it out, or write it after them",
+                stacklevel=5,
+            )
         for pattern in unused:
             warnings.warn(
                 f"styles: no module at {pattern!r} ({type(self.styles[pattern]).__name__}) was called, so its input, "
@@ -230,6 +243,17 @@ class Placed:
             return self._arranged(out, layouts[0], style, flat=True)
         arranged = [self._arranged(x, layout, style, flat=True) for x, layout in zip(out, layouts, strict=False)]
         return type(out)([*arranged, *out[len(layouts) :]])
+
+    @functools.cached_property
+    def decisive(self) -> frozenset[str]:
+        """The patterns of the styles that decide something of values here."""
+        last: dict[Any, str] = {}
+        for pattern, style in self.styles.items():
+            names = [name for name in ("input", "output", "result") if getattr(style, name) is not None]
+            last |= dict.fromkeys([*names, *(("kwargs", key) for key in style.kwargs)], pattern)
+            if isinstance(style, OnBlocks):
+                last["blocks"] = pattern
+        return frozenset(last.values())
 
     @property
     def on_blocks(self) -> OnBlocks | None:

@@ -89,7 +89,7 @@ def hook(owner: nn.Module, placed: Placed, plan: ParallelPlan, stack: ExitStack)
         run_on_blocks(owner, style.axis, style.result, placed.mesh, stack)
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        plan.mark_used(placed.styles)
+        plan.mark_used(placed)
         return placed.inputs(args, kwargs, names)
 
     stack.callback(owner.register_forward_pre_hook(before, with_kwargs=True).remove)
