@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_of(16)
+@pytest.mark.one_of(64)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_every_way_is_dense_attention(case: Case) -> None:
     for mine, right in compute(case):
@@ -65,7 +65,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     turns.turns_of.cache_clear()
 
 
-@pytest.mark.one_of(16)
+@pytest.mark.one_of(64)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 @pytest.mark.usefixtures("small_tiles")
 def test_tiles_are_dense_attention(case: Case) -> None:

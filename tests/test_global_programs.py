@@ -152,8 +152,8 @@ def test_and_on_processes(ranks: int) -> None:
     is empty on some ranks, and no longer in use on any.
     """
     with Processes(ranks) as pool:
-        for seed in range(0, 2000, 40) if FULL else [630]:
-            pool.run(check_seeds, range(seed, seed + 40), ranks, seconds=120)
+        for seed in range(0, 2000, 10) if FULL else [630]:
+            pool.run(check_seeds, range(seed, seed + 10), ranks, seconds=120)
         pool.run(check_seeds, [70187, 70710], ranks, seconds=60)
         if ranks == 4:
             pool.run(check_blocks_without_rows_computed_again, seconds=60)

@@ -72,6 +72,7 @@ def test_gradients_by_grad(name: str) -> None:
     agree("gradient", grads, GOLDEN[name]["grads"])
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", TWICE)
 def test_second_gradients_by_backward(name: str) -> None:
     run, inputs, chosen = prepared(PROGRAMS[name])
@@ -83,6 +84,7 @@ def test_second_gradients_by_backward(name: str) -> None:
     agree("second gradient", second, GOLDEN[name]["second"])
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", TWICE)
 def test_second_gradients_by_grad_of_grad(name: str) -> None:
     program = PROGRAMS[name]

@@ -51,7 +51,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Processes]]:
         yield request.param, processes
 
 
-@pytest.mark.parametrize("part", [*range(0, PARTS, 1 if FULL else PARTS // 2), "pcast"])
+@pytest.mark.parametrize("part", [*range(PARTS if FULL else 1), "pcast"])
 def test_same_answers_on_processes(pool: tuple[int, Processes], part: int | str) -> None:
     """A part of the programs by number, or those whose names contain a word."""
     size, processes = pool

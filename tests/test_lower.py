@@ -82,7 +82,7 @@ def test_chains_of_torch_calls(seed: int) -> None:
 
 
 @settings(
-    max_examples=1000 if FULL else 25,
+    max_examples=1000 if FULL else 12,
     deadline=None,
     derandomize=not FULL,
     database=None,
@@ -519,7 +519,7 @@ def test_a_function_that_runs_again_for_gradients_of_gradients_gives_results_as_
 
 
 @settings(
-    max_examples=1000 if FULL else 15,
+    max_examples=1000 if FULL else 8,
     deadline=None,
     derandomize=not FULL,
     database=None,

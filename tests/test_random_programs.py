@@ -306,7 +306,7 @@ def check(
 
 
 @settings(
-    max_examples=2000 if FULL else 60,
+    max_examples=2000 if FULL else 30,
     deadline=None,
     derandomize=not FULL,
     database=None,

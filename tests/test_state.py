@@ -29,14 +29,14 @@ from fspmd.nn import Precision, accumulate, gathered
 CASES = cases()
 
 
-@pytest.mark.one_of(6)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_steps_are_those_of_one_device(case: Case) -> None:
     for mine, right in compute(case):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.one_of(12)
+@pytest.mark.one_of(18)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_recorded_steps_are_those_of_one_device(case: Case) -> None:
     for mine, right in compute(case, jitted=True):

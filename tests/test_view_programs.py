@@ -31,11 +31,11 @@ def test_a_write_is_seen_by_all_views_or_refused(seed: int) -> None:
 def test_ranks_agree_on_what_is_refused(ranks: int) -> None:
     """Blocks of one element, or of none, decide nothing."""
     with Processes(ranks) as pool:
-        for seed in range(0, 2000 if FULL else 20, 20):
-            first, *others = pool.run(check_seeds, seed, seed + 20, None, ranks, seconds=120)
+        for seed in range(0, 2000 if FULL else 10, 10):
+            first, *others = pool.run(check_seeds, seed, seed + 10, None, ranks, seconds=120)
             for other in others:
                 assert other == first
-            assert first == check_seeds(seed, seed + 20, "simulation", ranks)
+            assert first == check_seeds(seed, seed + 10, "simulation", ranks)
 
 
 EACH = (P("x"), P(None, "x"))
