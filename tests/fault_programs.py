@@ -347,7 +347,7 @@ def backwards_in_another_order(port: int) -> tuple[str, float]:
     def act() -> None:
         losses = [jit(f)(w) for f in (first, second)]
         for loss in reversed(losses) if rank == 1 else losses:
-            loss.backward()
+            loss.backward()  # in turn
         fspmd.barrier(mesh=mesh)
 
     return outcome(act, nullcontext())

@@ -120,7 +120,7 @@ def test_records_gather_a_layer_during_the_layer_before_it() -> None:
         jit(accumulate(loss), passes=passes).lower(params, [x]) for passes in ([], [Overlap(overtake=True)])
     )
     assert plain.cost().moved == ahead.cost().moved
-    assert plain.cost().overlapped == 0
+    assert plain.cost().overlapped == pytest.approx(0, abs=1e-6)  # us, a difference of two sums
     steps = [*ahead.program.steps]
     is_gather = [
         node.meta.get("call") is not None and node.meta["call"].pair.name == "all_gather_reduced" for node in steps

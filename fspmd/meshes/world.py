@@ -200,7 +200,7 @@ def ensure_initialised(device: str | None = None, timeout: datetime.timedelta | 
                 f"time limit of {limit.total_seconds():g} s: give it to the first make_mesh, or to "
                 "torch.distributed.init_process_group"
             )
-        _current_groups()
+        _notice_world()
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -213,7 +213,7 @@ def ensure_initialised(device: str | None = None, timeout: datetime.timedelta | 
         torch.get_device_module(device_type).set_device(_own_index(device_type))
         backend = dist.get_default_backend_for_device(device_type)
     _initialise(backend, {} if timeout is None else {"timeout": timeout})
-    _current_groups()
+    _notice_world()
 
 
 def _initialise(backend: str, limit: dict[str, Any]) -> None:
@@ -382,14 +382,19 @@ def _clear_defaults() -> None:
             function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
-def _current_groups() -> weakref.WeakValueDictionary[tuple[int, ...], ProcessGroup]:
-    """Return the groups made under the present default group. A new default group starts a new set."""
+def _notice_world() -> bool:
+    """Return whether there is a default group. A new one starts a new set of groups."""
     global _groups_of
     default = dist.group.WORLD if dist.is_available() else None
     if default is None or _groups_of is None or _groups_of() is not default:
         _let_go()
         _groups_of = None if default is None else weakref.ref(default)
-    if default is None:
+    return default is not None
+
+
+def _current_groups() -> weakref.WeakValueDictionary[tuple[int, ...], ProcessGroup]:
+    """Return the groups made under the present default group."""
+    if not _notice_world():
         raise MeshError(
             "torch.distributed is not initialised, or was destroyed: make the mesh with make_mesh under torchrun, "
             "or call torch.distributed.init_process_group first"
