@@ -353,6 +353,28 @@ def backwards_in_another_order(port: int) -> tuple[str, float]:
     return outcome(act, nullcontext())
 
 
+def tried_again(port: int) -> tuple[str, float]:
+    """A replay fails on rank 1 before it has communicated, and is tried again."""
+    mesh, rank = fresh(port)
+    body = shard_map(lambda x: psum(torch.linalg.cholesky(x), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    recorded, blocks = jit(body), [torch.eye(2, dtype=torch.float64)[None]] * 2
+    good = fspmd.from_local(blocks[0], P("x"), mesh=mesh)
+    bad = fspmd.from_local(-blocks[0] if rank == 1 else blocks[1], P("x"), mesh=mesh)
+
+    def act() -> None:
+        recorded(good)
+        if rank == 1:
+            try:
+                recorded(bad)
+            except RuntimeError:
+                recorded(good)
+        else:
+            recorded(bad)
+        fspmd.barrier(mesh=mesh)
+
+    return outcome(act, nullcontext())
+
+
 def many_replays(port: int) -> tuple[str, float]:
     """Ranks do nothing but replay. After each block of replays they compare."""
     mesh, rank = fresh(port)

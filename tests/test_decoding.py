@@ -289,3 +289,24 @@ def test_layers_are_the_parts_of_a_cache() -> None:
     assert all(x is y for x, y in zip((*again.keys, *again.values), (*cache.keys, *cache.values), strict=True))
     assert cache.values[0].shape == (2, 1, 9, 2)
     assert cache.capacity == 8
+
+
+def _layers(cache: KVCache, x: Any, counts: Any = None) -> tuple[Any, KVCache]:
+    """Layers of attention alone: what a layer gives is what the next one keeps."""
+    layers = []
+    for layer in cache.layers:
+        layers.append(layer.append(x, x, counts=counts))
+        x = cached_attention(x, layers[-1], counts=counts)
+    return x, KVCache.of(layers)
+
+
+def test_what_nobody_sees_reaches_no_result() -> None:
+    """Padding past the capacity is nan from the second layer on, and a sequence may have held infinities."""
+    start, more, other = (torch.randn(1, 1, n, 4, dtype=torch.float64) for n in (5, 4, 1))
+    _, cache = _layers(KVCache.zeros(2, 1, 1, 8, 4, dtype=torch.float64), start)
+    padded, full = _layers(cache, more, torch.tensor([2]))
+    exact, _ = _layers(cache, more[:, :, :2])
+    torch.testing.assert_close(padded[:, :, :2], exact)
+    _, full = _layers(full, torch.full_like(more[:, :, :1], torch.inf))
+    anew, _ = _layers(full.reset(torch.tensor([True])), other)
+    torch.testing.assert_close(anew, other)

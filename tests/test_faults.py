@@ -124,6 +124,10 @@ def test_backwards_in_another_order_are_told(four: Processes) -> None:
     assert ["the backward of jit(second)" in line for line in lines] == [False, True, False, False], first
 
 
+def test_a_replay_that_is_tried_again_is_one(four: Processes) -> None:
+    assert _run(four, fault_programs.tried_again, within=20) == [""] * 4
+
+
 def test_replays_in_another_order_are_told_in_a_long_wait(four: Processes) -> None:
     _check_parted(_run(four, fault_programs.known_records_of_other_shapes, within=20), 1, 3)
 

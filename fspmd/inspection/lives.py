@@ -31,11 +31,16 @@ def _machine() -> str:
 
 
 def _facts(process: int) -> tuple[str, str]:
-    """The state of a process of this machine, and when it began; "X" and "" for one that has ended."""
+    """The state of a process of this machine, and when it began; "X" for one that has ended, "?" if it is not known."""
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(process, 0)  # which sends nothing
+        except ProcessLookupError:
+            return "X", ""
     try:
         fields = (_PROCESSES / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "X", ""
+        return "?", ""
     return fields[0], fields[19]
 
 
@@ -62,7 +67,7 @@ def ended(ranks: Iterable[int], or_stopped: bool = False) -> dict[int, str]:
             if machine != _machine():
                 continue
             state, since = _facts(process)
-            if state in "XZ" or since != began:
+            if state in "XZ" or (state != "?" and since != began):
                 found[rank] = f"has ended: its process {process} is gone"
             elif state in "Tt" and or_stopped:
                 found[rank] = f"is stopped: its process {process}"

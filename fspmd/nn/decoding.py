@@ -150,6 +150,8 @@ class KVCache(NamedTuple):
     def reset(self, which: Tensor) -> KVCache:
         """The cache without the sequences of some slots, which may begin anew. Nothing moves.
 
+        Their rows become 0: an infinity or nan among rows that nobody sees would reach results as 0 * nan.
+
         Args:
             which: [slots], bool.
 
@@ -161,7 +163,9 @@ class KVCache(NamedTuple):
             raise ArgumentError(
                 f"KVCache.reset got {described(which)}; give it a bool for each of the {self.lengths.shape[0]} slots"
             )
-        return self._replace(lengths=self.lengths.where(~which, 0))
+        kept = ~which
+        keys, values = (tuple(x.where(kept[:, None, None, None], 0) for x in row) for row in (self.keys, self.values))
+        return KVCache(keys, values, self.lengths.where(kept, 0))
 
     def append(
         self,
@@ -204,9 +208,12 @@ class KVCache(NamedTuple):
         if ranks > 1 and n > 1:
             chosen = (places * ranks + (rank - starts[:, None])).clamp(max=n - 1)
             key, value = (x.gather(2, _like(chosen, x)) for x in (key, value))
+        spare = keys.shape[2] - 1
+        finds_place = (places < spare)[:, None, :, None]  # the rest stays finite, for it is masked by a weight of 0
+        key, value = key.where(finds_place, 0), value.where(finds_place, 0)
         sequences = torch.arange(key.shape[0], device=first.device) if slots is None else slots
         heads = torch.arange(key.shape[1], device=first.device)[:, None]
-        at = sequences[:, None, None], heads, places.clamp(max=keys.shape[2] - 1)[:, None]
+        at = sequences[:, None, None], heads, places.clamp(max=spare)[:, None]
         ends = starts + (n if counts is None else counts)
         lengths = ends if slots is None else self.lengths.index_put((slots,), ends)
         return KVCache((keys.index_put(at, key),), (values.index_put(at, value),), lengths)

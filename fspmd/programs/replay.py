@@ -129,15 +129,18 @@ class _Writer:
                 freed.setdefault(i, []).append(node)
         causes = self.scope[CAUSES] = dict[int, Cause]()
         lines = [f"def replay({', '.join(self.names.values())}):"]
+        first = None  # a run that fails before it has communicated is no replay
         if replayed is not None:
             self.scope.update(note=log.append, log=log, replayed=replayed, sort=sort)
-            lines += ["    note(replayed)", f"    if len(log) >= {UNSORTED}: sort()"]
+            first = next((node for node in steps if "call" in node.meta and communicates(node.meta["call"])), None)
         lines += [f"    {self.names[node]} = {self.names[node]}.pop()" for node in donated]
         lines += [f"    del {self.names[node]}" for node in freed.get(-1, ())]
         for i, node in enumerate(steps):
             call = self.call(node)
             name = self.names[node] = f"v{self.count}"
             self.count += 1
+            if node is first:
+                lines += ["    note(replayed)", f"    if len(log) >= {UNSORTED}: sort()"]
             lines.append(f"    {name} = {call}")
             if (cause := node.meta.get("cause")) is not None:
                 causes[len(lines)] = cause
