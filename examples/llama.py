@@ -117,14 +117,13 @@ def param_specs(c: Config, mesh: fspmd.Mesh) -> Params:
 # ---------------------------------------------------------------- the model: what one rank does with its blocks
 
 
-def use(c: Config, params: Params, specs: Params) -> Params:
-    """Parameters as a computation needs them: no longer cut by fsdp. Those of experts have all tokens in one place."""
-    cut = {name for name in params if c.experts and name in ("gate", "up", "down")}
-    own, shared = ({n: w for n, w in params.items() if (n in cut) is which} for which in (True, False))
-    return {
-        **gathered(own, ("dp", "fsdp", "cp"), {n: specs[n] for n in own}),
-        **gathered(shared, TOKENS, {n: specs[n] for n in shared}),
-    }
+def use(params: Params, specs: Params) -> Params:
+    """Parameters as a computation needs them: no longer cut by fsdp. Experts see the tokens of all ranks of ep."""
+
+    def one(w: Tensor, spec: P) -> Any:
+        return gathered(w, tuple(axis for axis in TOKENS if axis != "ep" or "ep" not in spec.axes), spec)
+
+    return {name: one(w, specs[name]) for name, w in params.items()}
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -150,9 +149,9 @@ def mlp(c: Config, p: Params, x: Tensor) -> Tensor:
     return experts(rows, route(rows @ p["router"], c.chosen), of_rows, axis="ep", capacity=c.capacity)[0].view_as(x)
 
 
-def layer(c: Config, params: Params, x: Tensor, layout: SequenceLayout) -> Tensor:
+def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: SequenceLayout) -> Tensor:
     """x [b, s, D] -> [b, s, D]."""
-    p = use(c, params, {name: P(*spec.entries[1:]) for name, spec in stage_specs(c)["layers"].items()})
+    p = use(params, specs)
     h, at = F.rms_norm(x, (c.D,), p["norm1"], EPSILON), layout.positions("cp")
     q, k, v = (torch.einsum("bsd,dhk->bhsk", h, p[name]) for name in ("wq", "wk", "wv"))
     heads = ring_attention(rotate(q, at), rotate(k, at), v, "cp", mask=Causal(), layout=layout)
@@ -169,17 +168,18 @@ def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def stage(c: Config, layout: SequenceLayout, first: bool, last: bool) -> Callable[[Params, Tensor], Tensor]:
     """A stage on blocks: ids [b, s] in the first, logits [b, s, V / tp] out of the last, [b, s, D] between."""
     specs = stage_specs(c)
+    of_layer = {name: P(*spec.entries[1:]) for name, spec in specs["layers"].items()}
 
     def run(params: Params, x: Tensor) -> Tensor:
-        ends = {name: w for name, w in params.items() if name != "layers"}
         if first:
-            table = use(c, {"embedding": ends["embedding"]}, specs)["embedding"]
+            table = use({"embedding": params["embedding"]}, specs)["embedding"]
             place, mine = own_rows(x, table.shape[0])
             x = fspmd.psum(F.embedding(place, table) * mine[..., None], "tp")
         for i in range(params["layers"]["wq"].shape[0]):
-            x = fspmd.checkpoint(layer)(c, {name: w[i] for name, w in params["layers"].items()}, x, layout)
+            own = {name: w[i] for name, w in params["layers"].items()}
+            x = fspmd.checkpoint(layer)(c, own, of_layer, x, layout)
         if last:
-            p = use(c, {"norm": ends["norm"], "head": ends["head"]}, specs)
+            p = use({name: params[name] for name in ("norm", "head")}, specs)
             x = F.rms_norm(x, (c.D,), p["norm"], EPSILON) @ p["head"]
         return x
 

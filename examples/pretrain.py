@@ -34,7 +34,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import Mesh, P, TensorSpec, shard_map
-from fspmd.nn import SequenceLayout, accumulate, adamw, gpipe, one_f_one_b, pipeline, zero_bubble, zigzag
+from fspmd.nn import accumulate, adamw, gpipe, one_f_one_b, pipeline, zero_bubble, zigzag
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble}
@@ -45,9 +45,9 @@ Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, e
 # ---------------------------------------------------------------- a step, for any mesh
 
 
-def loss_and_grads(c: Config, mesh: Mesh, layout: SequenceLayout, name: str, microbatches: int) -> Callable:
+def loss_and_grads(c: Config, mesh: Mesh, name: str, microbatches: int) -> Callable:
     """The mean loss over all tokens of the microbatches, and its gradients, laid out as the parameters."""
-    specs, stages = llama.stage_specs(c), mesh.shape["pp"]
+    specs, stages, layout = llama.stage_specs(c), mesh.shape["pp"], zigzag(c.S, mesh.shape["cp"])
     if stages == 1:
         model = llama.stage(c, layout, first=True, last=True)
 
@@ -94,28 +94,24 @@ def init_params(c: Config, mesh: fspmd.Mesh, seed: int, dtype: torch.dtype) -> A
     return optree.tree_map_with_path(first, llama.leaves(c), llama.param_specs(c, mesh))
 
 
-def optimizer(peak: float, steps: int) -> fspmd.nn.Optimizer:
+def optimizer(c: Config, peak: float, steps: int) -> fspmd.nn.Optimizer:
     """AdamW: a warm-up, then a straight line down to zero; weight decay for matrices alone."""
 
     def rate(step: Tensor) -> Tensor:
         return peak * torch.minimum(step / min(WARMUP, steps), (steps + 1 - step) / steps).clamp(0, 1)
 
-    decay = {name: 0.0 if name.startswith("norm") else DECAY for name in ("embedding", "norm", "head")}
-    return adamw(rate, BETAS, decay={**decay, "layers": DECAY})
+    return adamw(rate, BETAS, decay=optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, llama.leaves(c)))
 
 
-def make_step(c: Config, mesh: Mesh, args: argparse.Namespace) -> tuple[Callable, Callable, Callable]:
-    """The first state of the optimizer, a step of training, and the loss alone."""
-    layout = zigzag(c.S, mesh.shape["cp"])
-    both = loss_and_grads(c, mesh, layout, args.schedule, args.microbatches)
-    init, update = optimizer(args.lr, args.steps)
+def make_step(both: Callable, update: Callable) -> Callable:
+    """A step of training, from the loss with its gradients and the update of an optimizer."""
 
     def step(params: Params, state: Any, batches: Batches) -> tuple[Any, Params, Any]:
         loss, grads = both(params, batches)
         grads, _ = fspmd.clip_by_global_norm(grads, CLIP)
         return loss, *update(grads, state, params)
 
-    return init, step, lambda params, batches: both(params, batches)[0]
+    return step
 
 
 # ---------------------------------------------------------------- training
@@ -144,10 +140,14 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     return float(2 * 768**3 / min(times))
 
 
-def train(c: Config, mesh: Mesh, args: argparse.Namespace, batches: Iterator, say: Callable) -> tuple[list, Params]:
-    """The losses of all steps, and the parameters after them."""
-    params = init_params(c, mesh, args.seed, getattr(torch, args.dtype))
-    init, step, _ = make_step(c, mesh, args)
+def train(
+    c: Config, mesh: Mesh, args: argparse.Namespace, both: Callable, batches: Iterator, say: Callable
+) -> tuple[list, Params]:
+    """The losses of all steps, and the parameters after them. ``both``: of `loss_and_grads`."""
+    dtype = getattr(torch, args.dtype)
+    params = init_params(c, mesh, args.seed, dtype)
+    init, update = optimizer(c, args.lr, args.steps)
+    step = make_step(both, update)
     step = fspmd.jit(step, donate_argnums=(0, 1)) if args.jit else step
     state, losses = init(params), [math.nan] * args.steps
     begin = (fspmd.latest_step(args.checkpoint) or 0) if args.resume else 0
@@ -157,7 +157,7 @@ def train(c: Config, mesh: Mesh, args: argparse.Namespace, batches: Iterator, sa
         params, state, losses = (saved[name] for name in ("params", "state", "losses"))
         say(f"resumed at step {begin}/{args.steps} of {args.checkpoint}")
     ranks = 1 if mesh.transport == "simulation" else math.prod(mesh.shape.values())  # a simulation is one process
-    peak = ranks * (args.accelerator * 1e12 if args.accelerator else peak_flops(torch.float32, mesh.device))
+    peak = ranks * (args.accelerator * 1e12 if args.accelerator else peak_flops(dtype, mesh.device))
     tokens, started = args.batch * c.S, time.perf_counter()
     for i, batch in enumerate(itertools.islice(batches, begin, args.steps), begin):
         loss, params, state = step(params, state, put(c, mesh, batch, args.microbatches))
@@ -173,9 +173,8 @@ def train(c: Config, mesh: Mesh, args: argparse.Namespace, batches: Iterator, sa
     return losses, params
 
 
-def validate(c: Config, mesh: Mesh, args: argparse.Namespace, params: Params, batches: list) -> float:
-    loss = make_step(c, mesh, args)[2]
-    return sum(float(loss(params, put(c, mesh, batch, args.microbatches))) for batch in batches) / len(batches)
+def validate(c: Config, mesh: Mesh, args: argparse.Namespace, both: Callable, params: Params, batches: list) -> float:
+    return sum(float(both(params, put(c, mesh, batch, args.microbatches))[0]) for batch in batches) / len(batches)
 
 
 # ---------------------------------------------------------------- a plan for ranks that do not exist
@@ -196,9 +195,9 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
     params = optree.tree_map(laid, llama.leaves(part))
     state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
     ids = TensorSpec(mesh, IDS, (args.batch // microbatches, c.S), torch.int64)
-    alone = argparse.Namespace(**{**vars(args), "microbatches": 1})
+    step = make_step(loss_and_grads(part, mesh, args.schedule, 1), optimizer(part, args.lr, args.steps).update)
     begun = time.perf_counter()
-    program = fspmd.jit(make_step(part, mesh, alone)[1], donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
+    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
     cost, memory = program.cost(), program.memory()
     took = time.perf_counter() - begun
     bubble, live = 0.0, 1
@@ -309,8 +308,9 @@ def main(argv: list[str] | None = None) -> None:
     bigram = text_data.bigram_loss(text, batches)
     say(f"{mesh}: {c.parameters():,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out")
     data = text_data.random_batches(text, args.batch, c.S, args.seed)
-    losses, params = train(c, mesh, args, data, say)
-    validation = validate(c, mesh, args, params, batches)
+    both = loss_and_grads(c, mesh, args.schedule, args.microbatches)
+    losses, params = train(c, mesh, args, both, data, say)
+    validation = validate(c, mesh, args, both, params, batches)
     say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")
     if is_first(mesh):
         say(report.picture(args.out / "pretrain.png", losses, validation, bigram))

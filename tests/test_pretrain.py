@@ -127,7 +127,10 @@ def expected(flags: str) -> list[float]:
     for x in leaves.values():
         x.requires_grad_()
     groups = [
-        {"params": [x for path, x in leaves.items() if (path == ("norm",)) is plain], "weight_decay": 0.1 * (not plain)}
+        {
+            "params": [x for path, x in leaves.items() if path[-1].startswith("norm") is plain],
+            "weight_decay": 0.1 * (not plain),
+        }
         for plain in (True, False)
     ]
     optimizer, losses = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []

@@ -1,5 +1,6 @@
 """The next tokens: equal on all meshes, with the probabilities of the definition, without a gather of logits."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -116,6 +117,6 @@ def test_what_does_not_fit_is_refused() -> None:
             call()
     mesh = make_mesh((3,), ("tp",), transport="simulation")
     for vocabulary, match in ((None, "pass the size"), (9, "parts of 3, 3, 3")):
-        body = lambda x, vocabulary=vocabulary: greedy(x, "tp", vocabulary=vocabulary)  # noqa: E731
+        body = partial(greedy, axis="tp", vocabulary=vocabulary)
         with pytest.raises(ShapeError, match=match):
             shard_map(body, mesh=mesh, in_specs=P(None, "tp"), out_specs=P())(logits)

@@ -272,7 +272,7 @@ def _refuse_in_body(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 leave_to_python(
     dispatch,
-    "torch functions on Sharded values are not compiled",
-    f". Functions that torch compiles as a whole take no Sharded. {INSTEAD_OF_COMPILED}",
+    "torch functions on Sharded values are not compiled. Functions that torch compiles as a whole take no Sharded. "
+    f"{INSTEAD_OF_COMPILED}",
 )
 Sharded.__torch_function__ = MethodType(dispatch, Sharded)

@@ -167,7 +167,7 @@ def agree(histories: Iterable[History], what: str) -> None:
         PeerError: another rank has failed.
     """
     default = c10d.GroupMember.WORLD
-    if default is None or "fake" in world.backends().values() or compares():  # `debug` compares more
+    if default is None or not world.has_peers() or compares():  # `debug` compares more
         return
     agreed = _agreed_in(weakref.ref(default))
     agreements = []

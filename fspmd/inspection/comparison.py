@@ -170,7 +170,7 @@ class Comparison(Presence):
         Raises:
             LockstepError: they come to different ones.
         """
-        if "fake" in world.backends().values():
+        if not world.has_peers():
             return
         last, meeting = group.met, _Assembly(group, self)
         if not meeting.is_completed():

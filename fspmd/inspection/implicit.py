@@ -140,9 +140,10 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     )
     around = f'with explicit("off"): {_statement(trace, shown_as)}'
     lines.append(f"write {fix or around + (f', or {bodiless}' if bodiless else '')}")
-    of_gradients = findings.only_sums
-    if not any(_holds(_at((*args, *kwargs.values()), place), x) for place in operands):
-        of_gradients = findings.idle and _are_sums(implied(x, first, trace))  # an operand of it is made anew
+    if any(_holds(_at((*args, *kwargs.values()), place), x) for place in operands):
+        of_gradients = findings.only_sums
+    else:  # an operand of an operand, which is made anew
+        of_gradients = findings.idle and _are_sums(implied(x, first, trace))
     return Implicit(cause, "\n".join(lines), of_gradients)
 
 

@@ -6,18 +6,16 @@ import contextlib
 import json
 import os
 import platform
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
-
-from torch.distributed import distributed_c10d as c10d
+from typing import Final
 
 from fspmd.cache import cached
 from fspmd.meshes import world
 from fspmd.transport.reports import own_store, store_here
 
 _PROCESSES: Final = Path("/proc")
+_STORE: Final = "fspmd.lives"
 
 
 @cached
@@ -44,23 +42,17 @@ def _facts(process: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-_told: Final[list[weakref.ref[Any]]] = []  # the default group of the world in which this process has told
-
-
 def _tell() -> None:
     """Tell the other processes of a new world where this one runs."""
-    default = c10d.GroupMember.WORLD
-    if default is None or "fake" in world.backends().values() or (_told and _told[0]() is default):
-        return
-    _told[:] = [weakref.ref(default)]
-    told = _machine(), os.getpid(), _facts(os.getpid())[1]
-    with contextlib.suppress(RuntimeError):
-        store_here("fspmd.lives").set(str(world.process_rank()), json.dumps(told))
+    if world.has_peers():
+        told = _machine(), os.getpid(), _facts(os.getpid())[1]
+        with contextlib.suppress(RuntimeError):
+            store_here(_STORE).set(str(world.process_rank()), json.dumps(told))
 
 
 def ended(ranks: Iterable[int], or_stopped: bool = False) -> dict[int, str]:
     """Those of some ranks on this machine whose process has ended, ``or_stopped``: a text by rank."""
-    found, store = {}, own_store("fspmd.lives")
+    found, store = {}, own_store(_STORE)
     for rank in ranks:
         if store.check([str(rank)]):
             machine, process, began = json.loads(store.get(str(rank)))
@@ -76,4 +68,4 @@ def ended(ranks: Iterable[int], or_stopped: bool = False) -> dict[int, str]:
 
 def install() -> None:
     """Tell in each world."""
-    world.let_go_with_groups(_tell)
+    world.at_new_world(_tell)

@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from torch.distributed import distributed_c10d as c10d
-
 from fspmd.cache import cached
 from fspmd.errors import LockstepError
 from fspmd.inspection.histories import History, key_of_ranks, parting_text, ring_of, text_of
@@ -48,7 +46,7 @@ class Replayed:
 
 log: Final[list[Replayed]] = []  # replays that are not sorted
 _trails: Final[dict[str, Trail]] = {}  # by group
-_sorting: Final = threading.Lock()
+_sorting: Final = threading.RLock()  # held while trails are read or written, and never over a word with the store
 _left_out = False  # whether this rank has run a recorded function without its record
 
 
@@ -92,6 +90,17 @@ class Trail:
         steps = self.steps[begin - self.base : count - self.base]
         return hash((self.hash_after(begin), *[step.groups[self.key][0] for step in steps]))
 
+    def compared(self, end: int) -> None:
+        """Note that ranks have compared up to the end of a block."""
+        self.due = [each for each in self.due if each[0] > end]
+
+    def news(self) -> str:
+        """The last replays, if there are some of which others were not told; else "". They are told now."""
+        if self.told == self.count:
+            return ""
+        self.told = self.count
+        return self.ring_text(_SHORT)
+
     def ring_text(self, last: int) -> str:
         """The last replays, in the form of `histories.ring_text`."""
         places: dict[str, int] = {}
@@ -101,6 +110,13 @@ class Trail:
             text = f"{step.name}, which begins with {step.groups[self.key][2]}"
             ring.append((count, self.hash_after(count), places.setdefault(text, len(places))))
         return json.dumps((list(places), ring))
+
+
+def note(step: Replayed) -> None:
+    """Note a replay. `programs.replay` writes these lines into what it makes."""
+    log.append(step)
+    if len(log) >= UNSORTED:
+        sort()
 
 
 def _forget() -> None:
@@ -123,10 +139,11 @@ def sort() -> None:
     """
     _sort()
     if any(trail.due for trail in list(_trails.values())):
-        if is_compared() and (error := within(PATIENCE + _PATIENCE, _compare_blocks)):
+        if world.has_peers() and (error := within(PATIENCE + _PATIENCE, _compare_blocks)):
             raise LockstepError(error)
-        for trail in list(_trails.values()):
-            del trail.due[:-1]  # the last, for which the first rank of the group may be late
+        with _sorting:
+            for trail in _trails.values():
+                del trail.due[:-1]  # the last, for which the first rank of the group may be late
 
 
 def _sort() -> None:
@@ -138,15 +155,10 @@ def _sort() -> None:
             trail.extend([step for step in steps if key in step.groups])
 
 
-def is_compared() -> bool:
-    """Whether there are other ranks, which could compare."""
-    return c10d.GroupMember.WORLD is not None and "fake" not in world.backends().values()
-
-
 def leave_out() -> None:
     """Tell all ranks that this one runs a recorded function without its record, so replays are no longer comparable."""
     global _left_out
-    if not _left_out and is_compared():
+    if not _left_out and world.has_peers():
         _left_out = True
         store_here(_STORE).set("left out", "")
 
@@ -156,9 +168,11 @@ def _compare_blocks() -> str:
     store, me = own_store(_STORE), world.process_rank()
     if store.check(["parting"]):
         return str(store.get("parting").decode())
-    for trail in list(_trails.values()):
-        while trail.due:
-            (end, mine), key = trail.due[0], f"hash/{trail.key}"
+    with _sorting:
+        trails = [(trail, list(trail.due)) for trail in _trails.values()]
+    for trail, due in trails:
+        key = f"hash/{trail.key}"
+        for end, mine in due:
             if trail.ranks[0] == me:
                 store.set(f"{key}/{end}", str(mine))
                 store.delete_key(f"{key}/{end - _KEPT * _BLOCK}")
@@ -166,7 +180,8 @@ def _compare_blocks() -> str:
                 break
             elif int(store.get(f"{key}/{end}")) != mine and (text := parting(trail.ranks)):
                 return text
-            trail.due.pop(0)
+            with _sorting:
+                trail.compared(end)
     return ""
 
 
@@ -178,11 +193,12 @@ def compare_long(with_all: bool = False) -> str:
     store, me = own_store(_STORE), world.process_rank()
     if store.check(["parting"]):
         return str(store.get("parting").decode())
-    _sort()
-    for trail in list(_trails.values()):
-        if trail.told != trail.count:
-            trail.told = trail.count
-            store.set(f"told/{trail.key}/{me}", trail.ring_text(_SHORT))
+    with _sorting:
+        _sort()
+        told = [(trail, trail.news()) for trail in _trails.values()]
+    for trail, news in told:
+        if news:
+            store.set(f"told/{trail.key}/{me}", news)
         others = [rank for rank in (trail.ranks if with_all else trail.ranks[:1]) if rank != me]
         is_parting = store.check([f"parts/{trail.key}"]) or any(_differs(store, trail, rank) for rank in others)
         if is_parting and (text := parting(trail.ranks)):
@@ -195,10 +211,11 @@ def _differs(store: Any, trail: Trail, rank: int) -> bool:
     if not store.check([f"told/{trail.key}/{rank}"]):
         return False
     theirs = ring_of(store.get(f"told/{trail.key}/{rank}"))
-    return any(
-        trail.base <= count <= trail.count and trail.hash_after(count) != number
-        for count, (number, _) in theirs.items()
-    )
+    with _sorting:
+        return any(
+            trail.base <= count <= trail.count and trail.hash_after(count) != number
+            for count, (number, _) in theirs.items()
+        )
 
 
 def parting(ranks: Sequence[int]) -> str:
@@ -208,8 +225,9 @@ def parting(ranks: Sequence[int]) -> str:
         return ""
     _sort()
     if me in ranks:
-        trail = _trails.get(key) or Trail(key, tuple(ranks))
-        store.set(f"ring/{key}/{me}", trail.ring_text(3 * _BLOCK))
+        with _sorting:
+            ring = (_trails.get(key) or Trail(key, tuple(ranks))).ring_text(3 * _BLOCK)
+        store.set(f"ring/{key}/{me}", ring)
     store.set(f"parts/{key}", "")
     end = time.monotonic() + _PATIENCE
     while time.monotonic() < end and not store.check([f"ring/{key}/{rank}" for rank in ranks]):
@@ -229,9 +247,10 @@ def has_replays() -> bool:
 
 def hash_of(key: str) -> int:
     """The hash of the replays in a group."""
-    _sort()
-    trail = _trails.get(key)
-    return 0 if trail is None else trail.hash_after(trail.count)
+    with _sorting:
+        _sort()
+        trail = _trails.get(key)
+        return 0 if trail is None else trail.hash_after(trail.count)
 
 
 @cached
@@ -252,7 +271,7 @@ def replay_hashes(mesh: Mesh) -> list[int]:
     Their number depends on the mesh alone, else.
     """
     _sort()
-    return [hash_of(key) for key in _keys(mesh)] if _trails and is_compared() else []
+    return [hash_of(key) for key in _keys(mesh)] if _trails and world.has_peers() else []
 
 
 def compare_replays(rows: Sequence[Sequence[int]], mesh: Mesh) -> None:
@@ -261,7 +280,7 @@ def compare_replays(rows: Sequence[Sequence[int]], mesh: Mesh) -> None:
     Raises:
         LockstepError: on all ranks alike, ranks of a group have parted.
     """
-    if all(row == rows[0] for row in rows) or not is_compared():
+    if all(row == rows[0] for row in rows) or not world.has_peers():
         return
     for i, axes in enumerate(_sets(mesh)):
         for positions in groups_along(mesh, axes):
@@ -273,6 +292,7 @@ def compare_replays(rows: Sequence[Sequence[int]], mesh: Mesh) -> None:
 
 def last_replays(ranks: Sequence[int]) -> str:
     """``after 17 replays, the last of jit(f) (train.py:12)``: the replays of this rank in a group; "" for none."""
-    _sort()
-    trail = _trails.get(key_of_ranks(ranks)) if ranks else None
-    return f", after {trail.count} replays, the last of {trail.steps[-1].name}" if trail else ""
+    with _sorting:
+        _sort()
+        trail = _trails.get(key_of_ranks(ranks)) if ranks else None
+        return f", after {trail.count} replays, the last of {trail.steps[-1].name}" if trail else ""

@@ -133,13 +133,13 @@ def check_not_compiled(name: str) -> None:
         )
 
 
-def leave_to_python(function: Any, why: str, more: str = "") -> None:
+def leave_to_python(function: Any, why: str) -> None:
     """Make ``torch.compile`` call a function uncompiled, or raise with ``fullgraph=True`` and under strict export.
 
-    This is ``torch.compiler.disable`` without a wrapper. Dynamo's error has the reason, and then what to write.
+    This is ``torch.compiler.disable`` without a wrapper. Dynamo's error says what to write, and ``why``.
     """
     write = "write torch.compile(f) without fullgraph=True, and fspmd.jit(f).lower(*args) instead of torch.export"
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, f"{why}: {write}{more}"
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, f"{write}: {why}"
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 

@@ -41,7 +41,6 @@ class Plan:
     out_specs: Any
     outer_axes: frozenset[str]
     nested: bool
-    simulated: bool
     widen: Call | None  # unchecked bodies: the cast of tensors closed over, whose gradients are summed
     order: list[int] | None  # the place of each leaf if dicts keep their own order; None if it is the same
     keys: int  # a number for the order of keys, in which a body iterates over dicts
@@ -150,7 +149,6 @@ def make_plan(
         out_specs=out_specs,
         outer_axes=outer_axes,
         nested=outer is not None,
-        simulated=mesh.transport == "simulation",
         widen=None if checked else call("invariant_to_varying", full_mesh, full_mesh.ordered(new_axes)),
         order=order,
         keys=zlib.crc32(repr(order).encode()),

@@ -201,7 +201,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if body.checked:
         mode = Tracker(body)
     elif not plan.nested:  # a nested body uses the mode of the enclosing body
-        if plan.simulated:
+        if body.simulated:
             mode = IndexMode()
         elif body.uneven or not plan.exits:  # the first run shows whether a collective makes blocks uneven
             mode = ConnectingMode()

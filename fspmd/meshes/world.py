@@ -31,10 +31,12 @@ __all__ = [
     "SIMULATED",
     "abandon_groups",
     "adopt_group",
+    "at_new_world",
     "available",
     "default_device_type",
     "end_after",
     "ensure_initialised",
+    "has_peers",
     "initialised",
     "launched",
     "let_go_with_groups",
@@ -61,6 +63,7 @@ _meet: Callable[[Callable[[], Any]], Any] = lambda make: make()  # noqa: E731
 _PATIENCE = 10.0  # how many seconds the end of the process waits for them
 _initialised = 0  # how often make_mesh has initialised torch.distributed
 _holders: list[Callable[[], object]] = []  # each makes a cache elsewhere let go of the groups
+_beginners: Final[list[Callable[[], object]]] = []  # called in a new world
 _began = False  # whether make_mesh initialised torch.distributed
 
 
@@ -254,6 +257,11 @@ def available(device_type: str) -> bool:
         return False
 
 
+def has_peers() -> bool:
+    """Return whether there is a world whose backends move something, so that its ranks can compare."""
+    return initialised() and "fake" not in backends().values()
+
+
 def backends(group: ProcessGroup | None = None) -> dict[str, str]:
     """Return a group's backend for each device type, such as ``{"cpu": "gloo", "cuda": "nccl"}``."""
     config = dist.distributed_c10d.get_backend_config(group)
@@ -287,6 +295,11 @@ def process_group(ranks: Sequence[int]) -> ProcessGroup:
 def adopt_group(group: ProcessGroup) -> None:
     """Use an existing group for its set of ranks, instead of making another."""
     _current_groups().setdefault(tuple(sorted(dist.get_process_group_ranks(group))), group)
+
+
+def at_new_world(begin: Callable[[], object]) -> None:
+    """Call ``begin`` when a new default group is first used."""
+    _beginners.append(begin)
 
 
 def let_go_with_groups(clear: Callable[[], object]) -> None:
@@ -389,6 +402,9 @@ def _notice_world() -> bool:
     if default is None or _groups_of is None or _groups_of() is not default:
         _let_go()
         _groups_of = None if default is None else weakref.ref(default)
+        if default is not None:
+            for begin in _beginners:
+                begin()
     return default is not None
 
 

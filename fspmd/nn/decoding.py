@@ -119,10 +119,10 @@ class KVCache(NamedTuple):
     @property
     def specs(self) -> Any:
         """The specs of the leaves, for ``in_specs`` and ``out_specs``: a `KVCache` of `P`."""
-        leaves = self.keys[0], self.values[0], self.lengths
+        leaves: tuple[Any, ...] = self.keys[0], self.values[0], self.lengths
         if not all(map(is_sharded, leaves)):
             raise ArgumentError("KVCache.specs: the cache has plain tensors; make it with spec=, such as P(None, 'tp')")
-        return KVCache(*(x.spec.partition for x in leaves))  # type: ignore[attr-defined]
+        return KVCache(*(x.spec.partition for x in leaves))
 
     @property
     def capacity(self) -> int:

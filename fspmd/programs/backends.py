@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError
-from fspmd.inspection.replays import UNSORTED, log, sort
+from fspmd.inspection.replays import note
 from fspmd.messages import described
 from fspmd.programs.cuda_graphs import by_cuda_graphs, check_device
 from fspmd.programs.program import value_of
@@ -50,9 +50,7 @@ def _by_function(backend: Compiler, part: ProgramPart) -> Callable[..., Any]:
 
     def run(*values: Any) -> Any:
         if part.replayed is not None:
-            log.append(part.replayed)
-            if len(log) >= UNSORTED:
-                sort()
+            note(part.replayed)
         function = made[0] if made else backend(module, list(values))
         if not callable(function):
             raise ArgumentError(f"the backend of jit returned {described(function)}; it must return a function")

@@ -123,11 +123,8 @@ def halves_of(
     name: str, program: Program, facts: AutogradFacts, again: Callable[..., list[Tensor]], make: Maker = compiled
 ) -> Halves:
     """Both parts of a program, as functions made by ``make``. ``name``: as errors show the program."""
-    constants, ahead, back = (
-        program.constants,
-        replayed_by(name, program.steps),
-        replayed_by(name, program.deferred, True),
-    )
+    constants = program.constants
+    ahead, back = replayed_by(name, program.steps), replayed_by(name, program.deferred, True)
     kept, given = program.kept, set(program.results)
     memory = {owner(node) for node in given}
     shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)

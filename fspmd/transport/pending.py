@@ -41,11 +41,10 @@ def go_on_with(waiter: _Waiter, whole: _Waiter) -> None:
 def _choose_slice() -> None:
     """Choose whether waits are cut, for the backends of a new world. With NCCL a timed wait would hold up the host."""
     global _slice
-    is_cut = world.initialised() and set(world.backends().values()) <= {"gloo"}
-    _slice = (SLICE,) if is_cut else ()
+    _slice = (SLICE,) if set(world.backends().values()) <= {"gloo"} else ()
 
 
-world.let_go_with_groups(_choose_slice)
+world.at_new_world(_choose_slice)
 
 
 class Pending:
