@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,21 @@ import pytest
 import torch
 from processes import Processes, free_port
 
-from fspmd import ArgumentError, P, communication_log, deadline, debug, device_get, device_put, make_mesh, reshard
+from fspmd import (
+    ArgumentError,
+    P,
+    PeerError,
+    communication_log,
+    deadline,
+    debug,
+    device_get,
+    device_put,
+    make_mesh,
+    reshard,
+)
 from fspmd.inspection import monitor
 from fspmd.inspection.histories import parting_text
+from fspmd.transport import pending
 
 HERE = Path(__file__).parent
 
@@ -349,6 +362,32 @@ def test_a_group_that_is_never_made_is_told(four: Processes) -> None:
     assert errors == [""] * 3
     assert alone.startswith("DeadlineError: rank 2 has waited 3."), alone
     assert " s at psum over 'y' of mesh(x=2, y=2), f64[4] (fault_programs.py:" in alone, alone
+
+
+class _Work:
+    """A work of Gloo that ends just after the time of its ``slices``-th wait is over, well or with an error."""
+
+    def __init__(self, slices: int, error: str) -> None:
+        self.left, self.error = slices, error
+
+    def is_completed(self) -> bool:
+        return self.left == 0
+
+    def wait(self, limit: Any = None) -> None:
+        if self.left:
+            assert limit is not None
+            self.left -= 1
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+@pytest.mark.parametrize("slices", [0, 1, 2, 3])
+def test_a_wait_may_end_just_after_its_time(slices: int, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending, "_slice", (pending.SLICE,))
+    with pytest.raises(PeerError, match="the connection to another rank is lost") if error else nullcontext():
+        pending.wait_for((_Work(slices, error),))
 
 
 def test_threads_leave_their_blocks_in_any_order() -> None:

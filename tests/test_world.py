@@ -516,12 +516,14 @@ def test_no_thread_of_a_group_outlives_the_interpreter() -> None:
 # ------------------------------------------------------------------------------------ worlds one after another, threads
 
 
-def _worlds_of_one_store(port: int, from_launcher: bool) -> list[int]:
+def _worlds_of_one_store(port: int, from_launcher: bool, late: int) -> list[int]:
     """Sums over a sub-group in three worlds, whose ranks meet at one port, and in the next attempt of a launcher."""
     sums = []
     with mock.patch.dict(os.environ, TORCHELASTIC_USE_AGENT_STORE=str(from_launcher)):
         for attempt in ("0", "0", "0", "1"):
             os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+            if sums and world.rank() == late:
+                time.sleep(0.5)
             _new_world(port)
             if attempt == "1":
                 world._initialised = 0  # a process that was started anew
@@ -530,11 +532,15 @@ def _worlds_of_one_store(port: int, from_launcher: bool) -> list[int]:
         return sums
 
 
+@pytest.mark.parametrize("late", [0, 3])
 @pytest.mark.parametrize("from_launcher", [False, True])
-def test_a_new_world_at_the_port_of_the_last_one(pool: Processes, from_launcher: bool) -> None:
-    """A launcher keeps one store for all attempts. Its keys have the addresses of ranks that have ended."""
+def test_a_new_world_at_the_port_of_the_last_one(pool: Processes, from_launcher: bool, late: int) -> None:
+    """A launcher keeps one store for all attempts. Its keys have the addresses of ranks that have ended.
+
+    Without a launcher the store ends with rank 0's world, to which the others may have come once more.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if from_launcher else None
-    results = pool.run(_worlds_of_one_store, free_port() if server is None else server.port, from_launcher)
+    results = pool.run(_worlds_of_one_store, free_port() if server is None else server.port, from_launcher, late)
     assert results == [[11] * 4, [11] * 4, [1100] * 4, [1100] * 4]
 
 

@@ -18,7 +18,7 @@ from fspmd.inspection.positions import Rendezvous, position
 from fspmd.inspection.replays import compare_long, last_replays
 from fspmd.inspection.watch import compares
 from fspmd.meshes import world
-from fspmd.transport.pending import SLICE, Meeting, Message
+from fspmd.transport.pending import SLICE, Meeting, Message, is_over
 from fspmd.transport.reports import PATIENCE, failures, last_failure, own_store, within
 
 _PERIOD: Final = 0.5  # seconds between two looks
@@ -95,13 +95,7 @@ def wait_long(work: Any) -> None:
     """
     lookout = Lookout(SLICE.total_seconds(), needs_all=isinstance(work, Rendezvous))
     try:
-        while True:
-            try:
-                work.wait(SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():  # it has failed
-                    raise
+        while not is_over(work, SLICE):
             lookout.check()
     except (PeerError, LockstepError):
         world.abandon_groups()

@@ -22,7 +22,7 @@ from fspmd.inspection.presence import FAREWELL, PERIOD
 from fspmd.inspection.watch import note_with
 from fspmd.meshes import world
 from fspmd.transport.known_values import hear_with
-from fspmd.transport.pending import SLICE, Meeting, Message, wait_with
+from fspmd.transport.pending import SLICE, Meeting, Message, is_over, wait_with
 from fspmd.transport.reports import failure_text, within
 from fspmd.transport.reports import user_line as user_line_of
 
@@ -132,21 +132,16 @@ class Monitor(Comparison):
                 self.lookout = None
 
     def _wait_in_slices(self, work: Any, begin: float) -> None:
+        if self.timed:
+            while not is_over(work, self.slice):
+                self.check(begin)
+            return
         pause = 2e-5
-        while not (self.timed and self._waited(work)) and not work.is_completed():
-            if not self.timed:
-                time.sleep(pause)
-                pause = min(2 * pause, self.period / 4)
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, self.period / 4)
             self.check(begin)
         work.wait()
-
-    def _waited(self, work: Any) -> bool:
-        """Wait for a work of Gloo for a while. Return whether it has ended well."""
-        try:
-            work.wait(self.slice)
-        except RuntimeError:  # it has failed, or time is up
-            return False
-        return True
 
     def _set_waiting(self, begin: float | None) -> None:
         self.waiting = begin

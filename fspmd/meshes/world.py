@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -25,7 +26,7 @@ from fspmd.errors import MeshError
 from fspmd.torch_internals import make_group, time_limit
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 __all__ = [
     "SIMULATED",
@@ -61,6 +62,7 @@ _unbound: Final[list[torch.device | None]] = []  # for each group that is being 
 _collectives: Callable[[], list[Any]] = list  # returns those that have begun and are not over
 _meet: Callable[[Callable[[], Any]], Any] = lambda make: make()  # noqa: E731
 _PATIENCE = 10.0  # how many seconds the end of the process waits for them
+_TRIES: Final = 5  # how often a process looks for the store of its next world
 _initialised = 0  # how often make_mesh has initialised torch.distributed
 _holders: list[Callable[[], object]] = []  # each makes a cache elsewhere let go of the groups
 _beginners: Final[list[Callable[[], object]]] = []  # called in a new world
@@ -225,12 +227,35 @@ def _initialise(backend: str, limit: dict[str, Any]) -> None:
     The store of a launcher outlives an attempt and a world, and its keys hold addresses of ranks that have ended.
     """
     global _began, _initialised
-    store, rank, size = next(rendezvous("env://", **limit))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"fspmd/{attempt}/{_initialised}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **limit)
+    prefix = f"fspmd/{attempt}/{_initialised}"
+    store, rank, size = _store_with_rank_0(prefix, limit)
+    dist.init_process_group(backend, store=PrefixStore(prefix, store), rank=rank, world_size=size, **limit)
     _began = True
     _initialised += 1
+
+
+def _store_with_rank_0(prefix: str, limit: dict[str, Any]) -> tuple[Store, int, int]:
+    """The store to which rank 0 has come for a new world, this process's rank, and the number of ranks.
+
+    Without a launcher's store it is rank 0 that keeps one, until its world ends. Who leaves that world earlier finds
+    the store once more at the same port, and loses it there, so it looks again.
+    """
+    again = _TRIES if _began else 0
+    while True:
+        try:
+            store, rank, size = next(rendezvous("env://", **limit))
+            if rank == 0:
+                store.set(f"{prefix}/begun", "")
+            else:
+                store.wait([f"{prefix}/begun"], limit.get("timeout", default_pg_timeout))
+        except dist.DistNetworkError:
+            if not again:
+                raise
+            again -= 1
+            time.sleep(0.1)
+        else:
+            return store, rank, size
 
 
 def _own_index(device_type: str) -> int:

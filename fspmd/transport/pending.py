@@ -155,12 +155,23 @@ def wait_for(works: tuple[Any, ...]) -> None:
 def _late(work: Any, error: RuntimeError) -> None:
     """Go on with a wait whose first slice is over, or raise the error of a work that has failed."""
     is_whole = not _slice or type(work) in (Pending, Message, Meeting)
-    if _go_on is None or _waiter is not None or is_whole or work.is_completed():
+    if _go_on is None or _waiter is not None or is_whole:
         _fail(error)
     try:
         _go_on(work)
     except RuntimeError as failure:
         _fail(failure)
+
+
+def is_over(work: Any, limit: timedelta) -> bool:
+    """Wait for a work of Gloo for some time, and return whether it is over. A work that has failed raises its error."""
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has failed, or has ended well just after the time was over
+    return True
 
 
 def _fail(error: RuntimeError) -> NoReturn:
