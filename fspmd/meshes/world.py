@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from fspmd.errors import MeshError
 from fspmd.torch_internals import make_group, time_limit
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "SIMULATED",
