@@ -43,8 +43,6 @@ from fspmd.trees import parameter_names
 from fspmd.variance import get_variance, set_variance
 from fspmd.wrapping import wraps
 
-leave_to_python(uses_closed_over, "it looks at the graph that autograd has made")
-
 _run_backward: Final[Any] = execution_engine.run_backward
 
 Q = ParamSpec("Q")
@@ -147,6 +145,11 @@ def _trace(
         outs = [out] if isinstance(out, Tensor) and not has_aux else flatten((out, aux))[0]
         create = uses_closed_over([x.local if type(x) is Sharded else x for x in outs])
     return inputs, out, aux if create or not has_aux else detached(aux), create, saved
+
+
+_LOOKS = "it looks at the graph that autograd has made"
+leave_to_python(uses_closed_over, _LOOKS)
+leave_to_python(_trace, _LOOKS, all_within=False)
 
 
 def _with_aux(out: Any) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from fspmd.torch_internals import (
     pop_function_mode,
     push_function_mode,
 )
+from fspmd.tracing import is_traced
 
 R = TypeVar("R")
 
@@ -133,15 +134,20 @@ def check_not_compiled(name: str) -> None:
         )
 
 
-def leave_to_python(function: Any, why: str) -> None:
+def leave_to_python(function: Any, why: str, *, all_within: bool = True) -> None:
     """Make ``torch.compile`` call a function uncompiled, or raise with ``fullgraph=True`` and under strict export.
 
-    This is ``torch.compiler.disable`` without a wrapper. Dynamo's error says what to write, and ``why``.
+    This is ``torch.compiler.disable`` without a wrapper. Dynamo's error says what to write, and ``why``. Functions that
+    this one calls are not compiled either, unless ``all_within`` is False.
     """
     write = "write torch.compile(f) without fullgraph=True, and fspmd.jit(f).lower(*args) instead of torch.export"
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, f"{write}: {why}"
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, skip if all_within else default)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+leave_to_python(is_traced, "a graph of torch has no collectives")
 
 
 def is_active(mode: BodyMode) -> bool:

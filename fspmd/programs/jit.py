@@ -14,6 +14,7 @@ from fspmd.errors import ArgumentError, RecordError
 from fspmd.first_use import begin
 from fspmd.inspection.replays import leave_out
 from fspmd.inspection.watch import hears_of_records, tell
+from fspmd.local_view.modes import leave_to_python
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
 from fspmd.pairs import is_seen, is_watched
@@ -376,6 +377,9 @@ class Jitted(Generic[Q, R]):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind to an instance, as a function in a class does."""
         return self if instance is None else MethodType(self, instance)
+
+
+leave_to_python(Jitted.__call__, "what jit runs is compiled by jit(f, backend='inductor')")
 
 
 class _Checked(Jitted[Q, R]):
