@@ -84,6 +84,11 @@ def kill_in_save(path: str, number: int, keep: int | None) -> None:
         save(path, small_tree(mesh, 2), step=2, keep=keep)
 
 
+def save_meanwhile(path: str) -> None:
+    """Save the third step."""
+    save(path, small_tree(make_mesh((2,), ("x",), transport="simulation", device="cpu"), 3), step=3)
+
+
 def shared_folder() -> str:
     """A new folder, of which all processes know."""
     made = [tempfile.mkdtemp()]
@@ -264,12 +269,16 @@ def failures_alike() -> list[str]:
     def full(**options: Any) -> Any:
         with watched(fail_at(0 if rank == 2 else 1000, FULL)):
             handle = save(folder, {"w": w * 2}, step=2, **options)
-            return handle._thread and handle._thread.join()
+            if handle._thread:
+                handle._thread.join()
+            return handle
 
     told.append(complaint(full))
     full(asynchronous=True)
     told.append(complaint(lambda: save(folder, {"w": w}, step=3)))
-    full(asynchronous=True)
+    handle = full(asynchronous=True)
+    if rank == 3:  # one rank is told by its handle, and the others are not
+        complaint(handle.wait)
     told.append(complaint(lambda: load(folder, {"w": w})))
     copied, writing._copied = writing._copied, _no_memory if rank == 1 else writing._copied  # type: ignore[assignment]
     handle = save(folder, {"w": w}, step=2, asynchronous=True)

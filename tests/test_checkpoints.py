@@ -32,6 +32,7 @@ from checkpoint_programs import (
     kill_one_of_two,
     lose_one_of_two,
     losses_go_on,
+    save_meanwhile,
     small_tree,
     steps_between_transports,
     steps_of_torch,
@@ -441,6 +442,24 @@ def test_a_copy_is_saved_and_written_behind_the_back(tmp_path: Path) -> None:
         assert handle.folder.endswith("step-00000000")
     found = load(tmp_path, {"w": tree["w"], "t": tree["t"], "list": [0]})
     assert tree_bits(found) == tree_bits([[1], torch.ones(3), torch.ones(5)])
+
+
+def test_two_jobs_save_into_one_folder(tmp_path: Path) -> None:
+    """One saves while the other writes. What was left by a process that ended goes, and no more."""
+    gate = threading.Event()
+    (tmp_path / ".saving-killed").mkdir()
+    with watched(lambda *_: threading.current_thread() is threading.main_thread() or gate.wait(60) or None):
+        handle = save(tmp_path, small_tree(MESH, 2), step=2, asynchronous=True)
+        other = forks().Process(target=save_meanwhile, args=(str(tmp_path),))
+        other.start()
+        other.join(60)
+        gate.set()
+        handle.wait()
+    assert other.exitcode == 0
+    assert [tree_bits(load(tmp_path, small_tree(MESH, 0), step=k)) for k in (2, 3)] == [
+        tree_bits(small_tree(MESH, k)) for k in (2, 3)
+    ]
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002", "step-00000003"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,30 @@ def remove(path: str) -> None:
         for name in os.listdir(path):
             remove(os.path.join(path, name))
         os.rmdir(path)
+
+
+@contextmanager
+def locked(path: str) -> Iterator[bool]:
+    """Hold a lock on a folder within the block, and tell whether nobody else has it. It ends with the process.
+
+    Nobody has a lock in a file system that knows none, or on what cannot be opened.
+    """
+    import fcntl  # not on all systems
+
+    descriptor, is_mine = None, True
+    try:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_mine = False
+        yield is_mine
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has it open, too
+            os.close(descriptor)
 
 
 class Output:

@@ -1,41 +1,71 @@
 """The folders of steps, and ``latest``, which names one of them.
 
 ``path/step-00000020`` is complete from the moment that it has its name. ``path/latest`` is a symbolic link to it. Names
-that begin with a dot are unfinished work of a save, or leftovers of one that was killed.
+that begin with a dot are unfinished work of a save, or leftovers of one that was killed. A save that lives holds a lock
+on its folder, so that another save into the same path leaves it alone.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import time
 import uuid
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
-from fspmd.checkpoints.files import PathLike, checked_path, remove, sync_folder, told
+from fspmd.checkpoints.files import PathLike, checked_path, locked, remove, sync_folder, told
 from fspmd.checkpoints.index import INDEX, METADATA, missing_bytes, read_index
 from fspmd.errors import CheckpointError
 
 _LATEST: Final = "latest"
 _STEP: Final = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_PATIENCE: Final = 60.0  # seconds that a save waits for another one to change names
 _UNFINISHED: Final = re.compile(r"\.(saving|removing|latest)-.*")
 
 
-def begin(path: str) -> str:
-    """Make the folder of a step that is being saved, and return it. Remove what killed saves have left."""
+def begin(path: str, lives: ExitStack) -> str:
+    """Make the folder of a step that is being saved, and return it. It counts as left by a killed save once ``lives``
+    is closed or the process has ended. Remove what others have left.
+    """
     with told("make the folder", path):
         _make(path)
-        for name in filter(_UNFINISHED.fullmatch, os.listdir(path)):
-            with _left_in_place():
-                remove(os.path.join(path, name))
-        unfinished = os.path.join(path, f".saving-{uuid.uuid4().hex[:12]}")
-        os.mkdir(unfinished)
+        with _alone(path):
+            for name in filter(_UNFINISHED.fullmatch, os.listdir(path)):
+                with _left_in_place(), locked(os.path.join(path, name)) as is_left:
+                    if is_left:
+                        remove(os.path.join(path, name))
+            unfinished = os.path.join(path, f".saving-{uuid.uuid4().hex[:12]}")
+            os.mkdir(unfinished)
+            lives.enter_context(locked(unfinished))
     return unfinished
 
 
-def commit(path: str, unfinished: str, step: int) -> str:
+def complete(path: str, unfinished: str, step: int, keep: float) -> str:
+    """Give the folder of a step its name, let ``latest`` name it, and then remove older steps. Return its name."""
+    with _alone(path):
+        name = _commit(path, unfinished, step)
+        _prune(path, keep, name)
+    return name
+
+
+@contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """Within the block no other save changes names in a folder."""
+    end = time.monotonic() + _PATIENCE
+    while True:
+        with locked(path) as is_mine:
+            if is_mine:
+                yield
+                return
+        if time.monotonic() > end:
+            raise CheckpointError(f"another save has changed {path} for {_PATIENCE:.0f} s; end its process if it hangs")
+        time.sleep(0.005)
+
+
+def _commit(path: str, unfinished: str, step: int) -> str:
     """Give the folder of a step its name, then let ``latest`` name it. Return its name.
 
     A step that is there already keeps its folder, and the new one gets a number after a dot.
@@ -53,7 +83,7 @@ def commit(path: str, unfinished: str, step: int) -> str:
     return name
 
 
-def prune(path: str, keep: float, newest: str) -> None:
+def _prune(path: str, keep: float, newest: str) -> None:
     """Remove all steps but the last complete ones, and older folders of the step ``newest``, which stays itself.
 
     A folder that cannot be removed is a warning: the step is saved.

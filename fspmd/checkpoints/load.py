@@ -69,8 +69,12 @@ def load(
     ({'w': Sharded f32[6@(b,a)] on mesh(a=2, b=2), 'rate': 0.1}, tensor([0., 1., 2., 3., 4., 5.]))
     """
     crew = crew_of(mesh, "load")
-    finish_last()
-    folder = crew.decide(lambda: folders.find(checked_path(path, "load"), step))
+
+    def found_folder() -> str:
+        finish_last()
+        return folders.find(checked_path(path, "load"), step) if crew.place == 0 else ""
+
+    folder = crew.hear(found_folder)[0]
 
     def compared() -> tuple[list[NamedLeaf], Any, Leaves]:
         wanted, treedef = named_leaves(like, "load", "like", (TensorSpec,))

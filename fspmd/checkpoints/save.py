@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from math import inf
 from typing import Any
 from zlib import crc32
@@ -74,9 +75,9 @@ def save(
     20
     """
     crew = crew_of(mesh, "save")
-    finish_last()
 
     def prepared() -> tuple[list[NamedLeaf], str, list[Any]]:
+        finish_last()  # here, where all ranks hear of an error: one of them may have been told by its handle
         _check_numbers(step, keep)
         checked_path(path, "save")
         leaves, _ = named_leaves(tree, "save", "tree", ())
@@ -88,15 +89,22 @@ def save(
     with torch.no_grad():
         leaves = [_settled(leaf) for leaf in leaves]
 
+    lives = ExitStack()  # closed when the step is complete, or was given up
+
     def begun() -> tuple[str, int, str]:
         steps = checked_path(path, "save")
-        return steps, folders.next_step(steps) if step is None else step, folders.begin(steps)
+        return steps, folders.next_step(steps) if step is None else step, folders.begin(steps, lives)
 
     steps, number, unfinished = crew.decide(begun)
     work = work_of(leaves, crew, asynchronous, steps, unfinished, number, inf if keep is None else keep)
     settlement = crew.settlement(os.path.basename(unfinished))
     handle = SaveHandle(number, steps)
-    handle.run(lambda: finish(work, settlement), asynchronous)
+
+    def finished() -> tuple[str, str]:
+        with lives:
+            return finish(work, settlement)
+
+    handle.run(finished, asynchronous)
     return handle
 
 

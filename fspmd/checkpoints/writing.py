@@ -229,6 +229,4 @@ def _complete(work: Work, reports: list[Report], crew: Crew) -> str:
             raise CheckpointError(f"{name!r} was not written whole: {wrong}")
     write_file(os.path.join(work.unfinished, METADATA), metadata_of_torch(work.leaves, work.path))
     write_file(os.path.join(work.unfinished, INDEX), index_text(work.leaves, work.step))
-    name = folders.commit(work.path, work.unfinished, work.step)
-    folders.prune(work.path, work.keep, name)
-    return name
+    return folders.complete(work.path, work.unfinished, work.step, work.keep)
