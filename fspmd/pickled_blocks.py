@@ -58,11 +58,11 @@ def check_block(local: Any, spec: TensorSpec, place: Place) -> None:
     _check_place(spec, place)
 
 
-def check_blocks(spec: TensorSpec, axes: tuple[str, ...], blocks: list[Any]) -> None:
+def check_blocks(spec: TensorSpec, axes: tuple[str, ...], blocks: list[Any], requires_grad: bool) -> None:
     """Check what a pickle says of the blocks that a simulation has saved, of its ranks along ``axes``.
 
     Raises:
-        ShapeError: Blocks are missing, or are not those of the spec.
+        ShapeError: Blocks are missing, or are not those of the spec, or cannot require a gradient.
     """
     mesh = spec.mesh if type(spec) is TensorSpec else None
     named = mesh is not None and type(axes) is tuple and axes == mesh.ordered(frozenset(axes) & {*mesh.axis_names})
@@ -74,6 +74,27 @@ def check_blocks(spec: TensorSpec, axes: tuple[str, ...], blocks: list[Any]) -> 
     for block, index in zip(blocks, itertools.product(*map(range, sizes)), strict=True):
         at = dict(zip(axes, index, strict=True))
         _check_contents(block, spec, tuple(at.get(axis, 0) for axis in mesh.axis_names))
+    has_gradient = spec.dtype.is_floating_point or spec.dtype.is_complex
+    if type(requires_grad) is not bool or requires_grad > has_gradient:
+        raise ShapeError(f"a saved Sharded {spec!r} says requires_grad={requires_grad!r}; {_DAMAGED}")
+
+
+def checked_rest(spec: TensorSpec, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what else a pickle says of a value: its strides and its offset, and its attributes.
+
+    Raises:
+        ShapeError: They are not those of a tensor.
+    """
+    attributes: dict[str, Any] = rest[-1] if rest and type(rest[-1]) is dict else {}
+    lies = rest[:-1] if rest and rest[-1] is attributes else rest
+    strides, start = (*lies, 0)[:2] if lies else (None, 0)
+    fits = strides is None or (type(strides) is tuple and len(strides) == spec.ndim)
+    numbers = (*(strides or ()), *(() if start is None else (start,))) if fits else ()
+    if not fits or len(lies) > 2 or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ShapeError(f"a saved Sharded {spec!r} says that it lies in memory as {lies!r}; {_DAMAGED}")
+    if not all(type(name) is str for name in attributes):
+        raise ShapeError(f"a saved Sharded {spec!r} has the attributes {attributes!r}; {_DAMAGED}")
+    return lies, attributes
 
 
 def _is_index(spec: TensorSpec, entry: Any) -> bool:

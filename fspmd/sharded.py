@@ -17,7 +17,7 @@ from fspmd.foreign import refuse_misfit
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.pairs import apply, call
-from fspmd.pickled_blocks import Place, check_block, check_blocks, place_of, refuse_checkpoint
+from fspmd.pickled_blocks import Place, check_block, check_blocks, checked_rest, place_of, refuse_checkpoint
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
@@ -356,17 +356,19 @@ class Sharded(Tensor):
         return self.__reduce__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A process saves its block, a simulation all blocks. ``torch.load(..., weights_only=True)`` can load them."""
-        x = self.block
+        """A process saves its block, a simulation all blocks. ``torch.load(..., weights_only=True)`` can load them.
+
+        It calls functions that check what a file says, and attributes are arguments of these: torch would set them on
+        objects of those classes alone that a file may call.
+        """
+        x, attributes = self.block, _attributes(self)
+        rest = (*lies(self), attributes) if attributes else lies(self)
         if (held := held_frame(x)) is None:
             refuse_checkpoint(self.spec, place := place_of(self.spec))
             block = x.detach().requires_grad_(x.requires_grad)
-            return _of_block, (block, self.spec, place, *lies(self)), _attributes(self) or None
+            return _of_block, (block, self.spec, place, *rest)
         blocks = [block.detach() for block in owned(x).shards]
-        return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *lies(self)), _attributes(self) or None
-
-    def __setstate__(self, attributes: dict[str, Any]) -> None:
-        self.__dict__.update(attributes)
+        return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *rest)
 
     def __len__(self) -> int:
         if not self.spec.shape:
@@ -651,22 +653,29 @@ def _take_memory(x: Sharded, y: Sharded) -> None:
     relay(x, y)
 
 
-def _of_block(local: Tensor, spec: TensorSpec, place: Place, *lies: Any) -> Sharded:
+def _of_block(local: Tensor, spec: TensorSpec, place: Place, *rest: Any) -> Sharded:
     """Load the block that a process has saved. Only a process at the same place of the mesh may load it."""
     check_block(local, spec, place)
-    return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
+    return _loaded(local, spec, rest)
 
 
 def _of_blocks(
-    spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool, *lies: Any
+    spec: TensorSpec, axes: tuple[str, ...], blocks: list[Tensor], requires_grad: bool, *rest: Any
 ) -> Sharded:
     """Load the blocks that a simulation has saved."""
-    check_blocks(spec, axes, blocks)
-    local = local_tensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad)
-    return laid(local, spec, Laid(*lies or (packed(spec.shape),)))
+    check_blocks(spec, axes, blocks, requires_grad)
+    return _loaded(local_tensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad), spec, rest)
 
 
-torch.serialization.add_safe_globals([Sharded, _of_block, _of_blocks, *SAVED])
+def _loaded(local: Tensor, spec: TensorSpec, rest: tuple[Any, ...]) -> Sharded:
+    """Return a value of a pickle, whose rest are its strides, its offset and its attributes."""
+    places, attributes = checked_rest(spec, rest)
+    x = laid(local, spec, Laid(*places or (packed(spec.shape),)))
+    x.__dict__.update((name, value) for name, value in attributes.items() if name != _GRAD)
+    return x
+
+
+torch.serialization.add_safe_globals([_of_block, _of_blocks, *SAVED])
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor], Form, tuple[str]]:

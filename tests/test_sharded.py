@@ -21,6 +21,8 @@ from fspmd import (
     FspmdError,
     P,
     ShapeError,
+    Sharded,
+    TensorSpec,
     VarianceError,
     communication_log,
     device_get,
@@ -301,18 +303,18 @@ class _Crafted:
 
 def _crafted() -> dict[str, Callable[[], Any]]:
     x = device_put(torch.arange(5.0), P("x"), mesh=LINE)
-    load_blocks, (spec, axes, blocks, grad, *lies), *_ = x.__reduce__()
-    load_block, (block, whole, place, *_), *_ = device_put(torch.ones(4), P(), mesh=LINE).__reduce__()
+    load_blocks, (spec, axes, blocks, grad, *lies) = x.__reduce__()
+    load_block, (block, whole, place, *_) = device_put(torch.ones(4), P(), mesh=LINE).__reduce__()
     load, (version, layouts, offset, ranks, device, transport) = LINE.__reduce__()
 
     def saved(**other: Any) -> _Crafted:
         given = {"spec": spec, "axes": axes, "blocks": blocks} | other
-        return _Crafted(load_blocks, given["spec"], given["axes"], given["blocks"], grad, *lies)
+        rest = given.get("grad", grad), *given.get("lies", lies)
+        return _Crafted(load_blocks, given["spec"], given["axes"], given["blocks"], *rest)
 
     def mesh(**other: Any) -> _Crafted:
-        given = {"layouts": layouts, "offset": offset, "ranks": ranks, "transport": transport} | other
-        named = [given[name] for name in ("layouts", "offset", "ranks")]
-        return _Crafted(load, version, *named, device, given["transport"])
+        given = {"layouts": layouts, "offset": offset, "ranks": ranks, "device": device, "transport": transport}
+        return _Crafted(load, version, *(given | other).values())
 
     return {
         "a block of 1000 elements": lambda: saved(blocks=[torch.ones(1000), *blocks[1:]]),
@@ -337,6 +339,21 @@ def _crafted() -> dict[str, Callable[[], Any]]:
         "a transport that is none": lambda: mesh(transport="mail"),
         "no name": lambda: mesh(layouts={"": ((4,), (1,))}),
         "no sizes": lambda: mesh(layouts={"x": ((0,), (1,))}),
+        "no layouts": lambda: mesh(layouts=[1]),
+        "half a layout": lambda: mesh(layouts={"x": ((4,),)}),
+        "too little of a mesh": lambda: _Crafted(load, version, layouts),
+        "no device": lambda: mesh(device="banana"),
+        "a number for a device": lambda: mesh(device=3),
+        "strides that are none": lambda: saved(lies=["abc"]),
+        "strides of too few dims": lambda: saved(lies=[(), 0]),
+        "a negative stride": lambda: saved(lies=[(-1,), 0]),
+        "a negative start": lambda: saved(lies=[(1,), -1]),
+        "more than strides": lambda: saved(lies=[(1,), 0, 0]),
+        "attributes without names": lambda: saved(lies=[(1,), 0, {0: 1}]),
+        "a gradient that is none": lambda: saved(grad="yes"),
+        "a gradient of numbers without": lambda: saved(
+            spec=TensorSpec(LINE, P("x"), (5,), torch.int64), blocks=[b.long() for b in blocks], grad=True
+        ),
     }
 
 
@@ -348,3 +365,10 @@ def test_a_file_that_holds_no_sharded_value_is_an_error(name: str, weights_only:
     with pytest.raises(Exception, match=r"damaged|a saved mesh|integers >= 1") as caught:
         torch.load(io.BytesIO(raw.getvalue()), weights_only=weights_only)
     assert isinstance(caught.value, (FspmdError, pickle.UnpicklingError))
+
+
+def test_a_safe_load_makes_no_value_without_its_checks() -> None:
+    raw = io.BytesIO()
+    torch.save(_Crafted(Sharded, torch.ones(1000), device_put(torch.ones(4), P(), mesh=LINE).spec), raw)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(io.BytesIO(raw.getvalue()), weights_only=True)

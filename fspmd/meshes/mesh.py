@@ -228,8 +228,14 @@ def load_mesh(version: int, *state: Any) -> Mesh:
     """Return the mesh of a pickle."""
     if version != _VERSION:
         raise MeshError(f"a mesh was pickled in version {version} of the format, this fspmd reads version {_VERSION}")
-    axes, offset, ranks, device_type, transport = state
-    layouts = {name: Layout(shape, stride) for name, (shape, stride) in axes.items()}
+    try:
+        axes, offset, ranks, device_type, transport = state
+        layouts = {name: Layout(shape, stride) for name, (shape, stride) in axes.items()}
+        is_device = type(device_type) is str and torch.device(device_type).type == device_type
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise MeshError(f"a saved mesh has the parts {state!r}: no mesh ({error})") from error
+    if not is_device:
+        raise MeshError(f"a saved mesh has the device {device_type!r}; it must have the type of one")
     _check_saved(layouts, offset, ranks, transport)
     return Mesh._make(layouts, offset, None if ranks is None else RankMap(ranks), (device_type, transport))
 
