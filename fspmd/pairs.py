@@ -155,6 +155,19 @@ class Call:
         pending: Pending = self.in_place(x, self.mesh, self.axes, self.options)
         return pending
 
+    def writer(self) -> Callable[[Tensor], Tensor] | None:
+        """A function that runs a sum and writes it into its operand; None if the call is no sum, or cannot."""
+        transport, kernel = transport_of(self.mesh), self.pair.kernel
+        if self.options.op != "sum" or kernel not in transport.in_place:
+            return None
+        start = getattr(transport, f"{kernel}_in_place")
+
+        def run(x: Tensor) -> Tensor:
+            result: Tensor = start(x, self.mesh, self.axes, self.options).wait()
+            return result
+
+        return run
+
     @property
     def transposed(self) -> Call:
         """The call that gradients take."""

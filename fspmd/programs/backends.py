@@ -15,8 +15,9 @@ from fspmd.inspection.replays import note
 from fspmd.messages import described
 from fspmd.programs.cuda_graphs import by_cuda_graphs, check_device
 from fspmd.programs.program import value_of
-from fspmd.programs.replay import Maker, ProgramPart, compiled, from_lists
+from fspmd.programs.replay import Maker, ProgramPart, from_lists
 from fspmd.programs.segments import is_plain, local_steps, segmented
+from fspmd.programs.shortened import in_few_steps
 from fspmd.torch_internals import OpOverload, inductor
 from fspmd.transport.frame import Frame, spread
 from fspmd.transport.local_tensor import common_frame, local_tensor, shards_of
@@ -202,4 +203,4 @@ def _compiled(module: fx.GraphModule, values: Sequence[Tensor]) -> Callable[...,
         ) from error
 
 
-_BY_NAME: Final[dict[str, Maker]] = {"replay": compiled, "inductor": by_inductor, "cudagraphs": by_cuda_graphs}
+_BY_NAME: Final[dict[str, Maker]] = {"replay": in_few_steps, "inductor": by_inductor, "cudagraphs": by_cuda_graphs}

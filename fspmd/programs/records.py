@@ -24,7 +24,8 @@ from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.histories import histories, name_of, replayed_by
 from fspmd.programs.keys import guard, strides_of
 from fspmd.programs.program import memory_of, owner
-from fspmd.programs.replay import Maker, ProgramPart, below_autograd, compiled, from_lists
+from fspmd.programs.replay import Maker, ProgramPart, below_autograd, from_lists
+from fspmd.programs.shortened import in_few_steps
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
@@ -199,7 +200,8 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
         told = replayed_by(name, program.steps)
-        run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated, told))
+        infers = not any(node.meta["backward"] for node in program.steps)
+        run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated, told, infers))
         if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
         if any(x.requires_grad for x in (*captured.leaves, *captured.closed)):
@@ -247,7 +249,7 @@ def _detaching(run: Callable[..., Any], shared: Sequence[int]) -> Callable[..., 
 
 def with_reuse(captured: Capture, donation: Donation, make: Maker) -> Donation:
     """The donation; where steps run one by one, results are written into donated arguments."""
-    if donation.places and captured.followed is None and make is compiled:
+    if donation.places and captured.followed is None and make is in_few_steps:
         return replace(donation, written=reuse(captured, donation.places))
     return donation
 

@@ -31,6 +31,7 @@ class ProgramPart(NamedTuple):
     constants: dict[fx.Node, Any]  # the values of nodes that are neither inputs nor steps
     donated: Sequence[fx.Node] = ()  # inputs that are passed in lists of length 1, and freed after their last use
     replayed: Replayed | None = None  # what each run notes, if the steps communicate
+    infers: bool = False  # whether autograd has followed none of the steps
 
 
 #: makes a function of a part, which returns a tuple of the values of its outputs
@@ -117,7 +118,7 @@ class _Writer:
 
     def function(self) -> Callable[..., Any]:
         """The function of the steps."""
-        steps, _, outputs, constants, donated, replayed = self.part
+        steps, _, outputs, constants, donated, replayed, _ = self.part
         last = dict.fromkeys(donated, -1)
         for i, node in enumerate(steps):
             for used in (*node.all_input_nodes, node):

@@ -29,7 +29,7 @@ def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Calla
 
     Each output of such a function has separate memory. Views that other steps need are made again after the segment.
     """
-    steps, inputs, outputs, constants, donated, replayed = part
+    steps, inputs, outputs, constants, donated, replayed, _ = part
     graph = fx.Graph()
     known = {node: graph.placeholder(node.name) for node in inputs}
     known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)

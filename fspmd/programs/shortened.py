@@ -1,0 +1,264 @@
+"""Shorter replays: constants are made once, steps of one torch function are joined, and sums are written in place.
+
+Torch shows a recorder the steps of its functions: `matmul` is a view, a product and a view. A replay pays for each step
+on the host, so `in_few_steps` joins them again. Backends that compile steps get them one by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from fspmd.ops.schemas import facts_of
+from fspmd.programs.passes.aliases import written
+from fspmd.programs.program import copy_node, owner
+from fspmd.programs.replay import ProgramPart, compiled
+from fspmd.programs.steps import is_aten, is_collective
+from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
+from fspmd.transport.carriers import FLOATS
+
+aten: Final = torch.ops.aten
+
+_LARGEST: Final = 1 << 16  # bytes of a constant that is kept
+
+
+class Joined(NamedTuple):
+    """A call in place of steps. The last of them gives its result."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    first: fx.Node  # the first step that reads a value in ``args``
+
+
+def in_few_steps(part: ProgramPart) -> Callable[..., Any]:
+    """Like `replay.compiled`, with fewer steps, which compute the same to the bit."""
+    return compiled(_Shorter(part).part())
+
+
+class _Shorter:
+    """A part of a program, and what becomes of its steps."""
+
+    def __init__(self, part: ProgramPart) -> None:
+        self.given = part
+        self.place = {node: i for i, node in enumerate(part.steps)}
+        self.ends = {output for output in part.outputs if isinstance(output, fx.Node)}
+        self.uses = Counter(x for node in part.steps for x in node.all_input_nodes)
+        self.uses.update(self.ends)
+        self.within: dict[fx.Node, list[fx.Node]] = {}  # values by the step in whose memory they lie
+        for node in part.steps:
+            self.within.setdefault(owner(node), []).append(node)
+        self.writes = {i: written(node) for i, node in enumerate(part.steps)}
+        self.reshapes = any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in part.steps)
+
+    def part(self) -> ProgramPart:
+        """The part with fewer steps."""
+        steps, inputs, outputs, constants, donated, *_ = self.given
+        values = self.values()
+        joined, unused = self.joined(values)
+        writers = {node: run for node in steps if self.may_write(node) and (run := node.meta["call"].writer())}
+        if not (values or joined or writers):
+            return self.given
+        graph = fx.Graph()
+        known = {node: graph.placeholder(node.name) for node in inputs}
+        known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)
+        known.update((node, graph.create_node("get_attr", f"{node.name}_value")) for node in values)
+        for node in steps:
+            if node in unused or node in values:
+                continue
+            if (one := joined.get(node)) is None:
+                known[node] = copy_node(graph, node, known.__getitem__)
+                known[node].target = writers.get(node, node.target)
+            elif one.function is _itself:
+                known[node] = known[one.args[0]]
+            else:
+                known[node] = graph.create_node("call_function", one.function)
+                known[node].args = fx.map_arg(one.args, known.__getitem__)
+                known[node].meta = dict(node.meta)
+        return self.given._replace(
+            steps=[node for node in graph.nodes if node.op == "call_function"],
+            inputs=[known[node] for node in inputs],
+            outputs=[known[output] if isinstance(output, fx.Node) else output for output in outputs],
+            constants={known[node]: x for node, x in (*constants.items(), *values.items())},
+            donated=[known[node] for node in donated],
+        )
+
+    def may_write(self, node: fx.Node) -> bool:
+        """Whether a step is a collective that may write into its operand, a new value that no other step reads."""
+        if not is_collective(node) or not node.meta["waits"]:
+            return False
+        (x,) = node.all_input_nodes
+        inner = self.within.get(owner(x), ())
+        return (
+            owner(x) in self.place
+            and is_aten(owner(x))
+            and x.meta["value"].dtype in FLOATS
+            and x.meta.get("strides") is None
+            and self.ends.isdisjoint(inner)
+            and all(user is node or user in inner for value in inner for user in value.users)
+        )
+
+    def values(self) -> dict[fx.Node, Any]:
+        """The values of steps that depend on nothing, and whose memory nobody writes into."""
+        exposed = {owner(x) for nodes in (self.ends, *self.writes.values()) for x in nodes}
+        for node in self.place:
+            if not is_aten(node):
+                exposed.update(map(owner, node.all_input_nodes))
+        found: dict[fx.Node, Any] = {}
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction(), disable_dispatch_modes():
+            for node in self.place:
+                fits = is_aten(node) and _is_of_one_rank(node)
+                if not fits or node.meta["value"].nbytes > _LARGEST or owner(node) in exposed:
+                    continue
+                if set(node.all_input_nodes) <= found.keys() and facts_of(node.target).is_pure(node.args, node.kwargs):
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                    found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return found
+
+    def joined(self, values: dict[fx.Node, Any]) -> tuple[dict[fx.Node, Joined], set[fx.Node]]:
+        """By the last of some steps, the call in their place; and the steps that nobody needs any longer."""
+        found, unused, left = dict[fx.Node, Joined](), set[fx.Node](), Counter(self.uses)
+        for node in reversed(self.place):
+            if node in values:
+                continue
+            if self.uses[node] and not left[node]:
+                unused.add(node)
+                left.subtract(node.all_input_nodes)
+            elif (one := next(self.calls(node), None)) is not None:
+                found[node] = one
+                left.subtract(node.all_input_nodes)
+                left.update(x for x in one.args if isinstance(x, fx.Node))
+        return found, unused
+
+    def calls(self, node: fx.Node) -> Iterator[Joined]:
+        """Calls that may stand in the place of a step and those before it that it alone needs.
+
+        Where autograd follows values, some functions run other steps than where it does not.
+        """
+        if _is_of_one_rank(node) and (self.given.infers or node.target in _VIEWS):
+            for match in _MATCHES.get(node.target, ()):
+                if (one := match(self, node)) is not None and not self.is_interrupted(one.first, node):
+                    yield one
+
+    def is_interrupted(self, first: fx.Node, last: fx.Node) -> bool:
+        """Whether a step between two steps does more than compute a value, or write into one that lies between."""
+        span = range(self.place[first], self.place[last])
+        return any(
+            node.meta.get("effect") or any(self.place.get(owner(x), -1) not in span for x in self.writes[i])
+            for i, node in ((i, self.given.steps[i]) for i in span)
+        )
+
+    def only(self, x: Any, *targets: Any) -> tuple[Any, ...] | None:
+        """The arguments of a step of this part, if it has one of these targets, and one use."""
+        return self.of(x, *targets) if isinstance(x, fx.Node) and self.uses[x] == 1 else None
+
+    def of(self, x: Any, *targets: Any) -> tuple[Any, ...] | None:
+        """The arguments of a step of this part, if it has one of these targets."""
+        fits = isinstance(x, fx.Node) and x in self.place and x.target in targets and not x.kwargs
+        return tuple(x.args) if fits else None
+
+
+def _is_of_one_rank(node: fx.Node) -> bool:
+    """Whether the result of a step is a tensor, and not simulated."""
+    return "value" in node.meta and node.meta.get("frame", False) is None
+
+
+def _itself(x: Any) -> Any:
+    """The function of a step that changes nothing."""
+    return x
+
+
+def _unchanged(steps: _Shorter, node: fx.Node) -> Joined | None:
+    """A view of the shape that its operand has."""
+    x = node.args[0]
+    if steps.reshapes or node in steps.ends or not isinstance(x, fx.Node) or not _is_alike(x, node):
+        return None
+    return Joined(_itself, (x,), node)
+
+
+def _is_alike(x: fx.Node, y: fx.Node) -> bool:
+    return all(x.meta.get(fact) == y.meta.get(fact) for fact in ("value", "strides", "frame")) and "value" in x.meta
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    shape: tuple[int, ...] = node.meta["value"].shape
+    return shape
+
+
+def _matmul(steps: _Shorter, node: fx.Node) -> Joined | None:
+    """``matmul(x, w)`` for ``_unsafe_view(mm(view(x), w))``, and ``linear(x, v)`` if ``w`` is ``t(v)``."""
+    rows, w = steps.only(node.args[0], aten.mm.default) or (None, None)
+    (x, _) = steps.of(rows, aten.view.default) or (None, None)
+    if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or not _are_rows(x, rows, node):
+        return None
+    (v,) = steps.of(w, aten.t.default) or (None,)
+    if v is not None:
+        return Joined(F.linear, (x, v), node.args[0])  # type: ignore[arg-type]
+    return Joined(torch.matmul, (x, w), node.args[0])  # type: ignore[arg-type]
+
+
+def _are_rows(x: fx.Node, rows: Any, result: fx.Node) -> bool:
+    """Whether a matrix has the rows of ``x``, and a result has the shape of ``x`` but for the last dim."""
+    shape = _shape(x)
+    return len(shape) > 2 and _shape(rows) == (prod(shape[:-1]), shape[-1]) and _shape(result)[:-1] == shape[:-1]
+
+
+def _linear(steps: _Shorter, node: fx.Node) -> Joined | None:
+    """``linear(x, v, b)`` for ``view(addmm(b, view(x), t(v)))``."""
+    b, rows, w = steps.only(node.args[0], aten.addmm.default) or (None, None, None)
+    (x, _), (v,) = steps.of(rows, aten.view.default) or (None, None), steps.of(w, aten.t.default) or (None,)
+    if not isinstance(x, fx.Node) or v is None or not _are_rows(x, rows, node):
+        return None
+    return Joined(F.linear, (x, v, b), node.args[0])  # type: ignore[arg-type]
+
+
+def _batched(steps: _Shorter, node: fx.Node) -> Joined | None:
+    """``matmul(x, w)`` for ``_unsafe_view(bmm(x, expand(w)))``, which torch runs where ``x`` has unusual strides."""
+    a, b = steps.only(node.args[0], aten.bmm.default) or (None, None)
+    x, w = (_below(steps, operand) for operand in (a, b))
+    if x is None or w is None or len(_shape(x)) < 3 or len(_shape(w)) != 2 or _shape(node)[:-1] != _shape(x)[:-1]:
+        return None
+    if _shape(b)[1:] != _shape(w):
+        return None
+    return Joined(torch.matmul, (x, w), node.args[0])  # type: ignore[arg-type]
+
+
+def _below(steps: _Shorter, x: Any) -> fx.Node | None:
+    """The value of which the operand of a batched product is an expanded view."""
+    (expanded, _) = steps.of(x, aten.view.default) or (None, None)
+    below: tuple[Any, ...] = steps.of(expanded, aten.expand.default) or (None,)
+    return below[0]  # type: ignore[no-any-return]
+
+
+def _rms_norm(steps: _Shorter, node: fx.Node) -> Joined | None:
+    """``rms_norm(x, shape, w, eps)`` for its six steps."""
+    normed, w = node.args
+    x, root = steps.only(normed, aten.mul.Tensor) or (None, None)
+    (sums,) = steps.only(root, aten.rsqrt.default) or (None,)
+    mean, eps = steps.only(sums, aten.add_.Scalar, aten.add.Scalar, aten.add_.Tensor) or (None, None)
+    (square, dims, keep) = steps.only(mean, aten.mean.dim) or (None, (), False)
+    (base, power) = steps.only(square, aten.pow.Tensor_Scalar) or (None, None)
+    if base is None or base is not x or power != 2 or keep is not True or not isinstance(w, fx.Node):
+        return None
+    shape = _shape(w)
+    ndim = len(_shape(x))
+    ends = range(ndim - len(shape), ndim)
+    if sorted(d % ndim for d in dims) != [*ends] or _shape(x)[ends.start :] != shape or type(eps) is not float:
+        return None
+    return Joined(torch.rms_norm, (x, shape, w, eps), square)
+
+
+_VIEWS: Final = (aten.view.default, aten.expand.default)
+_Match = Callable[[_Shorter, fx.Node], Joined | None]
+#: by the last of some steps, what may stand in their place
+_MATCHES: Final[dict[Any, Sequence[_Match]]] = {
+    aten._unsafe_view.default: (_matmul, _batched, _unchanged),
+    aten.view.default: (_linear, _unchanged),
+    aten.expand.default: (_unchanged,),
+    aten.mul.Tensor: (_rms_norm,),
+}

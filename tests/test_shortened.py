@@ -1,0 +1,181 @@
+"""Replays with fewer steps than their records compute the same, to the bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes, free_port
+from torch import Tensor
+from torch.nn import functional as F
+
+from fspmd import P, device_get, device_put, jit, make_mesh, psum, shard_map
+from fspmd.programs import shortened
+from fspmd.programs.replay import ProgramPart
+
+X = torch.linspace(-1, 1, 4 * 3 * 8).view(4, 3, 8)
+W, V, B = torch.linspace(-2, 1, 40).view(8, 5), torch.linspace(-1, 3, 40).view(5, 8), torch.linspace(0, 1, 5)
+G = torch.linspace(1, 2, 8)
+
+
+def _with_a_write(x: Tensor, w: Tensor) -> Tensor:
+    """The write comes between the view and the product that a matmul is made of."""
+    x = x.clone()
+    rows = torch.ops.aten.view(x, [12, 8])
+    product = torch.ops.aten.mm(rows, w)
+    x.add_(1)
+    return torch.ops.aten._unsafe_view(product, [4, 3, 5]) + x.sum()
+
+
+def _used_twice(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    product = torch.mm(x.view(12, 8), w)
+    return torch.ops.aten._unsafe_view(product, [4, 3, 5]), product
+
+
+_SUMMED = ("sum.default", "add.Tensor")
+#: by name: a function, its arguments, and the functions that its replay calls
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = {
+    "matmul": (torch.matmul, (X, W), ["matmul"]),
+    "matmul of unusual strides": (torch.matmul, (X[:, :1], W), ["matmul"]),
+    "matmul of a transposed value": (lambda x, w: x.transpose(0, 1) @ w, (X, W), ["transpose.int", "matmul"]),
+    "two matmuls": (lambda x, w, v: (x @ w) + F.linear(x, v), (X, W, V), ["matmul", "linear", "add.Tensor"]),
+    "linear": (F.linear, (X, V, B), ["linear"]),
+    "linear of a matrix": (F.linear, (X[0], V, B), ["t.default", "addmm.default"]),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w, 1e-6), (X, G), ["rms_norm"]),
+    "rms_norm of two dims": (lambda x, w: F.rms_norm(x, (3, 8), w), (X, G.expand(3, 8)), ["rms_norm"]),
+    "a view of the same shape": (lambda x: x.view(4, 3, 8).expand(4, 3, 8) * 2, (X,), ["mul.Tensor"]),
+    "a view that is returned": (lambda x: x.view(4, 3, 8), (X,), ["view.default"]),
+    "a product that is used twice": (_used_twice, (X, W), ["view.default", "mm.default", "_unsafe_view.default"]),
+    "a write between": (
+        _with_a_write,
+        (X, W),
+        ["clone.default", *("view.default", "mm.default"), "add_.Tensor", "_unsafe_view.default", *_SUMMED],
+    ),
+    "constants": (lambda x: x + torch.arange(8.0)[None].clamp(min=2), (X,), ["add.Tensor"]),
+    "a constant that is returned": (lambda x: (x + 1, torch.arange(3)), (X,), ["add.Tensor", "arange.default"]),
+    "a view of one that is returned": (
+        lambda x: (x + 1, torch.arange(3)[1:]),
+        (X,),
+        ["add.Tensor", "arange.default", "slice.Tensor"],
+    ),
+    "a constant that is written into": (
+        lambda x: torch.zeros(8).add_(x.sum()) + x,
+        (X,),
+        ["zeros.default", "sum.default", "add_.Tensor", "add.Tensor"],
+    ),
+    "a shape that changes in place": (
+        lambda x: x.view(4, 3, 8).unsqueeze_(0) + x.sum(0),
+        (X,),
+        ["view.default", "unsqueeze_.default", "sum.dim_IntList", "add.Tensor"],
+    ),
+    "a large constant": (lambda x: x.sum() + torch.ones(70_000).sum(), (X,), []),
+}
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The names of the functions of each replay."""
+    found: list[list[str]] = []
+    plain = shortened.compiled
+
+    def compiled(part: ProgramPart) -> Callable[..., Any]:
+        found.append([getattr(step.target, "__name__", "") for step in part.steps])
+        return plain(part)
+
+    monkeypatch.setattr(shortened, "compiled", compiled)
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_replays_call_what_users_call(name: str, dtype: torch.dtype, steps: list[list[str]]) -> None:
+    function, args, names = PROGRAMS[name]
+    args = tuple(x.to(dtype) for x in args)
+    jitted = jit(function)
+    with torch.no_grad():
+        expected = function(*args)
+        for _ in range(3):
+            found = jitted(*args)
+            pairs = list(zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True))
+            assert all(torch.equal(ours, theirs) and ours.stride() == theirs.stride() for ours, theirs in pairs)
+            for ours, _ in pairs:
+                ours.add_(7)  # results are the caller's; one may be a view of the argument
+            expected = function(*args)
+    assert not names or steps == [names]
+
+
+def test_where_autograd_follows_values_steps_stay(steps: list[list[str]]) -> None:
+    """There `matmul` looks at `requires_grad`, which values of a replay lack."""
+    w = W.clone().requires_grad_()
+    y, z = torch.matmul(X, w), jit(torch.matmul)(X, w)
+    assert torch.equal(y, z)
+    assert torch.equal(*(torch.autograd.grad(one.sum(), w)[0] for one in (y, z)))
+    assert "mm.default" in steps[0]
+
+
+# ------------------------------------------------------------------------------------- sums of values that nobody reads
+
+
+def _sums(port: int) -> list[list[Any]]:
+    """Results of sums, and whether each writes into its operand."""
+    os.environ["MASTER_PORT"] = str(port)
+    mesh = make_mesh((2,), ("x",), device="cpu")
+    x = device_put(torch.arange(12.0).view(6, 2), P("x"), mesh=mesh)
+    found = []
+    for body in SUMS.values():
+        copies: list[bool] = []
+        plain = shortened.compiled
+
+        def compiled(part: ProgramPart, copies: list[bool] = copies, plain: Any = plain) -> Callable[..., Any]:
+            sums = [step.target for step in part.steps if "call" in step.meta]
+            copies += [getattr(run, "__qualname__", "") != "Call.writer.<locals>.run" for run in sums]
+            return plain(part)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shortened, "compiled", compiled)
+            step = jit(shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P(None), check_vma=False))
+            values = [[device_get(y).tolist() for y in step(x)] for _ in range(2)]
+        assert values[0] == values[1]
+        found.append([values[0], copies])
+    return found
+
+
+def _with(other: Callable[[Tensor], Tensor], b: Tensor) -> tuple[Tensor, ...]:
+    """The sum of a value, and what another function makes of the value."""
+    y = b * 2
+    return psum(y, "x"), other(y)
+
+
+SUMS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "of a new value": lambda b: (psum(b * 2, "x"),),
+    "of a view of a new value": lambda b: (psum((b * 2).view(2, 3), "x"),),
+    "of a value that is read later": partial(_with, lambda y: y + 1),
+    "of a value that is returned": partial(_with, lambda y: y),
+    "of a value with a view": partial(_with, lambda y: y[0]),
+    "of an argument": lambda b: (psum(b, "x"),),
+    "of integers": lambda b: (psum((b * 2).long(), "x"),),
+    "of a transposed value": lambda b: (psum((b * 2).t(), "x"),),
+    "of a sum": lambda b: (psum(psum(b * 2, "x") + 1, "x"),),
+}
+COPIES = [[False], [False], [True], [True], [True], [True], [True], [True], [False, False]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as pool:
+        yield pool
+
+
+def test_a_sum_writes_into_what_nobody_else_reads(two: Processes) -> None:
+    blocks = torch.arange(12.0).view(6, 2).split(3)
+    for rank, found in enumerate(two.run(_sums, free_port())):
+        for (name, _), (values, copies), expected in zip(SUMS.items(), found, COPIES, strict=True):
+            assert copies == expected, name
+            total = 2 * (blocks[0] + blocks[1])
+            total = {"of a view of a new value": total.view(2, 3), "of an argument": total / 2}.get(name, total)
+            total = {"of a transposed value": total.t(), "of a sum": 2 * (total + 1)}.get(name, total)
+            assert values[0] == total.tolist(), (rank, name)
