@@ -74,14 +74,16 @@ def test_processes_give_the_tokens_of_one_device() -> None:
 
 
 def attend(mesh: Any, cache: KVCache, axis: Any = "cp", **options: Any) -> Any:
-    """``step(q, k, v, cache)`` gives the attention and the cache."""
+    """``step(q, k, v, cache, sinks=None)`` gives the attention and the cache."""
     heads = P(None, "tp")
 
-    def body(q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Any:
+    def body(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, sinks: Tensor | None) -> Any:
         cache = cache.append(k, v, axis=axis)
-        return cached_attention(q, cache, axis=axis, **options), cache
+        return cached_attention(q, cache, axis=axis, sinks=sinks, **options), cache
 
-    return shard_map(body, mesh=mesh, in_specs=(heads, heads, heads, cache.specs), out_specs=(heads, cache.specs))
+    given = heads, heads, heads, cache.specs, P("tp")
+    mapped = shard_map(body, mesh=mesh, in_specs=given, out_specs=(heads, cache.specs))
+    return lambda q, k, v, cache, sinks=None: mapped(q, k, v, cache, sinks)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
@@ -145,20 +147,25 @@ def test_a_position_lies_on_one_rank() -> None:
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 3)])
-def test_windows_scales_and_gradients_are_those_of_dense_attention(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 2), (1, 3)])
+def test_windows_sinks_and_gradients_are_those_of_dense_attention(sizes: tuple[int, int], has_sinks: bool) -> None:
     mesh = make_mesh(sizes, ("tp", "cp"), transport="simulation")
     cache = KVCache.zeros(1, 3, 2, 12, 4, value_width=6, dtype=F64, spec=BOTH, mesh=mesh)
     leaves = [torch.randn(3, h, 7, w, dtype=F64, requires_grad=True) for h, w in ((4, 4), (2, 4), (2, 6))]
-    call = attend(mesh, cache, mask=SlidingWindow(3), scale=0.3)
-    outs = []
+    sinks = torch.linspace(-1, 2, 4, dtype=F64).requires_grad_() if has_sinks else None
+    call, outs = attend(mesh, cache, mask=SlidingWindow(3), scale=0.3), []
     for parts in zip(*(x.split([2, 1, 4], 2) for x in leaves), strict=True):
-        out, cache = call(*parts, cache)
+        out, cache = call(*parts, cache, sinks)
         outs.append(device_get(out))
     out, place = torch.cat(outs, 2), torch.arange(7)
     near = (place[:, None] >= place) & (place[:, None] - place < 3)
     q, k, v = (x.repeat_interleave(4 // x.shape[1], 1) for x in leaves)
-    expected = (q @ k.mT * 0.3).where(near, -torch.inf).softmax(-1) @ v
+    scores = (q @ k.mT * 0.3).where(near, -torch.inf)
+    if sinks is not None:
+        leaves.append(sinks)
+        scores = torch.cat([scores, sinks[:, None, None].expand(3, 4, 7, 1)], -1)
+    expected = scores.softmax(-1)[..., :7] @ v
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     grads, exact = (torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True) for y in (out, expected))
     torch.testing.assert_close(grads, exact, rtol=1e-12, atol=1e-12)
@@ -170,6 +177,13 @@ def test_global_values_give_what_blocks_give() -> None:
     q, k, v = (device_put(torch.randn(3, h, 5, 4, dtype=F64), heads, mesh=mesh) for h in (4, 2, 2))
     expected = F.scaled_dot_product_attention(*map(device_get, (q, k, v)), is_causal=True, enable_gqa=True)
     cache = cache.append(k, v)
+    sinks = device_put(torch.zeros(4, dtype=F64), P("tp"), mesh=mesh)
+    scores = F.pad(device_get(q) @ device_get(k).repeat_interleave(2, 1).mT / 2, (0, 1))
+    scores = scores.where(torch.cat([torch.ones(5, 5).tril(), torch.ones(5, 1)], 1).bool(), -torch.inf)
+    with_sinks = scores.softmax(-1)[..., :5] @ device_get(v).repeat_interleave(2, 1)
+    torch.testing.assert_close(device_get(cached_attention(q, cache, sinks=sinks)), with_sinks)
+    with pytest.raises(ShapeError, match=r"got sinks of shape \(3,\) for 4 heads; give it one of each head"):
+        cached_attention(q, cache, sinks=torch.zeros(3, dtype=F64))
     out: Any = cached_attention(q, cache)
     assert isinstance(out, Sharded)
     assert out.spec.partition.axes == {"tp"}

@@ -23,7 +23,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.nn.attend import attend_block
-from fspmd.nn.checks import Shape, shapes_everywhere, shapes_of
+from fspmd.nn.checks import Everywhere, Shape, shapes_everywhere, shapes_of
 from fspmd.nn.masks import Causal, Mask, as_mask
 from fspmd.nn.parts import merge_over
 from fspmd.nn.sequences import Axes
@@ -229,6 +229,7 @@ def cached_attention(
     axis: Axes = (),
     mask: Mask | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     counts: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
@@ -240,6 +241,7 @@ def cached_attention(
         axis: The mesh axis, or axes, that cut the positions of the cache.
         mask: Which of these positions are seen, such as ``SlidingWindow(1024)``. The default is all.
         scale: Of the scores. The default is ``width ** -0.5``.
+        sinks: The score of an attention sink for each head of ``query``, [heads], which takes a share of the weights.
         counts: As in `KVCache.append`. Results of padding are of no use.
         slots: As in `KVCache.append`. The keys and values of these slots are copied.
 
@@ -269,6 +271,8 @@ def cached_attention(
     (keys,), (values,) = cache.keys, cache.values
     if scale is not None and type(scale) not in (int, float):
         raise ArgumentError(f"cached_attention got {described(scale)} for scale; give it a number")
+    if sinks is not None:
+        _check_sinks(query, sinks)
     n, starts = query.shape[2], cache._of(slots) - (query.shape[2] if counts is None else counts)
     if slots is not None:
         keys, values = keys.index_select(0, slots), values.index_select(0, slots)
@@ -285,12 +289,19 @@ def cached_attention(
     if n > 1:
         allowed, lost = allowed.repeat(1, group, 1), lost.repeat(1, group)
     allowed, lost = allowed[:, None], lost[:, None, :, None]
+    if sinks is not None:
+        sinks = sinks.view(-1, group, 1).expand(-1, -1, n).flatten(1)
     if not axis:
-        bias = torch.where(allowed, 0.0, -torch.inf).where(~lost, torch.nan).to(query.dtype)
+        bias = torch.where(allowed, 0.0, -torch.inf)
+        if sinks is not None:  # the last row of the cache has a key and a value of zeros, and no position
+            bias = torch.where(places == keys.shape[2] - 1, sinks[..., None], bias)
+        bias = bias.where(~lost, torch.nan).to(query.dtype)
         out = F.scaled_dot_product_attention(folded, keys, values, bias, scale=scale)
     else:
-        part = merge_over(attend_block(folded, keys, values, allowed, scale), axis)
-        out = part.out.where(~lost, torch.nan).to(query.dtype)
+        out, lse = merge_over(attend_block(folded, keys, values, allowed, scale), axis)
+        if sinks is not None:
+            out = out * (lse - sinks).sigmoid()[..., None]
+        out = out.where(~lost, torch.nan).to(query.dtype)
     return out.reshape(*query.shape[:3], values.shape[3])
 
 
@@ -359,9 +370,8 @@ def _check(
         if numbers is not None and (not isinstance(numbers, Tensor) or numbers.dtype is not torch.int64):
             raise ArgumentError(f"{what} got {described(numbers)} for {name}; give it an int64 for each sequence")
     tensors = *of_cache, *operands, *(x for x in (counts, slots) if x is not None)
-    everywhere = {None: shapes_of(*tensors)} if state.body is None else shapes_everywhere(what, *tensors)
     ranks = axis_size(axis) if axis else 1
-    for key, value, *shapes in everywhere.values():
+    for key, value, *shapes in _everywhere(what, *tensors).values():
         given, of_numbers = shapes[: len(operands)], shapes[len(operands) :]
         batch = of_numbers[-1] if slots is not None else key[:1]
         if any(shape != batch for shape in of_numbers) or any(shape[:1] != batch for shape in given):
@@ -379,6 +389,21 @@ def _check(
                 f"{what} got {given[0][2]} positions for a cache with room for {room}; make a cache of a larger "
                 "capacity"
             )
+
+
+def _check_sinks(query: Tensor, sinks: Tensor) -> None:
+    """Raise alike on all ranks unless there is a sink for each head."""
+    if not isinstance(sinks, Tensor):
+        raise ArgumentError(f"cached_attention got {described(sinks)} for sinks; give it a tensor [heads]")
+    for shapes in _everywhere("cached_attention", query, sinks).values():
+        if shapes[1] != shapes[0][1:2]:
+            raise ShapeError(
+                f"cached_attention got sinks of shape {shapes[1]} for {shapes[0][1]} heads; give it one of each head"
+            )
+
+
+def _everywhere(what: str, *tensors: Tensor) -> Everywhere:
+    return {None: shapes_of(*tensors)} if state.body is None else shapes_everywhere(what, *tensors)
 
 
 _WANTED = {
