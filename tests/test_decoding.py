@@ -171,12 +171,16 @@ def test_windows_sinks_and_gradients_are_those_of_dense_attention(sizes: tuple[i
     torch.testing.assert_close(grads, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_global_values_give_what_blocks_give() -> None:
-    mesh, heads = make_mesh((2,), ("tp",), transport="simulation"), P(None, "tp")
+@pytest.mark.parametrize("heads", [P(None, "tp"), P("tp"), P("dp", "tp")], ids=str)
+def test_global_values_give_what_blocks_give(heads: P) -> None:
+    mesh = make_mesh((3, 2), ("dp", "tp"), transport="simulation")
     cache = KVCache.zeros(1, 3, 2, 12, 4, dtype=F64, spec=heads, mesh=mesh)
     q, k, v = (device_put(torch.randn(3, h, 5, 4, dtype=F64), heads, mesh=mesh) for h in (4, 2, 2))
     expected = F.scaled_dot_product_attention(*map(device_get, (q, k, v)), is_causal=True, enable_gqa=True)
-    cache = cache.append(k, v)
+    with communication_log() as log:
+        cache = cache.append(k, v)
+        cached_attention(q, cache)
+    assert not list(log)
     sinks = device_put(torch.zeros(4, dtype=F64), P("tp"), mesh=mesh)
     scores = F.pad(device_get(q) @ device_get(k).repeat_interleave(2, 1).mT / 2, (0, 1))
     scores = scores.where(torch.cat([torch.ones(5, 5).tril(), torch.ones(5, 1)], 1).bool(), -torch.inf)
@@ -186,7 +190,7 @@ def test_global_values_give_what_blocks_give() -> None:
         cached_attention(q, cache, sinks=torch.zeros(3, dtype=F64))
     out: Any = cached_attention(q, cache)
     assert isinstance(out, Sharded)
-    assert out.spec.partition.axes == {"tp"}
+    assert out.spec.partition.axes == heads.axes
     torch.testing.assert_close(device_get(out), expected)
     assert device_get(cache.lengths).tolist() == [5, 5, 5]
 

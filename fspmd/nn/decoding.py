@@ -211,11 +211,14 @@ class KVCache(NamedTuple):
         spare = keys.shape[2] - 1
         finds_place = (places < spare)[:, None, :, None]  # the rest stays finite, for it is masked by a weight of 0
         key, value = key.where(finds_place, 0), value.where(finds_place, 0)
-        sequences = torch.arange(key.shape[0], device=first.device) if slots is None else slots
-        heads = torch.arange(key.shape[1], device=first.device)[:, None]
-        at = sequences[:, None, None], heads, places.clamp(max=spare)[:, None]
+        places = places.clamp(max=spare)
         ends = starts + (n if counts is None else counts)
-        lengths = ends if slots is None else self.lengths.index_put((slots,), ends)
+        if slots is None:
+            grown = [old.scatter(2, _like(places, x), x) for old, x in ((keys, key), (values, value))]
+            return KVCache((grown[0],), (grown[1],), ends)
+        heads = torch.arange(key.shape[1], device=first.device)[:, None]
+        at = slots[:, None, None], heads, places[:, None]
+        lengths = self.lengths.index_put((slots,), ends)
         return KVCache((keys.index_put(at, key),), (values.index_put(at, value),), lengths)
 
     def _of(self, slots: Tensor | None) -> Tensor:
