@@ -236,21 +236,22 @@ _OF_LOOP: Final = 3  # references of the list, the loop, and the call
 
 def _is_alone(x: Tensor) -> bool:
     """Whether the tensor holds the only reference to its memory."""
-    if not x.untyped_storage().resizable() or _is_shared(x):  # memory of NumPy, or of other processes
-        return False
-    return all(map(le, _reference_counts(x), _ALONE))
+    counts = _reference_counts(x)
+    return counts is not None and all(map(le, counts, _ALONE))
 
 
-def _is_shared(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.is_shared()  # `is_shared` is always True on other devices
+def _reference_counts(x: Tensor) -> tuple[int, int, int] | None:
+    """The numbers of references to Python's storage, to torch's storage, and to the tensor.
 
-
-def _reference_counts(x: Tensor) -> tuple[int, int, int]:
-    """The numbers of references to Python's storage, to torch's storage, and to the tensor."""
+    None for memory of NumPy, or of other processes.
+    """
     storage = x.untyped_storage()
+    # `is_shared` is always True on other devices
+    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
+        return None
     uses: int = storage_uses(storage._cdata)
     return sys.getrefcount(storage), uses, x._use_count()  # type: ignore[attr-defined]
 
 
 #: the counts of a tensor that holds the only reference; versions of torch differ
-_ALONE: Final = _reference_counts(torch.empty(1, device="cpu"))
+_ALONE: Final = _reference_counts(torch.empty(1, device="cpu")) or (0, 0, 0)
