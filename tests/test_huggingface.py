@@ -38,7 +38,7 @@ from huggingface_programs import (
     written,
 )
 from model_cases import CASES
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fspmd
@@ -394,6 +394,33 @@ def test_arguments_of_a_wrong_kind(llama: Path, tmp_path: Path, mesh: Mesh) -> N
         with pytest.raises(FspmdError, match=text):
             call()
     assert [path.name for path in tmp_path.iterdir()] == ["Llama"]
+
+
+@pytest.mark.parametrize("size", [5_000_000_000, 100])
+def test_tensors_of_no_model(size: int, tmp_path: Path, mesh: Mesh) -> None:
+    """The library reads what was written, and we read what the library wrote."""
+    shapes = {"state.0/exp_avg": (5, 7), "a.b": (6,), "n": (), "e": (0, 3), "half": (9, 2)}
+    wholes = {name: torch.rand(shape, generator=torch.Generator().manual_seed(0)) for name, shape in shapes.items()}
+    wholes["half"] = wholes["half"].to(torch.float8_e5m2)
+    first = mesh.axis_names[0]
+    params = {k: device_put(x, P(first) if x.ndim else P(), mesh=mesh) for k, x in wholes.items()}
+    save_huggingface(tmp_path / "new", {**params, "plain": torch.arange(3)}, max_shard_size=size)
+    wholes["plain"] = torch.arange(3)
+    found = {}
+    for file in (tmp_path / "new").glob("*.safetensors"):
+        found |= load_file(file)
+    assert found.keys() == wholes.keys()
+    for name, x in wholes.items():
+        assert found[name].dtype is x.dtype
+        assert found[name].shape == x.shape
+        assert torch.equal(found[name].view(torch.uint8), x.view(torch.uint8)) if x.ndim else found[name] == x
+    assert (tmp_path / "new" / "model.safetensors.index.json").exists() == (size == 100)
+    assert not (tmp_path / "new" / "config.json").exists()
+    back = load_huggingface(tmp_path / "new", params, strict=False)
+    assert {k: x.spec for k, x in back.items()} == {k: x.spec for k, x in params.items()}
+    assert all(device_get(back[k]).tolist() == x.tolist() for k, x in wholes.items() if k != "plain")
+    with pytest.raises(FspmdError, match=r"'rate' is the float 0\.5"):
+        save_huggingface(tmp_path / "wrong", {**params, "rate": 0.5})
 
 
 @pytest.mark.parametrize("package", ["safetensors", "transformers"])

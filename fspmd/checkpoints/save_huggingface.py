@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.checkpoints.file_parameters import FilePart
+from fspmd.checkpoints.file_parameters import FilePart, whole
 from fspmd.checkpoints.huggingface_files import Folder, NewFolder, agree, check_mesh, folder_path, shard_names
 from fspmd.checkpoints.huggingface_names import file_names, is_model, model_of, ties_of
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, TreeError
@@ -29,7 +29,7 @@ WHAT: Final = "save_huggingface"
 
 
 def save_huggingface(
-    folder: Folder, params: Mapping[str, Any], model: Any, *, max_shard_size: int = 5_000_000_000
+    folder: Folder, params: Mapping[str, Any], model: Any = None, *, max_shard_size: int = 5_000_000_000
 ) -> None:
     """Write a folder that ``from_pretrained`` opens: ``config.json``, and safetensors files with an index.
 
@@ -44,6 +44,8 @@ def save_huggingface(
         params: A mapping from the names of the module to `Sharded` values on one mesh: its parameters, and the buffers
             that its ``state_dict`` has. Other buffers of the module are left out. Plain tensors are global values.
         model: The model of transformers, which may be on the meta device, or its configuration, if this names a class.
+            Without it the folder has the safetensors files and their index alone, with the tensors as ``params`` names
+            them, which `load_huggingface` and other readers of safetensors take.
         max_shard_size: The most bytes of a file. A larger tensor has a file of its own.
 
     Communication: an all-gather for each parameter that is cut, an all-reduce for a pending sum, and two gathers of a
@@ -74,7 +76,8 @@ def save_huggingface(
         path = folder_path(folder, WHAT)
         if type(max_shard_size) is not int or max_shard_size < 1:
             raise ArgumentError(f"{WHAT} got {described(max_shard_size)} for max_shard_size; give it a number of bytes")
-        written = _Written(params, model if is_model(model) else model_of(model, WHAT), max_shard_size)
+        known = model if model is None or is_model(model) else model_of(model, WHAT)
+        written = _Written(params, known, max_shard_size)
         state.append((written, _guarded(lambda: NewFolder(path, WHAT), path) if writer else None))
         return [
             (name, repr(written.values[name])) for name in written.values if isinstance(written.values[name], Sharded)
@@ -132,7 +135,8 @@ class _Written:
         self.model = model
         self.values = _by_model(params, model)
         shapes = {name: tuple(x.shape) for name, x in self.values.items()}
-        self.parts = {name: x.parts for name, x in file_names(shapes, model, WHAT).items()}
+        made = {k: whole(k, n) for k, n in shapes.items()} if model is None else file_names(shapes, model, WHAT)
+        self.parts = {name: x.parts for name, x in made.items()}
         self.dtypes: dict[str, torch.dtype] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, value in self.values.items():
@@ -173,6 +177,11 @@ class _Written:
     def _finish(self, new: NewFolder) -> None:
         elements = sum(map(prod, self.shapes.values()))
         new.write_index(self.files, {"total_parameters": elements, "total_size": sum(self.sizes.values())})
+        if self.model is not None:
+            self._write_config(new)
+        new.finish()
+
+    def _write_config(self, new: NewFolder) -> None:
         dtypes = [x.dtype for x in self.values.values() if x.dtype.is_floating_point]
         config = copy.deepcopy(self.model.config)
         config.architectures = [type(self.model).__name__]
@@ -181,11 +190,12 @@ class _Written:
         config.save_pretrained(str(new.path))
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(str(new.path))
-        new.finish()
 
 
 def _by_model(params: Mapping[str, Any], model: Any) -> dict[str, Any]:
     """The value of each name that is written, in the order of the model; tied names are one."""
+    if model is None:
+        return _as_named(params)
     tensors = model.state_dict(keep_vars=True)
     ties, ignored = ties_of(model), set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     groups: dict[str, list[str]] = {}
@@ -213,3 +223,15 @@ def _by_model(params: Mapping[str, Any], model: Any) -> dict[str, Any]:
     if failures:
         refuse(f"{WHAT}: params are not those of a {type(model).__name__}", failures)
     return values
+
+
+def _as_named(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a folder without a model."""
+    failures = [
+        Failure(f"{name!r} is {described(x)}, not a tensor with a name", ArgumentError)
+        for name, x in params.items()
+        if type(name) is not str or not (isinstance(x, Sharded) or is_plain(x))
+    ]
+    if failures:
+        refuse(f"{WHAT}: params are not tensors by name", failures)
+    return dict(params)
