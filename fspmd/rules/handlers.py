@@ -146,7 +146,10 @@ ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
     VariableFunctions._unpack_dual: lambda: upper().parts,
 }
 _BLOCK: Final = "x.local.{0}(...), of this rank's block, or device_get(x).{0}(...), of the whole"
-_SAVED: Final = f"{_BLOCK}; to save it, save device_get(tree), or use torch.distributed.checkpoint.save"
+_SAVED: Final = (
+    f"{_BLOCK}; to save it, write fspmd.save(path, tree), with asynchronous=True in the background, or "
+    "torch.distributed.checkpoint.save, or save device_get(tree)"
+)
 _NEW: Final = "x.new_empty(size)"
 #: methods about the memory of a tensor, of which a rank has only a block -> the code to write instead
 _OF_MEMORY: Final = {
