@@ -153,7 +153,7 @@ def train(
     begin = (fspmd.latest_step(args.checkpoint) or 0) if args.resume else 0
     if begin:
         like = {"params": params, "state": state, "losses": losses}
-        saved = fspmd.load(args.checkpoint, like, step=begin)
+        saved = fspmd.load(args.checkpoint, like, step=begin, mesh=mesh)
         params, state, losses = (saved[name] for name in ("params", "state", "losses"))
         say(f"resumed at step {begin}/{args.steps} of {args.checkpoint}")
     ranks = 1 if mesh.transport == "simulation" else math.prod(mesh.shape.values())  # a simulation is one process
@@ -169,7 +169,8 @@ def train(
             with Path(args.log).open("a") as file:
                 file.write(f"step {i + 1} {text}\n")
         if args.checkpoint and ((i + 1) % args.every == 0 or i + 1 == args.steps):
-            fspmd.save(args.checkpoint, {"params": params, "state": state, "losses": losses}, step=i + 1, keep=2)
+            tree = {"params": params, "state": state, "losses": losses}
+            fspmd.save(args.checkpoint, tree, step=i + 1, keep=2, mesh=mesh)
     return losses, params
 
 

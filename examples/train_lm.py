@@ -239,12 +239,14 @@ def training_state(args: argparse.Namespace, params: Params, optimizer: torch.op
 
 
 @torch.no_grad()
-def resume(args: argparse.Namespace, params: Params, optimizer: torch.optim.Optimizer, say: Callable) -> list[float]:
+def resume(
+    args: argparse.Namespace, mesh: fspmd.Mesh, params: Params, optimizer: torch.optim.Optimizer, say: Callable
+) -> list[float]:
     """Set the parameters and the optimizer to the latest step that is saved; the losses up to there."""
     step = fspmd.latest_step(args.checkpoint)
     if not step:
         return []
-    state = fspmd.load(args.checkpoint, training_state(args, params, optimizer, []), step=step)
+    state = fspmd.load(args.checkpoint, training_state(args, params, optimizer, []), step=step, mesh=mesh)
     for x, saved in zip(optree.tree_leaves(params), optree.tree_leaves(state["params"]), strict=True):
         x.copy_(saved)
     optimizer.load_state_dict(state["optimizer"])
@@ -253,9 +255,9 @@ def resume(args: argparse.Namespace, params: Params, optimizer: torch.optim.Opti
     return losses
 
 
-def is_told_to_stop(told: list[int]) -> bool:
+def is_told_to_stop(told: list[int], mesh: fspmd.Mesh) -> bool:
     """Whether any process was: all of them stop after the same step."""
-    return bool(fspmd.process_allgather(len(told)).any())
+    return bool(fspmd.process_allgather(len(told), mesh=mesh).any())
 
 
 def train(args: argparse.Namespace, job: Job, params: Params, text: Tensor, say: Callable) -> list[float]:
@@ -264,10 +266,10 @@ def train(args: argparse.Namespace, job: Job, params: Params, text: Tensor, say:
     if args.jit:
         loss_and_grads = fspmd.jit(loss_and_grads)
     optimizer = make_optimizer(params)
-    losses = resume(args, params, optimizer, say) if args.resume else []
     told: list[int] = []  # signals
     if args.checkpoint:
         signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    losses = resume(args, job.mesh, params, optimizer, say) if args.resume else []
     start, first = time.perf_counter(), len(losses)
     batches = itertools.islice(text_data.random_batches(text, args.batch, args.length, args.seed), first, None)
     for step in range(first, args.steps):
@@ -283,10 +285,10 @@ def train(args: argparse.Namespace, job: Job, params: Params, text: Tensor, say:
         speed = (step + 1 - first) * args.batch * args.length / (time.perf_counter() - start)
         say(report.progress(step + 1, args.steps, f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s"), end="", flush=True)
         if args.checkpoint:
-            stop = is_told_to_stop(told)
+            stop = is_told_to_stop(told, job.mesh)
             if stop or (step + 1) % args.every == 0 or step + 1 == args.steps:
                 state = training_state(args, params, optimizer, losses)
-                fspmd.save(args.checkpoint, state, step=step + 1, keep=2)
+                fspmd.save(args.checkpoint, state, step=step + 1, keep=2, mesh=job.mesh)
             if stop:
                 say(f"stopped after step {step + 1}; --resume goes on from there")
                 break
@@ -347,6 +349,8 @@ def parse(argv: list[str] | None = None, description: str | None = __doc__) -> a
     args = parser.parse_args(argv)
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint, the folder that the state is saved to")
+    if args.every < 1:
+        parser.error(f"--every {args.every} must be at least 1, the number of steps between two saves")
     dp, tp = args.mesh
     cuts = {"batch": (args.batch, dp), "length": (args.length, tp), "heads": (args.heads, tp), "bytes": (VOCAB, tp)}
     for what, (size, ranks) in cuts.items():

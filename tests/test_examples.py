@@ -134,6 +134,16 @@ def test_training_goes_on_from_a_checkpoint(job: list[str], tmp_path: Path, caps
         assert found == (alone if exact else pytest.approx(alone, rel=1e-10))
 
 
+def test_training_goes_on_where_processes_are_left_over(job: list[str], tmp_path: Path, pool: Processes) -> None:
+    """Four processes, of which the mesh has two: the others end at once."""
+    folder, file = tmp_path / "steps", tmp_path / "two.json"
+    alone = _losses(tmp_path, *job, "--mesh=1x2", f"--checkpoint={folder}")
+    shutil.rmtree(folder / "step-00000009")
+    given = [*job, "--mesh=1x2", f"--checkpoint={folder}", "--resume", f"--losses={file}"]
+    assert "resumed at step 6/9" in on_processes(pool, "train_lm", given)
+    assert json.loads(file.read_text())["losses"] == pytest.approx(alone, rel=1e-10)
+
+
 def _program(arguments: list[str], launcher: list[str], log: Path) -> None:
     """Of a process: train_lm, or torchrun whose workers are forks and run it. What they print goes into a file."""
     torch.set_num_threads(1)
@@ -187,6 +197,32 @@ def test_a_told_process_saves_and_ends(job: list[str], tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGTERM)
     stopped = f"stopped after step {fspmd.latest_step(tmp_path / 'steps')}"
     assert stopped in (tmp_path / "log.txt").read_text()
+
+
+def test_a_process_told_while_it_resumes_ends_after_a_step(
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def resume(*_: object) -> list[float]:
+        assert signal.getsignal(signal.SIGTERM) is not before
+        os.kill(os.getpid(), signal.SIGTERM)
+        return []
+
+    monkeypatch.setattr(importlib.import_module("train_lm"), "resume", resume)
+    try:
+        importlib.import_module("train_lm").main([*job, f"--checkpoint={tmp_path / 'steps'}", "--resume"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "stopped after step 1" in capsys.readouterr().out
+    assert fspmd.latest_step(tmp_path / "steps") == 1
+
+
+def test_wrong_options_end_with_a_message(job: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for option, text in (("--every=0", "must be at least 1"), ("--resume", "--resume needs --checkpoint")):
+        with pytest.raises(SystemExit):
+            importlib.import_module("train_lm").main([*job, option])
+        assert text in capsys.readouterr().err
 
 
 def test_global_view_has_the_losses_of_train_lm(
