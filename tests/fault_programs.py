@@ -23,15 +23,19 @@ from fspmd import (
     Sharded,
     all_gather,
     all_to_all,
+    axis_index,
     deadline,
     debug,
+    device_get,
     device_put,
+    grad,
     jit,
     make_mesh,
     pmax,
     ppermute,
     psum,
     psum_scatter,
+    ragged_all_to_all,
     reshard,
     shard_map,
 )
@@ -755,6 +759,25 @@ def slow(port: int) -> tuple[str, float]:
         _sum(mesh, x)
 
     return outcome(act, deadline(10))
+
+
+def a_slow_record(port: int) -> tuple[str, float]:
+    """One rank comes late to a record, whose collectives of sizes run while it is made."""
+    mesh, rank = fresh(port)
+
+    def body(x: Tensor, sizes: Tensor) -> Tensor:
+        time.sleep(1.5 if rank == 2 else 0)
+        starts, received = torch.arange(4), all_to_all(sizes, "x", 0, 0, tiled=True)
+        every = all_gather(sizes, "x")
+        before = (every.cumsum(0) - every)[axis_index("x")]
+        return ragged_all_to_all(x, x.new_zeros(4), starts, sizes, before, received, axis_name="x")
+
+    def act() -> None:
+        sent = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        step = jit(grad(lambda x, sizes: device_get(sent(x, sizes)).sum()))
+        assert step(torch.arange(16.0), torch.ones(16, dtype=torch.int64)).tolist() == [1] * 16
+
+    return outcome(act, nullcontext())
 
 
 def a_new_world(port: int) -> tuple[str, float]:

@@ -41,7 +41,8 @@ def position(innermost: FrameType | None = None) -> tuple[str, tuple[int, ...]]:
         named = frame.f_locals
         found = named["flight"].trip.call if frame.f_code is land.__code__ else named.get("call", named.get("self"))
         if isinstance(found, StandIn) and not forward:
-            forward = f", for {found.by.where}"
+            line = getattr(found.by, "where", "")  # a recorder is at no line
+            forward = line and f", for {line}"
         if call is None and isinstance(found, Call):
             call, operand = found, named.get("x")
         replayed = replayed or frame.f_globals.get(CAUSES, {}).get(frame.f_lineno)
