@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fspmd.pairs import Call, call
 from fspmd.programs.options import check_bytes
 from fspmd.programs.passes.aliases import dependencies, has_effect
-from fspmd.programs.program import Program, Value, forget, leave, leave_all
+from fspmd.programs.program import Program, Value, copied, forget, leave, leave_all
 from fspmd.programs.schedule import time_after
 from fspmd.programs.steps import add_collective, add_step, is_collective, is_wait, reads_result_alone, replace
 from fspmd.redistribution.cost import moves, price, topology
@@ -59,7 +59,7 @@ class Coalesce:
 
     def before(self, program: Program, others: Callable[[Program], None]) -> Coalesce:
         """The pass with the best ``bucket`` before ``others``, the passes that follow."""
-        if not (program.even and program.alike):
+        if not (program.even and program.alike and self(copied(program))):  # smaller buckets pack no more
             return self
         choices = self, Coalesce(self.bucket / _LESS), Coalesce(0)
         return min(choices, key=lambda choice: time_after(program, choice, others))

@@ -60,34 +60,27 @@ class Recompute:
 
     def _lowest(self, program: Program) -> float:
         """The budget of `_BUDGETS` with the lowest peak; of several, the largest."""
-        plan = _Recomputation(program, False)
-        kept = sum(map(plan.bytes_of, plan.groups))
+        plan = _Recomputation(program, self.collectives)
+        kept = plan.kept
+        peaks: dict[int, int] = {}  # by the number of dropped groups: a smaller budget drops the same groups first
 
         def peak(budget: float) -> int:
-            copy = copied(program)
-            self._within(copy, budget)
-            return memory_of_program(copy).peak
+            plan.keep(budget)
+            if len(plan.dropped) not in peaks:
+                copy = copied(program)
+                self._within(copy, budget)
+                peaks[len(plan.dropped)] = memory_of_program(copy).peak
+            return peaks[len(plan.dropped)]
 
         return min((kept * share for share in _BUDGETS), key=peak) if kept else 0.0
 
     def _within(self, program: Program, budget: float) -> int:
         """Keep at most ``budget`` bytes. Returns the number of bytes that are no longer kept."""
         plan = _Recomputation(program, self.collectives)
-        before = kept = sum(map(plan.bytes_of, plan.groups))
-        waiting = [(-inf, i, group) for i, group in enumerate(plan.groups) if not plan.is_number(group)]
-        while waiting and kept > budget:
-            _, i, group = heapq.heappop(waiting)
-            cost = plan.cost(group)
-            if cost is None:
-                continue
-            rank = -(plan.bytes_of(group) / cost if cost else inf)
-            if waiting and (rank, i) > waiting[0][:2]:  # its cost has grown, so another group may be better
-                heapq.heappush(waiting, (rank, i, group))
-                continue
-            plan.drop(group)
-            kept -= plan.bytes_of(group)
+        before = plan.kept
+        plan.keep(budget)
         plan.rewrite()
-        return int(before - kept)
+        return before - plan.kept
 
 
 class _Recomputation:
@@ -122,6 +115,22 @@ class _Recomputation:
         self.owners = {owner(node) for group in self.groups.values() for node in group}
         self.dropped: set[fx.Node] = set()  # groups that are no longer kept
         self.repeated: dict[fx.Node, None] = {}
+        self.kept = sum(map(self.bytes_of, self.groups))  # bytes
+        self.waiting = [(-inf, i, group) for i, group in enumerate(self.groups) if not self.is_number(group)]
+
+    def keep(self, budget: float) -> None:
+        """Drop groups until at most ``budget`` bytes are kept, if that many can be computed again."""
+        while self.waiting and self.kept > budget:
+            _, i, group = heapq.heappop(self.waiting)
+            cost = self.cost(group)
+            if cost is None:
+                continue
+            rank = -(self.bytes_of(group) / cost if cost else inf)
+            if self.waiting and (rank, i) > self.waiting[0][:2]:  # its cost has grown: another group may be better
+                heapq.heappush(self.waiting, (rank, i, group))
+                continue
+            self.drop(group)
+            self.kept -= self.bytes_of(group)
 
     def bytes_of(self, group: fx.Node) -> int:
         """The bytes of the tensors of a group."""
