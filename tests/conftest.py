@@ -4,11 +4,11 @@ import gc
 import os
 import sys
 from collections import defaultdict
-from zlib import crc32
+from collections.abc import Hashable, Iterator
 
 import pytest
 import torch
-from full import FULL
+from full import FULL, fields, spread
 
 # the many processes of the tests read what one has compiled
 sys.dont_write_bytecode = False
@@ -25,7 +25,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked ``one_of(n)`` one case in n runs, and at least one. The names of the cases choose."""
+    """Of a test marked ``one_of(n)`` one case in n runs, and at least one."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not FULL and item.get_closest_marker("one_of"):
@@ -33,7 +33,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: set[pytest.Item] = set()
     for those in cases.values():
         (n,) = those[0].get_closest_marker("one_of").args  # type: ignore[union-attr]
-        those.sort(key=lambda item: crc32(item.name.encode()))
-        left.update(those[-(-len(those) // n) :])
+        chosen = spread([item.name for item in those], [[*_values(item)] for item in those], -(-len(those) // n))
+        left.update(item for i, item in enumerate(those) if i not in chosen)
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
+
+
+def _values(item: pytest.Item) -> Iterator[Hashable]:
+    """The values of the parameters of a case, by number, and of the fields of those that are tuples."""
+    call = item.callspec  # type: ignore[attr-defined]
+    yield from call.indices.items()
+    for name, value in call.params.items():
+        if isinstance(value, tuple):
+            yield from ((name, *field) for field in fields(value))

@@ -78,7 +78,7 @@ class Processes:
             self.connections.append(here)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: object, seconds: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: object, seconds: float = 300) -> list[Any]:
         """What the function returns on each rank; an AssertionError with the tracebacks of the ranks that fail."""
         for connection in self.connections:
             connection.send((function, args))

@@ -147,7 +147,7 @@ PROGRAMS: list[tuple[Any, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("f", "args"), PROGRAMS)
 @pytest.mark.usefixtures("slow", "counted")
 def test_no_combination_of_ways_is_cheaper(f: Any, args: tuple[Any, ...]) -> None:
@@ -177,7 +177,7 @@ def test_both_solvers_find_a_plan_of_the_same_time() -> None:
     assert found[1].time == pytest.approx(found[0].time, rel=1e-6)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(3)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize(("f", "args"), PROGRAMS)
 def test_what_is_left_out_on_the_way_is_no_better(f: Any, args: tuple[Any, ...]) -> None:
@@ -323,7 +323,7 @@ def _filled(x: torch.Tensor) -> torch.Tensor:
     return torch.randint(0, 48, x.shape) if x.dtype == torch.long else torch.randn(x.shape, dtype=torch.float64)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize(("f", "args"), WHOLE)
@@ -728,7 +728,7 @@ NESTED: list[Any] = [
 ]
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("mesh", [LINE, GRID, make_mesh((3, 2), ("x", "y"))])
 @pytest.mark.parametrize("nested", range(len(NESTED)))
@@ -953,7 +953,7 @@ BESIDE_PLAIN: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", BESIDE_PLAIN)
 def test_tensors_that_are_no_arguments_stand_beside_values_without_data(name: str) -> None:
     def loss(x: Any) -> Any:
@@ -980,7 +980,7 @@ WRITES: dict[str, Any] = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("fixed", [P(), P("x"), P(None, "x")])
 def test_what_is_written_is_read_where_it_was_written(name: str, fixed: P) -> None:

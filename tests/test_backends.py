@@ -108,7 +108,7 @@ def test_programs_of_other_tests(backend: Any, monkeypatch: pytest.MonkeyPatch) 
     again = functools.partial(replayed, backend=backend)
     chains.check_seeds(range(400 if FULL else 3), None, again)
     names = [name for name in oracle.SMOOTH if name not in REFUSED_OF_JAX]
-    for name in names if FULL else (*names[::37], "inner_forward_over_reverse"):
+    for name in names if FULL else (*names[::74], "inner_forward_over_reverse"):
         program, inputs, _ = oracle.prepared(oracle.PROGRAMS[name])
         oracle.agree("output", again(program, *inputs), oracle.GOLDEN[name]["outputs"])
 
@@ -254,4 +254,4 @@ def test_compiled() -> None:
     for rows in (8, 5):
         _check(MESH, rows, "inductor")
     with Processes(2) as pool:
-        pool.run(_compiled_on_processes, seconds=300)
+        pool.run(_compiled_on_processes)

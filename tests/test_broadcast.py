@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from full import FULL
 from processes import Processes
 
 from fspmd import (
@@ -113,7 +114,7 @@ def test_what_differs_is_told_on_all_ranks_alike() -> None:
 def _every_dtype() -> None:
     """Of even, uneven and empty shapes, bit by bit."""
     mesh, rank = _grid()
-    for dtype, shape in itertools.product(DTYPES, ((4, 4), (5, 3), (0, 3), (1,), ())):
+    for dtype, shape in list(itertools.product(DTYPES, ((4, 4), (5, 3), (0, 3), (1,), ())))[:: 1 if FULL else 4]:
         whole = (torch.arange(float(math.prod(shape))).reshape(shape) % 3).to(dtype)
         whole = whole.conj() if dtype.is_complex else whole
         assert torch.equal(broadcast(whole if rank == 3 else torch.zeros_like(whole), src=3, mesh=mesh), whole)

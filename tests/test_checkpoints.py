@@ -67,12 +67,12 @@ def test_a_kill_at_any_call_leaves_a_step_that_loads(tmp_path: Path, keep: int |
     assert {"open", "write", "fsync", "rename", "symlink", "mkdir"} <= set(names)
     seen = []
     numbers = range(len(names) + 1)
-    for number in numbers if full.FULL else sorted({*numbers[bool(keep) :: 2], numbers[-1]}):
+    for number in numbers if full.FULL else sorted({*numbers[2 * bool(keep) :: 4], numbers[-1]}):
         path = tmp_path / f"{number}"
         shutil.copytree(first, path, symlinks=True)
         child = forks().Process(target=kill_in_save, args=(str(path), number, keep))
         child.start()
-        child.join(60)
+        child.join(300)
         assert child.exitcode == (-9 if number < len(names) else 0)
         step = latest_step(path)
         assert (path / "latest").exists()
@@ -120,11 +120,11 @@ def four() -> Iterator[Processes]:
 
 @pytest.mark.parametrize("program", [steps_between_transports, steps_of_torch, losses_go_on, training_goes_on])
 def test_on_processes(four: Processes, program: Any) -> None:
-    assert four.run(program, seconds=120) == [[]] * 4
+    assert four.run(program) == [[]] * 4
 
 
 def test_all_ranks_hear_of_failures_alike(four: Processes) -> None:
-    told = four.run(failures_alike, seconds=120)
+    told = four.run(failures_alike)
     assert told == [told[0]] * 4
     words = (
         "rank 3 has for 'seed' number, checksum",
@@ -149,7 +149,7 @@ def test_processes_that_end_at_once_lose_nothing(tmp_path: Path) -> None:
     for process in both:
         process.start()
     for process in both:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in both] == [0, 0]
     assert tree_bits(load(tmp_path, small_tree(MESH, 0), step=2)) == tree_bits(small_tree(MESH, 2))
 
@@ -162,7 +162,7 @@ def test_a_kill_of_one_process_is_an_error_on_the_other(tmp_path: Path, rank: in
     for process in both:
         process.start()
     for process in both:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in both] == [-9 if r == rank else 7 for r in range(2)]
     step = latest_step(tmp_path)
     assert tree_bits(load(tmp_path, small_tree(MESH, 0))) == tree_bits(small_tree(MESH, step or 0))
@@ -179,7 +179,7 @@ def test_a_process_that_is_lost_is_named_by_a_save_in_the_background(
     for process in both:
         process.start()
     for process in both:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in both] == codes
     step = 2 if name == "slow" else 1
     assert latest_step(tmp_path / name) == step
@@ -206,7 +206,7 @@ def test_every_layout_to_the_bit(tmp_path: Path, mesh: Mesh, piece: int, monkeyp
         n: {str(i): device_put(x, cut(s, x.ndim), mesh=mesh) for i, s in enumerate(SPECS)} for n, x in values.items()
     }
     save(tmp_path, tree)
-    for other, spec in [*itertools.product(_MESHES, SPECS)][:: 1 if full.FULL else 3]:
+    for other, spec in [*itertools.product(_MESHES, SPECS)][:: 1 if full.FULL else 6]:
         like = {
             n: {str(i): TensorSpec(other, cut(spec, x.ndim), x.shape, x.dtype) for i in range(5)}
             for n, x in values.items()
@@ -485,7 +485,7 @@ save({str(tmp_path)!r}, {{"t": torch.arange(5)}}, step=1).wait()
 save({str(tmp_path)!r}, {{"t": torch.arange(5) + 1}}, step=2, asynchronous=True)
 os.write = lambda *args: 1 / 0 if len(args[1]) == 3 else real(*args)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     assert bits(load(tmp_path, {"t": torch.zeros(5).long()})["t"]) == bits(torch.arange(5) + 1)
 
 

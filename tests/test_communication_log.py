@@ -332,7 +332,7 @@ def _scattered() -> list[Any]:
 
 def test_what_one_process_hands_out_is_recorded_on_both_sides() -> None:
     with Processes(4) as pool:
-        found = pool.run(_scattered, seconds=120)
+        found = pool.run(_scattered)
     for rank, rows in enumerate(found):
         moved = 32 * (1 if rank else 3)
         assert rows == [("scatter", moved, False, "device_put"), ("collect", moved, True, "backward()")]
@@ -341,7 +341,7 @@ def test_what_one_process_hands_out_is_recorded_on_both_sides() -> None:
 def test_processes_record_what_a_simulation_does() -> None:
     log, gradients = _step(LINE)
     with Processes(4) as pool:
-        found = pool.run(_in_process, seconds=120)
+        found = pool.run(_in_process)
     assert found[0][0] == _rows(log)
     for rows, others in found:
         assert [row[:2] + row[4:] for row in rows] == [row[:2] + row[4:] for row in _rows(log)]

@@ -71,7 +71,7 @@ def test_a_body_in_one_thread_ends_while_another_runs() -> None:
     thread = threading.Thread(target=lambda: found.append(device_get(shard_map(slow, **options)(torch.ones(4)))))
     shard_map(quick, **options)(torch.ones(4))
     ended.set()
-    thread.join(20)
+    thread.join(300)
     assert torch.allclose(found[0], torch.ones(4).sin() + 1)
     assert torch._dynamo.utils.counters["frames"]["total"] == 0
     compiled(torch.ones(4))

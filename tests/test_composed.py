@@ -51,20 +51,20 @@ def by_bytes() -> Iterator[None]:
         yield
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("mesh", [LINE, SIX, GRID])
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name: str, mesh: Mesh) -> None:
     check_case(name, CASES[name], mesh, 6)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_by_bytes(name: str, by_bytes: None) -> None:
     check_case(name, CASES[name], LINE, 12)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", CASES)
 def test_moves_no_more_than_gathers(name: str, by_bytes: None) -> None:
     function, shapes = CASES[name]
@@ -94,7 +94,7 @@ def gathering() -> Iterator[None]:
     propagation_cache_clear()
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", CASES)
 def test_whole_operands_give_the_same(name: str, gathering: None) -> None:
     check_case(name, CASES[name], GRID, 6)

@@ -42,6 +42,7 @@ def on_mesh(way: Any, f: Callable[..., Any], *args: Tensor, out: P, jitted: bool
     return LIES.restore(found, dim) if moves and dim is not None else found
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("way", WAYS)
@@ -57,6 +58,7 @@ def test_second_derivatives_are_those_of_the_definition(way: Any, jitted: bool, 
     torch.testing.assert_close(found, twice(right), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("argnum", [0, 1, 2])
 def test_grad_in_a_body(way: Any, argnum: int) -> None:
@@ -91,6 +93,7 @@ def test_vjp_in_a_body(way: Any) -> None:
 BATCHED = [(True,) * 4, (True, False, False, False), (False, False, True, False), (False, True, True, True)]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("batched", BATCHED, ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_vmap_in_a_body(way: Any, batched: tuple[bool, ...]) -> None:

@@ -19,7 +19,7 @@ from decoding_programs import (
     weights,
     wrong,
 )
-from full import FULL
+from full import FULL, sample
 from processes import Processes
 from sampling_programs import all_drawn
 from torch import Tensor
@@ -33,16 +33,12 @@ from fspmd.nn.parts import PartialAttention
 BOTH = P(None, "tp", "cp")
 
 
-@pytest.mark.one_of(16)
-@pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "chunk"), [(c, n) for n in (1, 3) for c in sample(CASES, 6, str(n))], ids=str)
 def test_tokens_are_those_of_one_device(case: Case, chunk: int) -> None:
     assert run(case, "simulation", False, chunk) == right(case)
 
 
-@pytest.mark.one_of(32)
-@pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "chunk"), [(c, n) for n in (1, 3) for c in sample(CASES, 4, f"r{n}")], ids=str)
 def test_a_record_gives_the_tokens_of_one_device(case: Case, chunk: int) -> None:
     assert run(case, "simulation", True, chunk) == right(case)
 
@@ -58,10 +54,9 @@ def test_sequences_come_and_go_without_a_new_record(case: Case) -> None:
 
 def test_processes_give_the_tokens_of_one_device() -> None:
     of_four = [case for case in CASES if math.prod(case.sizes) == 4]
-    cases = of_four if FULL else of_four[::34]
     with Processes(4) as pool:
         for jitted in (False, True):
-            for found in pool.run(wrong, cases[jitted :: 1 if FULL else 2], jitted, seconds=3000 if FULL else 300):
+            for found in pool.run(wrong, sample(of_four, 2, str(jitted)), jitted, seconds=3000 if FULL else 300):
                 assert not found
         for found in pool.run(all_drawn, (2, 2), "process_group", torch.float32):
             assert found == all_drawn((1, 1), "simulation", torch.float32)

@@ -65,7 +65,7 @@ EINOPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", EINOPS)
 def test_einops_on_global_tensors(name: str) -> None:
     """Values and gradients, on uneven blocks too, eager and recorded."""
@@ -84,7 +84,7 @@ def test_einops_on_global_tensors(name: str) -> None:
             torch.testing.assert_close(device_get(gradient), expected)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", EINOPS)
 def test_einops_in_bodies(name: str) -> None:
     """Of each rank's blocks, joined along the first dim of what it gives."""

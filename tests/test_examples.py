@@ -63,7 +63,7 @@ def pool() -> Iterator[Processes]:
 
 def on_processes(pool: Processes, name: str, arguments: list[str]) -> str:
     """What an example prints on all processes."""
-    return "".join(pool.run(_printed, name, arguments, seconds=120))
+    return "".join(pool.run(_printed, name, arguments))
 
 
 @pytest.mark.parametrize("script", SHORT)
@@ -177,7 +177,7 @@ def _started(arguments: list[str], launcher: list[str], tmp_path: Path) -> Itera
     while not begun() and process.is_alive() and time.monotonic() < end:
         time.sleep(0.02)
     yield process
-    process.join(120)
+    process.join(300)
     process.kill()
     assert process.exitcode == 0, log.read_text()
 

@@ -22,7 +22,7 @@ def _is_even(x: Any) -> bool:
     return not isinstance(x, Tensor) or (x.numel() > 0 and all(n % 2 == 0 for n in x.shape))
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_what_is_explained_is_what_happens(name: str) -> None:
     """Each line without a body: so operands stay where they are, and the results lie as it says."""

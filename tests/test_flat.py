@@ -205,7 +205,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE], ids=repr)
 @pytest.mark.parametrize("name", CASES)
 def test_calls_on_flattened_dims(name: str, mesh: Mesh) -> None:

@@ -136,7 +136,7 @@ def check(pool: Processes, cases: list[Case]) -> None:
     failures = []
     for start in range(0, len(cases), _CHUNK):
         part = cases[start : start + _CHUNK]
-        on_gloo = pool.run(run_on_gloo, part, seconds=300)
+        on_gloo = pool.run(run_on_gloo, part)
         for i, case in enumerate(part):
             if wrong := compare(case, [found[i] for found in on_gloo]):
                 failures.append(f"{case}\n{wrong}")
@@ -226,7 +226,7 @@ def exchange_on_gloo(cases: list[Ragged]) -> list[Any]:
 def test_ragged_exchanges_are_those_of_the_loop(four: Processes) -> None:
     cases = some_ragged(2000 if FULL else 60, seed=1)
     failures = []
-    on_gloo = four.run(exchange_on_gloo, cases, seconds=300)
+    on_gloo = four.run(exchange_on_gloo, cases)
     for i, case in enumerate(cases):
         judged = expected_ragged(case)
         for position, rank in enumerate(case.mesh("simulation").ranks):
@@ -302,7 +302,7 @@ def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:
     failures = []
     for start in range(0, len(cases), _CHUNK):
         part = cases[start : start + _CHUNK]
-        on_gloo = four.run(place_on_gloo, part, seconds=300)
+        on_gloo = four.run(place_on_gloo, part)
         for i, case in enumerate(part):
             if wrong := check_placement(case, [found[i] for found in on_gloo]):
                 failures.append(f"{case}\n{wrong}")
@@ -310,18 +310,16 @@ def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:
 
 
 def test_torch_functions_with_other_numbers(four: Processes) -> None:
-    four.run(numbers_on_processes, seconds=120)
+    four.run(numbers_on_processes)
 
 
 def test_compiled_functions_in_bodies_of_processes(four: Processes) -> None:
-    assert (
-        four.run(compiled_functions, "process_group", ("eager", "aot_eager"), 1 if FULL else 5, seconds=120) == [[]] * 4
-    )
+    assert four.run(compiled_functions, "process_group", ("eager", "aot_eager"), 1 if FULL else 5) == [[]] * 4
 
 
 def test_compiled_functions_with_collectives_of_all_processes(four: Processes) -> None:
     backends = ("eager", "aot_eager", "inductor") if FULL else ("eager",)
-    assert four.run(collectives_of_all, backends, seconds=200) == [[]] * 4
+    assert four.run(collectives_of_all, backends) == [[]] * 4
 
 
 def test_a_process_outside_a_mesh_is_told_so(four: Processes) -> None:
@@ -340,7 +338,7 @@ def test_steps_of_training_while_results_are_alive(four: Processes) -> None:
 
 
 def test_checkpoints_hold_global_tensors(four: Processes) -> None:
-    for wrong, pending, flat, in_a_tuple in four.run(checkpoints, seconds=120):
+    for wrong, pending, flat, in_a_tuple in four.run(checkpoints):
         assert wrong == []
         assert "its value is a pending sum; move it first: reshard(x, P(None))" in pending, pending
         assert "its blocks are no boxes of the global tensor" in flat, flat
@@ -373,7 +371,7 @@ def test_a_pickled_block_is_loaded_where_it_was_saved_alone(four: Processes) -> 
 
 def test_dtensors_of_every_layout_are_the_same_sharded_values(four: Processes) -> None:
     """Of 392 layouts; ``full_tensor`` is the judge."""
-    for found, wrong in four.run(layouts_of_dtensors, 392 if FULL else 80, seconds=120):
+    for found, wrong in four.run(layouts_of_dtensors, 392 if FULL else 80):
         assert found > 45, found
         assert wrong == []
 

@@ -98,20 +98,21 @@ def _check(mesh: Mesh, rows: int, cases: Sequence[tuple[str, P, P]]) -> None:
 
 
 def _on_processes(rows: int) -> None:
-    _check(make_mesh((3,), ("x",)), rows, CASES if FULL else CASES[rows % 5 :: 15])
+    _check(make_mesh((3,), ("x",)), rows, CASES if FULL else CASES[rows % 5 :: 31])
 
 
 def test_on_processes() -> None:
     with Processes(3) as pool:
         for rows in (4, 7):
-            pool.run(_on_processes, rows, seconds=200)
+            pool.run(_on_processes, rows)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("rows", [4, 7])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
 def test_what_is_written_is_what_torch_writes(mesh: Mesh, rows: int) -> None:
     """However both lie, evenly or not, pending too; with gradients of gradients, and in a record."""
-    _check(mesh, rows, CASES if FULL else CASES[rows % 6 :: 18])
+    _check(mesh, rows, CASES if FULL else CASES[rows % 6 :: 29])
 
 
 def test_a_write_into_what_is_no_sharded_value() -> None:

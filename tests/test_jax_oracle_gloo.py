@@ -12,7 +12,7 @@ from full import FULL
 from processes import Processes
 
 PARTS = (
-    16  # the programs of one mesh size are dealt to this many tests; a sample of these runs unless FSPMD_FULL is set
+    32  # the programs of one mesh size are dealt to this many tests; a sample of these runs unless FSPMD_FULL is set
 )
 SIZES = sorted({math.prod(program.mesh_shape) for program in oracle.PROGRAMS.values()} - {1}) if FULL else [4]
 
@@ -57,5 +57,5 @@ def test_same_answers_on_processes(pool: tuple[int, Processes], part: int | str)
     size, processes = pool
     names = [name for name in oracle.PROGRAMS if ranks(name) == size]
     names = [name for name in names if part in name] if isinstance(part, str) else names[part::PARTS]
-    found = processes.run(failures, names, seconds=300)
+    found = processes.run(failures, names)
     assert not any(found), "\n".join(line for one in found for line in one)

@@ -115,7 +115,7 @@ REFUSED_OF_JAX = ("cond_on_invariant",)
 ANSWERED = [name for name in oracle.SMOOTH if name not in REFUSED_OF_JAX]
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("name", ANSWERED[:: 1 if FULL else 5])
 def test_programs_that_jax_has_answered(name: str) -> None:
     """Recorded with their gradients, and replayed with gradients by autograd, twice."""
@@ -243,7 +243,7 @@ def check_ranks_without_a_record(mesh: fspmd.Mesh) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert len(found) == 24
     for ours, theirs in found:
         torch.testing.assert_close(ours.local, theirs.local)
@@ -404,10 +404,10 @@ def _on_processes(seeds: Iterable[int]) -> None:
 
 def test_on_processes() -> None:
     with Processes(4) as pool:
-        pool.run(passes.on_processes, range(4 if FULL else 1), seconds=120)
-        first, *others = pool.run(passes.collectives_in_order, range(12, 24 if FULL else 13), seconds=120)
+        pool.run(passes.on_processes, range(4 if FULL else 1))
+        first, *others = pool.run(passes.collectives_in_order, range(12, 24 if FULL else 13))
         assert all(one == first for one in others)
-        pool.run(_on_processes, range(400) if FULL else [*range(2), 399], seconds=1500 if FULL else 300)
+        pool.run(_on_processes, range(400) if FULL else [0, 399], seconds=1500 if FULL else 300)
 
 
 # --- randomness -------------------------------------------------------------------------------------------------------
@@ -1382,7 +1382,7 @@ def test_programs_of_jax_that_cannot_be_recorded(name: str) -> None:
         jit(program)(*inputs)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_recorded(name: str) -> None:
     f, message = REFUSED[name]

@@ -253,4 +253,4 @@ def test_the_algebra_knows_no_torch() -> None:
     import fspmd.meshes.layout
 
     folder = fspmd.meshes.layout.__file__.rsplit("/", 2)[0]
-    subprocess.run([sys.executable, "-c", program, folder], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program, folder], check=True, timeout=300)

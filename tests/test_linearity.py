@@ -146,7 +146,7 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", sorted(LINEAR))
 def test_what_is_called_linear_is(name: str) -> None:
     torch.manual_seed(0)

@@ -124,7 +124,7 @@ def _parted() -> dict[tuple[str, str], str]:
 
 def test_ranks_that_part_are_told_where(some: Processes) -> None:
     """Alike on all of them, but for those that have left with nothing to meet for."""
-    first, *others = some.run(_parted, seconds=40)
+    first, *others = some.run(_parted)
     for (name, then), error in first.items():
         assert PARTED[name][1] in error, error
         if (name, then) == ("a number to print", "the end"):
@@ -165,13 +165,13 @@ def _left() -> str:
 
 
 def test_who_is_late_or_has_left_is_named(some: Processes) -> None:
-    first, *others = some.run(_late, seconds=20)
+    first, *others = some.run(_late)
     assert "1 rank did not come to " in first if len(others) == 1 else "2 ranks did not come to " in first
     assert "for device_get (test_lockstep.py:" in first
     assert "  * rank 1 has come to no collective" in first
     for other in others:
         assert "rank 0 has left lockstep() with LockstepError: " in other
-    alone, *left = some.run(_left, seconds=20)
+    alone, *left = some.run(_left)
     assert alone == "KeyError: 'mine'"
     assert all("rank 0 has left lockstep() with KeyError: 'mine'\n  * others are at " in one for one in left), left
 
@@ -206,14 +206,14 @@ def _exchanged() -> None:
 
 
 def test_who_keeps_step_notices_nothing(some: Processes) -> None:
-    first, *others = some.run(_in_step, seconds=40)
+    first, *others = some.run(_in_step)
     assert first[1] > 20
     assert others == [first] * len(others)
 
 
 def test_ragged_exchanges_keep_step() -> None:
     with Processes(4) as four:
-        four.run(_exchanged, seconds=40)
+        four.run(_exchanged)
 
 
 def test_a_simulation_is_in_step() -> None:

@@ -18,7 +18,7 @@ def _measured(sizes: tuple[int, ...]) -> Topology:
 def test_all_ranks_measure_the_same() -> None:
     with Processes(4) as pool:
         for sizes in ((4,), (2, 2), (1, 4)):
-            figures = pool.run(_measured, sizes, seconds=60)
+            figures = pool.run(_measured, sizes)
             assert all(one == figures[0] for one in figures)
             links = dict(figures[0].axes)
             assert set(links) == {axis for axis, n in zip("xyz", sizes, strict=False) if n > 1}

@@ -319,7 +319,7 @@ def test_pickles_load_in_another_process() -> None:
         "print(mesh, mesh.groups('tp'), mesh.coordinate(3), mesh == pickle.loads(pickle.dumps(mesh)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], input=pickle.dumps(mesh), capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", program], input=pickle.dumps(mesh), capture_output=True, timeout=300, check=True
     )
     assert done.stdout.decode().strip() == "mesh(tp=4, dp=2) [(7, 6, 5, 4), (3, 2, 1, 0)] (0, 1) True"
 

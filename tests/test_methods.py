@@ -52,7 +52,7 @@ def _check(op: Any, method: str, samples: Any, mesh: str) -> None:
     assert report.status == "clean", report.notes
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("name", "method"), [one for one in _forms() if _chosen(".".join(one), 14)])
 def test_methods_of_the_op_database(name: str, method: str) -> None:
     op, (sizes, mesh) = sweep.ops()[name], MODES[zlib.crc32(method.encode()) % len(MODES)]
@@ -108,7 +108,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("method", [name for name in OTHERS if _chosen(name, 3)])
 def test_methods_beside_the_op_database(method: str) -> None:
     first, *args = (

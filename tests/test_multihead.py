@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_under_every_layout(name: str) -> None:
     options = OPTIONS[name]

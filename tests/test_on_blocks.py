@@ -81,7 +81,7 @@ MESHES = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("rows", [12, 7])
 @pytest.mark.parametrize("shape", MESHES)
@@ -93,7 +93,7 @@ def test_values_and_gradients_are_those_of_the_module(shape: tuple[int, ...], ro
 WHOLE, ROWS = OnBlocks(axis="tp"), OnBlocks(axis="tp", input=None, result=None, output=None)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("rows", [12, 7, 2])
 @pytest.mark.parametrize("shape", MESHES)
 def test_of_parameters_that_are_whole_nothing_is_summed(shape: tuple[int, ...], rows: int) -> None:

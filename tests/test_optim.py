@@ -56,7 +56,7 @@ def _same(found: list[Any], want: list[Tensor]) -> None:
         torch.testing.assert_close(device_get(x), y)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("specs", SPECS, ids=repr)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_and_states(name: str, specs: tuple[P, ...]) -> None:
@@ -90,7 +90,7 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_states_are_loaded_as_the_parameters_lie(name: str) -> None:
     """On other meshes, under other specs, of another dtype, and where some parameter is plain."""

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Any, Any], Any]]] = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
 @pytest.mark.parametrize("name", CASES)
 def test_its_gradient_is_a_sum_of_what_it_was_made_of(name: str, mesh: Mesh) -> None:

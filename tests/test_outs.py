@@ -160,7 +160,7 @@ def check(f: Callable[..., Any]) -> None:
             torch.testing.assert_close(device_get(x.grad), one.grad)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", ATEN)
 def test_losses_as_ops(name: str) -> None:
     check(ATEN[name])

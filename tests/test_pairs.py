@@ -331,7 +331,7 @@ def test_the_transpose_of_the_transpose_is_the_row_itself(name: str) -> None:
     assert (back.source, back.target) == (DUAL[row.target], DUAL[row.source])
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("name", "where", "uneven"), list(calls()))
 def test_forward_is_the_model(name: str, where: str, uneven: bool) -> None:
     c, shape_at = prepared(name, where, uneven)
@@ -341,7 +341,7 @@ def test_forward_is_the_model(name: str, where: str, uneven: bool) -> None:
         torch.testing.assert_close(found[at], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("name", "where", "uneven"), list(calls()))
 def test_gradients_satisfy_the_inner_product(name: str, where: str, uneven: bool) -> None:
     """And so does the gradient of the gradient, which is the row again."""
@@ -371,7 +371,7 @@ def test_gradients_satisfy_the_inner_product(name: str, where: str, uneven: bool
         torch.testing.assert_close(blocks_of(c.mesh, second)[at], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("name", "where", "uneven"), list(calls()))
 def test_forward_mode_is_the_row_itself(name: str, where: str, uneven: bool) -> None:
     c, shape_at = prepared(name, where, uneven)

@@ -483,7 +483,7 @@ def test_values_of_one_rank(mesh: Mesh) -> None:
 @pytest.mark.parametrize("sizes", [(4,), (2, 2)])
 def test_on_processes(sizes: tuple[int, ...]) -> None:
     with Processes(4) as pool:
-        pool.run(on_processes, sizes, seconds=60)
+        pool.run(on_processes, sizes)
 
 
 class Layer(nn.Module):

@@ -37,7 +37,7 @@ MODES: dict[str, Callable[[Any, Function, Any], Any]] = {
 }
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cut", CUTS)
 def test_derivatives(cut: str, mode: str) -> None:
@@ -90,7 +90,7 @@ LOWERED = [
 ][:: 1 if FULL else 17]
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("case", LOWERED, ids=str)
 def test_a_simulation_is_lowered_as_a_mesh_without_ranks(case: Any) -> None:
     """Time, bytes, FLOPs, memory and collectives are those of a process, whatever blocks there are."""

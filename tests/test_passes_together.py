@@ -137,7 +137,7 @@ def links(request: pytest.FixtureRequest) -> Any:
     set_topology(before)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.usefixtures("links")
 @pytest.mark.parametrize("seed", range(400 if FULL else 6))
 def test_passes_together(seed: int) -> None:

@@ -99,6 +99,7 @@ def _check(f: Callable[..., Any], given: list[Any], plain: list[Tensor]) -> None
         torch.testing.assert_close(device_get(leaf.grad), one.grad)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("mesh", [LINE, GRID], ids=["line", "grid"])
 @pytest.mark.parametrize("name", [*ONE, *TWO])
 def test_in_the_global_view(name: str, mesh: Any) -> None:

@@ -36,7 +36,7 @@ def mesh() -> Mesh:
     return make_mesh((2,), ("x",), transport="simulation", device="cpu")
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("case", some_ragged(150), ids=str)
 def test_values_and_gradients_are_those_of_the_loop(case: Ragged) -> None:
     found, judged = run_ragged(case, "simulation"), expected_ragged(case)

@@ -45,7 +45,7 @@ def _gradient(f: Callable[[Any], Any], x: Any) -> Any:
     return x.grad
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("how", CHECKPOINTS)
 @pytest.mark.parametrize("name", LAST)
 def test_the_call_that_saves_last_is_stopped(name: str, how: str) -> None:

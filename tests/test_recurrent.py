@@ -130,7 +130,7 @@ def on_processes() -> None:
 
 def test_on_processes() -> None:
     with Processes(2) as pool:
-        pool.run(on_processes, seconds=60)
+        pool.run(on_processes)
 
 
 def test_flex_attention_says_what_to_write_and_that_works() -> None:

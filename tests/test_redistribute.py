@@ -66,6 +66,7 @@ def check_blocks(found: Sharded, x: Tensor) -> None:
             torch.testing.assert_close(sums[key, ()], x[window], rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_any_layout_to_any_other(mesh: Mesh, shape: tuple[int, ...]) -> None:
@@ -169,7 +170,7 @@ def _on_processes(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     x, weight, here = value(shape), value(shape) + 2, mesh.coordinate()
     assert here is not None
     at = frame(simulated, axes)
-    for source, target in pairs(simulated, shape, (1, 1, 29)[len(sizes) - 1] if FULL else 23 ** len(sizes) // 7):
+    for source, target in pairs(simulated, shape, (1, 1, 29)[len(sizes) - 1] if FULL else 23 ** len(sizes) // 3):
         leaf = x.clone().requires_grad_()
         found = moved(leaf, source, target, mesh)
         blocks = shards_of(moved(x, source, target, simulated).local, at)
@@ -186,5 +187,6 @@ POOLS = ((4, ((4,), (2, 2), (2, 1, 2))), (6, ((6,), (2, 3), (3, 1, 2))))
 @pytest.mark.parametrize(("count", "meshes"), POOLS)
 def test_on_processes_as_simulated(count: int, meshes: tuple[tuple[int, ...], ...]) -> None:
     with Processes(count) as pool:
-        for sizes, shape in itertools.product(meshes, ((12, 12), (5, 7))):
-            pool.run(_on_processes, shape, sizes, seconds=300 if FULL else 120)
+        cases = list(itertools.product(((12, 12), (5, 7)), meshes))
+        for shape, sizes in cases if FULL else cases[count // 2 % 2 :: 2]:
+            pool.run(_on_processes, shape, sizes)

@@ -96,7 +96,7 @@ SETTLED: dict[str, tuple[Callable[..., Any], int, int]] = {
 }
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
 @pytest.mark.parametrize("name", SETTLED)
 def test_a_pending_sum_is_settled_once(name: str, mesh: Mesh) -> None:

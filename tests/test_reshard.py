@@ -71,7 +71,7 @@ def ways(before: Mesh, after: Mesh, ndim: int, every: int, first: int = 0) -> li
     return list(itertools.product(layouts(before, ndim), layouts(after, ndim)))[first::every]
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("shape", [(12, 12), (5, 7), (1, 4), (0, 6)])
 @pytest.mark.parametrize("name", MESHES)
 def test_from_mesh_to_mesh(name: str, shape: tuple[int, ...]) -> None:
@@ -171,7 +171,7 @@ SITES = [*(((sizes, names), None) for sizes, names in (((4,), "x"), ((6,), "x"),
 SITES += [*MESHES.values()]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("shape", [(12, 12), (5, 7), (0, 6)])
 @pytest.mark.parametrize(("here", "there"), SITES)
 def test_what_is_explained_is_what_is_recorded(here: Any, there: Any, shape: tuple[int, ...]) -> None:
@@ -314,7 +314,7 @@ def test_on_processes_as_simulated(count: int, names: tuple[str, ...]) -> None:
     with Processes(count) as pool:
         for name in names:
             for shape in ((12, 12), (5, 7)):
-                pool.run(_on_processes, name, shape, 7 if FULL else 101, seconds=120)
+                pool.run(_on_processes, name, shape, 7 if FULL else 211)
 
 
 # --- dtypes on the way, and handles -----------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def by_transform(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_applied_to_each_block(name: str) -> None:
     f, kinds = CALLS[name]
@@ -126,7 +126,7 @@ def test_a_call_is_applied_to_each_block(name: str) -> None:
     agree(in_body(f, blocks, check_vma=False), expected)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", UNEVEN_CALLS)
 def test_a_call_is_applied_to_each_uneven_block(name: str) -> None:
     f, kinds = UNEVEN_CALLS[name]
@@ -158,7 +158,7 @@ def agree_where_derived(run: Callable[..., Any], blocks: Any) -> None:
     agree(in_body(run, blocks), expected)
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("name", twice(SMOOTH))
 def test_gradients_twice(name: str) -> None:
     f, kinds = CALLS[name]
@@ -167,7 +167,7 @@ def test_gradients_twice(name: str) -> None:
     agree_where_derived(run, blocks)
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_gradients_by_transform(name: str) -> None:
     f, kinds = CALLS[name]
@@ -176,7 +176,7 @@ def test_gradients_by_transform(name: str) -> None:
     agree_where_derived(run, blocks)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", twice(SMOOTH_UNEVEN))
 def test_gradients_of_uneven_blocks(name: str) -> None:
     f, kinds = UNEVEN_CALLS[name]
@@ -185,7 +185,7 @@ def test_gradients_of_uneven_blocks(name: str) -> None:
     agree_where_derived(run, blocks)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", SMOOTH_UNEVEN)
 def test_gradients_of_uneven_blocks_by_transform(name: str) -> None:
     f, kinds = UNEVEN_CALLS[name]

@@ -72,7 +72,7 @@ def _given(wholes: tuple[Tensor, ...], specs: tuple[P, ...], mesh: Mesh) -> list
     return [device_put(x, spec, mesh=mesh) for x, spec in zip(wholes, specs, strict=True)]
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", MOVES)
 def test_what_only_moves_keeps_each_bit(name: str) -> None:
     for mesh, shape in itertools.product(MESHES, SHAPES):
@@ -150,7 +150,7 @@ SCALED: dict[str, Callable[[Any, Any, float], Any]] = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", SCALED)
 def test_sums_are_scaled_as_a_whole_by_what_is_not_finite(name: str) -> None:
     for mesh, shape in itertools.product(MESHES, SHAPES):

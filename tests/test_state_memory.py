@@ -19,6 +19,6 @@ def test_predicted_peaks_are_those_measured() -> None:
     """A thread of Gloo frees the operand of a collective some time after it. So the least of several peaks counts."""
     with Processes(4) as pool:
         for step in STEPS if FULL else STEPS[:3]:
-            found = pool.run(compare, *step, seconds=300)
+            found = pool.run(compare, *step)
             (predicted,), measured = {row[0] for row in found}, min(row[1] for row in found)
             assert abs(predicted / measured - 1) < 0.05, (step, predicted, measured)

@@ -116,7 +116,7 @@ WAYS: dict[str, Callable[[Any, Any], tuple[Callable[..., Any], Any]]] = {
 }
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("in_dims", "out_dims"), DIMS)
 def test_vmap_is_a_loop(in_dims: Any, out_dims: Any, way: str) -> None:
@@ -199,7 +199,7 @@ BY_SHARED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("batch", [2, 6, 7])
 @pytest.mark.parametrize("entry", [None, "x", ("y", "x")])
 @pytest.mark.parametrize("way", BY_SHARED)

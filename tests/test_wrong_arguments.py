@@ -47,7 +47,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_torch_refuses_is_refused_by_an_error_of_ours(name: str) -> None:
     with warnings.catch_warnings():
