@@ -51,6 +51,7 @@ from fspmd import (
 )
 from fspmd.programs.capture import capture
 from fspmd.programs.memory import memory_of_program
+from fspmd.programs.passes import recompute
 from fspmd.programs.passes.aliases import Aliases, in_flight, is_view, wait_of, written
 from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
@@ -894,6 +895,33 @@ def test_recompute_without_a_budget_keeps_what_lowers_the_peak() -> None:
     assert found.memory().peak <= min(peaks)
     assert found.memory().peak < 0.6 * lowered().memory().peak
     assert found.cost().time < lowered(Recompute(0)).cost().time
+
+
+def test_budgets_that_drop_the_same_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of two steps keeps few values, so most budgets drop none of them, or all."""
+    measured: list[int] = []
+
+    def measure(program: Program) -> Any:
+        found = memory_of_program(program)
+        measured.append(found.peak)
+        return found
+
+    def peak(recomputation: Recompute) -> int:
+        step = jit(value_and_grad(lambda x: x.sin().exp().sum()), passes=[recomputation])
+        return int(step.lower(torch.ones(100, dtype=F64)).memory().peak)
+
+    least = min(map(peak, map(Recompute, (0, 400, 800, 1600, 3200))))
+    monkeypatch.setattr(recompute, "memory_of_program", measure)
+    assert peak(Recompute()) == least
+    assert 0 < len(measured) < 4
+
+
+def test_smaller_buckets_are_not_tried_where_the_largest_packs_nothing() -> None:
+    x = device_put(torch.ones(8, dtype=F64), P("x"), mesh=MESH)
+    f = shard_map(lambda x: psum(psum(x, "x").sin(), "x"), mesh=MESH, in_specs=P("x"), out_specs=P())
+    tried: list[Program] = []
+    assert Coalesce().before(capture(f, (x,), {}).program, tried.append).bucket == Coalesce().bucket
+    assert not tried
 
 
 def test_recompute_repeats_no_draws_and_collectives_only_when_asked() -> None:
