@@ -125,6 +125,12 @@ def storage_of(x: Tensor) -> int:
     return number
 
 
+def copied(x: Tensor) -> Tensor:
+    """Return a copy of a value, of the same type."""
+    with DisableTorchFunction():
+        return set_variance(x.clone(), get_variance(x))
+
+
 def set_variance(x: Tensor, variance: Variance) -> Tensor:
     """Set the type on a tensor, and on the tensors within its wrappers, so that it outlives their transforms."""
     if variance is INVARIANT and getattr(x, ATTRIBUTE, None) is None:

@@ -30,7 +30,9 @@ from fspmd import (
     from_callback,
     from_local,
     grad,
+    jit,
     make_mesh,
+    pcast,
     reshard,
     set_mesh,
     shard_map,
@@ -300,6 +302,40 @@ def seen(transport: str) -> list[str]:
 def test_a_write_into_a_part_does_not_show_in_what_it_was_cut_off(four: Processes) -> None:
     assert seen("simulation") == []
     assert four.run(seen, "process_group") == [[]] * 4
+
+
+#: bodies that get a whole value, and give its memory as a block of their own
+HANDED_ON: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "the argument": (lambda b: b, True),
+    "the argument of an unchecked body": (lambda b: b, False),
+    "a view": (lambda b: b[1:], False),
+    "a detached tensor": (lambda b: b.detach(), False),
+    "a cast": (lambda b: pcast(b, "x", to="varying"), True),
+    "a view of a cast": (lambda b: pcast(b, "x", to="varying")[1:], True),
+}
+
+
+def handed_on(transport: str) -> list[str]:
+    """The bodies whose results share memory with an argument that has the same elements on all ranks."""
+    wrong = []
+    mesh = line(transport)
+    for name, spec, is_jitted in itertools.product(HANDED_ON, (P("x"), P(unreduced={"x"})), (False, True)):
+        f, checked = HANDED_ON[name]
+        if checked and spec.unreduced and "cast" not in name:
+            continue  # it is refused
+        body = shard_map(f, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=checked)
+        x = device_put(torch.ones(4, 4, dtype=F64), P(), mesh=mesh)
+        for requires_grad in (False, True):
+            part = (jit(body) if is_jitted else body)(x.detach().requires_grad_(requires_grad))
+            part.local.detach().add_(1)
+            if not (device_get(x) == 1).all():
+                wrong.append(f"{name} as {spec}, is_jitted={is_jitted}, requires_grad={requires_grad}")
+    return wrong
+
+
+def test_a_write_into_a_result_does_not_show_in_a_whole_argument(four: Processes) -> None:
+    assert handed_on("simulation") == []
+    assert four.run(handed_on, "process_group") == [[]] * 4
 
 
 def written_after_a_move(transport: str) -> list[list[float]]:

@@ -27,30 +27,47 @@ from fspmd.tracing import outside_transforms
 from fspmd.transport import Options, transport_of
 from fspmd.transport.call import Layout
 from fspmd.transport.frame import Frame, frame, groups
-from fspmd.transport.local_tensor import BLOCKS, block_type, blocks_of, frame_of, held_frame, is_uneven
+from fspmd.transport.local_tensor import BLOCKS, block_type, blocks_of, frame_of, held_frame, is_borrowed, is_uneven
 from fspmd.trees import Label
-from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, variance_of_spec
+from fspmd.variance import (
+    ATTRIBUTE,
+    INVARIANT,
+    Variance,
+    copied,
+    get_variance,
+    set_variance,
+    show,
+    storage_of,
+    variance_of_spec,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
     """The exit of leaves with one spec. If the fast path ``known`` gives None, ``failure`` checks, ``leave`` converts.
 
-    ``failure`` and ``leave`` take the leaf and its label.
+    ``failure`` and ``leave`` take the leaf and its label. ``axes``: those over which the result may differ.
     """
 
     known: Callable[[Any], Any]
     leave: Callable[[Any, Label], Any]
     failure: Callable[[Any, Label], Failure | None]
+    axes: frozenset[str] = frozenset()
 
 
 class Exits:
-    """The exits of the leaves of one tree of results. All leaves are checked before one communicates."""
+    """The exits of the leaves of one tree of results. All leaves are checked before one communicates.
 
-    __slots__ = ("_failures", "_header", "_known", "_labels", "_leave")
+    ``lent``: arguments whose memory the body may give back, by place, and the axes over which each may differ. A result
+    that may differ over more axes must not share it: a write into its block would make replicas of the argument differ.
+    """
 
-    def __init__(self, header: str, labels: list[Label], exits: list[Exit]) -> None:
+    __slots__ = ("_failures", "_header", "_known", "_labels", "_leave", "lent")
+
+    def __init__(self, header: str, labels: list[Label], exits: list[Exit], lent: dict[int, frozenset[str]]) -> None:
         self._header, self._labels = header, labels
+        wider = {i: [j for j, e in enumerate(exits) if e.axes - axes] for i, axes in lent.items()}
+        self.lent = [(i, places) for i, places in wider.items() if places]
         self._known = [e.known for e in exits]
         self._leave = [e.leave for e in exits]
         self._failures = [e.failure for e in exits]
@@ -68,6 +85,16 @@ class Exits:
         results = map(operator.call, self._failures, leaves, self._labels)
         if failures := [failure for failure in results if failure is not None]:
             refuse(self._header, failures)
+
+    def apart(self, leaves: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Return leaves, with copies in place of those that share memory with an argument that is lent."""
+        apart, memory = list(leaves), list(map(_memory, leaves))
+        for i, places in self.lent:
+            lent = _memory(args[i])
+            for j in places:
+                if lent is not None and memory[j] == lent:
+                    apart[j] = copied(leaves[j])
+        return apart
 
     def leave(self, leaves: list[Any]) -> list[Any]:
         """Convert leaves that have been checked."""
@@ -197,7 +224,7 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
         """Convert the common case: a block of the right type and frame, and of a shape seen before."""
         if type(x) is not kind or body.uneven or (share is not None and (simulated or _needs_gradient(x))):
             return None
-        if has_frame and (x.frame is not held or x.uneven):
+        if has_frame and (x.frame is not held or x.uneven or x.borrowed):
             return None
         if checked and getattr(x, ATTRIBUTE, INVARIANT) is not target:
             return None
@@ -211,7 +238,9 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
             x = torch.tensor(x, device=body.mesh.device)
         if body.checked:
             if getattr(x, ATTRIBUTE, INVARIANT) is not target:
+                widened = target.varying - get_variance(x).varying
                 x = _typed(x, target, body, outer_axes)
+                x = copied(x) if widened and not nested else x
         elif share is not None and (simulated or _needs_gradient(x)):
             x = set_variance(apply(x, share), get_variance(x))
         if held is not None and not nested:
@@ -237,7 +266,12 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
     def failure(x: Any, path: Label) -> Failure | None:
         return result_failure(x, partition, path, body, outer_axes)
 
-    return Exit(_unknown if nested else known, leave, failure)
+    return Exit(_unknown if nested else known, leave, failure, partition.axes | partition.unreduced)
+
+
+def _memory(x: Any) -> int | None:
+    """Return the number of a block's storage, or None if it is none."""
+    return storage_of(x) if is_plain(x) and x.layout is torch.strided else None
 
 
 def _needs_gradient(x: Tensor) -> bool:
@@ -266,7 +300,7 @@ def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) 
 
 def _held(x: Tensor, held: Frame, body: Body) -> Tensor:
     """Give a simulated result the frame of its spec, in its own memory."""
-    if frame_of(x, body.mesh) is held:
+    if frame_of(x, body.mesh) is held and not is_borrowed(x):
         return x
     with DisableTorchFunction():
         return apply(x, call("per_rank", body.mesh, held.axes)).clone()

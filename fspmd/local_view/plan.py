@@ -46,6 +46,7 @@ class Plan:
     keys: int  # a number for the order of keys, in which a body iterates over dicts
     closes: bool = True  # False once a graph has shown that the function closes over no differentiable tensor
     enters_as_is: bool = False  # no entry does anything
+    lent: dict[int, frozenset[str]] = field(default_factory=dict)  # axes over which arguments may differ, by place
     exits: dict[Any, Exits] = field(default_factory=dict)  # by the structure of the result
 
     def refuse_arguments(self, leaves: list[Any]) -> NoReturn:
@@ -90,7 +91,7 @@ class Plan:
             refuse(header, failures)
         kinds = [(spec, isinstance(x, Sharded)) for x, spec in zip(leaves, specs, strict=True)]
         exits = {kind: make_exit(kind[0], body, self.outer_axes, self.nested, kind[1]) for kind in set(kinds)}
-        return Exits(header, paths, [exits[kind] for kind in kinds])
+        return Exits(header, paths, [exits[kind] for kind in kinds], self.lent)
 
 
 _MISFITS = "{}: the arguments do not fit in_specs"
@@ -153,7 +154,13 @@ def make_plan(
         order=order,
         keys=zlib.crc32(repr(order).encode()),
         enters_as_is=all(entry is static for entry in entries),
+        lent=_lent(specs) if outer is None and not checked and not body.simulated else {},
     )
+
+
+def _lent(specs: list[P | None]) -> dict[int, frozenset[str]]:
+    """Return the axes over which each argument may differ, by place. In a simulation no two ranks share a block."""
+    return {i: spec.axes | spec.unreduced for i, spec in enumerate(specs) if spec is not None}
 
 
 def _order_of(treedef: optree.PyTreeSpec) -> list[int] | None:

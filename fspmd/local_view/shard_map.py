@@ -114,7 +114,7 @@ def shard_map(
     Arguments are plain tensors (a global value that every process has) or `Sharded` (moved only if the spec differs).
     Results are `Sharded`. Inside another body they are plain tensors, whole over the inner axes. If an argument neither
     moves nor is cut, its block is a view of it, and a write into the block on each rank writes into the argument. Other
-    blocks are copies.
+    blocks are copies. A result that shares memory with an argument becomes a copy if it may differ over more axes.
 
     The mapped function keeps a plan per structure of arguments, at most 4096. Its ``cache_info()`` counts them.
 
@@ -232,12 +232,15 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             leaves = list(leaves)
             closes = sum_closures(leaves, blocks, body, start, widen)
             plan.closes = plan.closes and closes is not False
+        if body.checked and outer is None:
+            leaves = mode.unborrowed(leaves)  # type: ignore[union-attr]
         exits = plan.exits.get(tree)
+        is_known = exits is not None
         if exits is None:
             exits = plan.exits[tree] = plan.make_exits(out)  # this checks the results
-            results = exits.leave(leaves)
-        else:
-            results = exits(leaves)
+        if exits.lent:
+            leaves = exits.apart(leaves, blocks)
+        results = exits(leaves) if is_known else exits.leave(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
     except BaseException as error:
         try:

@@ -7,7 +7,7 @@ once per body, and all its uses share the cast.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -54,6 +54,7 @@ from fspmd.variance import (
     BORROWED,
     INVARIANT,
     Variance,
+    copied,
     get_variance,
     join,
     set_variance,
@@ -240,6 +241,14 @@ class Tracker(BodyMode):
         setattr(x, BORROWED, True)
         if not self.simulated:  # simulated values know it themselves
             self.borrowed[storage_of(x)] = x, source
+
+    def unborrowed(self, results: Sequence[Any]) -> Sequence[Any]:
+        """Results of the body, with copies in place of those that alias a value of another type."""
+        return [copied(x) if self._is_borrowed(x) else x for x in results] if self.borrowed else results
+
+    def _is_borrowed(self, x: Any) -> bool:
+        known = self.borrowed.get(storage_of(x)) if isinstance(x, Tensor) and x.layout is torch.strided else None
+        return known is not None and get_variance(x) is not known[1]
 
     def cast_all(self, values: Iterable[Any], to: Variance) -> tuple[Any, ...]:
         """Casts every tensor among the values, in lists and tuples too, to one type. Lists without tensors stay."""

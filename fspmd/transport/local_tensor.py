@@ -201,6 +201,11 @@ def owned(x: Any) -> LocalTensor:
     return x.detach().clone() if x.borrowed else x  # type: ignore[no-any-return]
 
 
+def is_borrowed(x: Any) -> bool:
+    """Whether the shards of a value alias another value."""
+    return type(x) is LocalTensor and x.borrowed
+
+
 def is_simulated(x: Any) -> bool:
     """Whether a value has a block for each of several simulated ranks."""
     return type(x) is LocalTensor
