@@ -743,6 +743,22 @@ def stopped(port: int) -> tuple[str, float]:
     return outcome(act, deadline(2))
 
 
+def stopped_for_a_while(port: int) -> tuple[str, float]:
+    """One rank is stopped before a collective that is new after the last seven, longer than others wait for a sign."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+
+    def act() -> None:
+        for i in range(8):
+            if i == 4 and rank == 2:
+                waker = subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+                waker.wait()
+            shard_map(lambda b: (psum(b, "x"), pmax(b, "x")), mesh=mesh, in_specs=P("x"), out_specs=P())(x)
+
+    return outcome(act, debug(seconds=10))
+
+
 def slow(port: int) -> tuple[str, float]:
     """One rank is slow, but within the deadline."""
     mesh, rank = fresh(port)

@@ -175,6 +175,9 @@ class Comparison(Presence):
         last, meeting = group.met, _Assembly(group, self)
         if not meeting.is_completed():
             wait_for((meeting,))
+        if len(group.known) >= _CONTEXTS:
+            group.known.clear()
+        group.known.add(group.context)  # also if a rank is silent: it may come yet, and then will not meet here again
         if not meeting.has_all():
             return
         if not meeting.is_one():
@@ -183,9 +186,6 @@ class Comparison(Presence):
             raise LockstepError(self.failure)
         if last is not None:
             last.forget()
-        if len(group.known) >= _CONTEXTS:
-            group.known.clear()
-        group.known.add(group.context)
         group.met = meeting
 
     def _group(self, mesh: Mesh, axes: tuple[str, ...], key: str) -> History:
