@@ -31,6 +31,7 @@ from fspmd import (
     grad,
     jit,
     make_mesh,
+    pbroadcast,
     pmax,
     ppermute,
     psum,
@@ -215,6 +216,22 @@ def another_shape_in_a_record(port: int) -> tuple[str, float]:
             (wrong if i == 5 and rank == 0 else right)(x)
 
     return outcome(act, debug(every=1))
+
+
+def another_option(port: int, what: str, is_jitted: bool, is_locked: bool) -> tuple[str, float]:
+    """One rank passes another option at the same line. The shapes agree, and the numbers would be wrong."""
+    mesh, rank = fresh(port)
+    wrong = rank == 2
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "op": lambda b: (pmax if wrong else psum)(b, "x"),
+        "dim": lambda b: all_gather(b, "x", axis=int(wrong), tiled=True).view(-1, 4),
+        "to dim": lambda b: all_to_all(b, "x", int(wrong), int(not wrong), tiled=True).view(4, 4),
+        "root": lambda b: pbroadcast(b, "x", source=3 * wrong),
+    }
+    step = shard_map(calls[what], mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    step = jit(step) if is_jitted else step
+    x = device_put(torch.arange(64.0).view(16, 4), P("x"), mesh=mesh)
+    return outcome(lambda: [step(x) for _ in range(4)], fspmd.lockstep(20) if is_locked else debug(every=2))
 
 
 def no_memory(port: int) -> tuple[str, float]:

@@ -105,6 +105,28 @@ def test_another_size_is_told_before_anything_is_sent(four: Processes, kind: str
         assert f"f64[{wrong if rank == 1 else 8}, " in line, line
 
 
+@pytest.mark.parametrize("is_locked", [False, True])
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize(
+    ("what", "mine", "others"),
+    [
+        ("op", " (max) over", "psum_varying over"),
+        ("dim", " (dim 1) over", "all_gather over"),
+        ("to dim", "all_to_all (dim 1) over", "all_to_all (to dim 1) over"),
+        ("root", " (root 3) over", "broadcast over"),
+    ],
+)
+def test_another_option_is_told(
+    four: Processes, what: str, mine: str, others: str, is_jitted: bool, is_locked: bool
+) -> None:
+    program = partial(fault_programs.another_option, what=what, is_jitted=is_jitted, is_locked=is_locked)
+    first, *rest = _run(four, program, within=20)
+    assert rest == [first] * 3
+    for rank, line in enumerate(first.splitlines()[1:5]):
+        assert line.startswith(f"  * rank {rank}: ")
+        assert (mine if rank == 2 else others) in line, line
+
+
 @pytest.mark.parametrize(
     ("program", "rank", "mine", "others"),
     [

@@ -24,13 +24,14 @@ from fspmd.inspection.agreements import Gathering
 from fspmd.inspection.circles import circle
 from fspmd.inspection.histories import (
     DIGEST,
-    DTYPES,
     PARTED,
     SHOWN,
     History,
     fact_of,
     facts_of,
     key_of,
+    number_of_line,
+    number_of_step,
     parting_text,
     ring_of,
     ring_text,
@@ -93,7 +94,7 @@ class Comparison(Presence):
         number, plain = call.number, call.plain
         if number is None:
             plain.facts = plain.facts or facts_of(plain)
-            number = call.number = plain.facts[0] and hash((plain.facts[0], call.by.number))
+            number = call.number = number_of_line(plain.facts[0], call.by)
         if not number:
             return
         if self.failure:
@@ -103,7 +104,7 @@ class Comparison(Presence):
         if group is None:
             group = self._group(plain.mesh, plain.axes, key)
         shape, dtype = x.shape, x.dtype
-        group.advance(hash((number, shape if is_even else 0, DTYPES[dtype])))
+        group.advance(number_of_step(number, is_even, dtype, shape))
         count, now = group.count, group.hash
         self.last = entry = (count, now, plain, call.by, dtype, shape, time.monotonic())
         group.ring.append(entry)

@@ -84,24 +84,42 @@ def facts_of(call: Call) -> tuple[int, str, bool]:
     return zlib.crc32(text.encode()) + 1, key_of(mesh, call.axes), is_even
 
 
+def number_of_line(number: int, line: UserLine) -> int:
+    """A number for a call with this one at a line; 0 for none."""
+    return number and hash((number, line.number))
+
+
+def number_of_step(number: int, is_even: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """A number for a call at a line on a block. Shapes that may be uneven do not count."""
+    return hash((number, shape if is_even else 0, DTYPES[dtype]))
+
+
 def fact_of(each: Communication) -> tuple[int, str, Communication, UserLine]:
-    """The same of a collective in a record, with its line. Shapes that may be uneven do not count."""
-    mesh, line = each.mesh, line_of(each.cause.where)
-    if mesh.transport != "process_group" or mesh.coordinate() is None or each.kind == "reblock":
-        return 0, "", each, line
-    text = repr((each.kind, each.axes, mesh.axis_names, tuple(mesh.shape.values()), tuple(mesh.ranks), str(each.dtype)))
-    key = key_of(mesh, each.axes)
-    shape = tuple(each.shape) if each.even else len(each.shape)
-    return zlib.crc32(f"{text} {each.backward} {shape} {line.where}".encode()) + 1, key, each, line
+    """The number of a collective in a record, the same as outside of records, the name of its group, and its line."""
+    line = line_of(each.cause.where)
+    number, key, is_even = _SILENT if each.call is None else facts_of(each.call)
+    number = number_of_line(number, line)
+    return number and number_of_step(number, is_even, each.dtype, each.shape), key, each, line
+
+
+def options_text(call: Call) -> str:
+    """`` (max)``, `` (dim 1)``: those options of a call that are not the usual ones."""
+    o = call.options
+    words = [o.op] * (o.op != "sum")
+    numbers = {"dim": o.dim, "to dim": o.concat_dim, "root": o.root}
+    words += [f"{name} {value}" for name, value in numbers.items() if value]
+    words += [f"{source} to {target}" for source, target in o.perm[:SHOWN]]
+    if more := o.perm[SHOWN:]:
+        words.append(f"and {len(more)} more, {zlib.crc32(repr(more).encode()):08x}")
+    return f" ({', '.join(words)})" if words else ""
 
 
 def text_of(entry: tuple[Any, ...]) -> str:
     _, _, call, line, dtype, shape, _ = entry
     if isinstance(call, str):  # a value
         return f"{call} ({line.where})"
-    kind = call.pair.name if isinstance(call, Call) else call.kind
-    if isinstance(call, Call) and call.options.op != "sum":
-        kind += f" ({call.options.op})"
+    plain = call if isinstance(call, Call) else call.call
+    kind = f"{plain.pair.name}{options_text(plain)}"
     return f"{collective_text(kind, call.mesh, call.axes, dtype, tuple(shape))} ({line.where})"
 
 

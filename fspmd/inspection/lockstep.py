@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from fspmd.errors import ArgumentError, LockstepError
 from fspmd.inspection.causes import trace
+from fspmd.inspection.histories import options_text
 from fspmd.inspection.watch import Communication, Watcher, add, remove
 from fspmd.meshes import world
 from fspmd.messages import counted, described
@@ -56,7 +57,9 @@ class _Lockstep(Watcher):
         if mesh.transport != "process_group" or communication.kind not in PAIRS or mesh.coordinate() is None:
             return
         axes = communication.axes or mesh.axis_names
-        what = f"{communication.kind} over {', '.join(map(repr, axes))} of {mesh!r}, {short_dtype(communication.dtype)}"
+        options = "" if communication.call is None else options_text(communication.call)
+        what = f"{communication.kind}{options} over {', '.join(map(repr, axes))} of {mesh!r}"
+        what += f", {short_dtype(communication.dtype)}"
         what += f", {'backward, ' * communication.backward}for {cause.by}"
         self.meet(tuple(sorted(mesh.group_ranks(axes))), what, cause.where, not cause.written)
 
@@ -151,14 +154,10 @@ def lockstep(seconds: float = 60) -> Iterator[None]:
     last writes. A rank that does not come within ``seconds``, or has left with an error, is an error, too. The message
     then has its last position, or its error.
 
-    The ranks compare the row of the pair table, the axes, the mesh and the dtype; the direction (forward or backward);
-    the torch function or function of fspmd that communicates; and the number of writes into Sharded values so far. For
-    communication that is not written, they also compare the user's line. At the end of the context all ranks of a
-    group meet once more.
-
-    All ranks enter the context around the same calls. In a simulation it does nothing. The collectives of a recorded
-    program (`jit`) are compared when its forward, or its backward, begins. Messages beside the collectives of values
-    (`barrier`, `process_allgather`, shapes) are not compared.
+    The ranks compare the row of the pair table, its options, the axes, the mesh and the dtype; the direction (forward
+    or backward); the torch function or function of fspmd that communicates; and the number of writes into Sharded
+    values so far. For communication that is not written, they also compare the user's line. At the end of the context
+    all ranks of a group meet once more.
 
     Outside the context a rank that waits alone gets an error after the timeout of the process group, which is 30
     minutes with Gloo. ``torch.distributed.init_process_group("gloo", timeout=...)`` before `make_mesh` sets another.

@@ -45,7 +45,7 @@ class Communication:
         price: ``price.moved`` is the number of bytes that a rank sends, ``price.time`` is in µs.
         backward: It ran in a backward pass. ``cause`` is then the cause of its forward call.
         cause: The function that the user called, and the user's line.
-        even: All ranks are known to have blocks of this shape.
+        call: The call of the pair table; None for messages that are no call.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Communication:
     price: Price
     backward: bool
     cause: Cause
-    even: bool = field(default=False, repr=False, compare=False)
+    call: Call | None = field(default=None, repr=False, compare=False)
 
 
 class Watcher:
@@ -172,7 +172,7 @@ class _Watched(StandIn):
         if _watchers and communicates(self):
             shape = tuple(blocks_of(x)[0].shape)
             cost = price_of(self, shape, x.dtype)
-            _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by)
+            _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by, self.plain)
 
 
 class Noted(StandIn):
@@ -266,9 +266,10 @@ def _tell(
     dtype: torch.dtype,
     cost: Price,
     cause: Cause,
+    call: Call | None = None,
 ) -> None:
     backward = current_autograd_node() is not None
-    _tell_all([Communication(kind, mesh, axes, shape, dtype, cost, backward, cause)])
+    _tell_all([Communication(kind, mesh, axes, shape, dtype, cost, backward, cause, call)])
 
 
 def _watched(x: Any, call: Call) -> Call:

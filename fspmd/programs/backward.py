@@ -146,7 +146,7 @@ def halves_of(
         make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, constants, kept, back)),
         again,
         any(has_randomness(node) for node in program.steps),
-        known_communication(program.deferred, program.even),
+        known_communication(program.deferred),
         shared,
         aliased,
     )

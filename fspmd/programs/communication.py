@@ -33,9 +33,9 @@ def report_when_run(program: Program) -> None:
             node.target = _Reporting(target, lambda *_, entry=entries[0]: entry)
 
 
-def known_communication(nodes: Iterable[fx.Node], even: bool) -> tuple[Communication, ...]:
-    """The communication of steps that do not report themselves. ``even``: all blocks have one shape on all ranks."""
-    return communications((node for node in nodes if not isinstance(node.target, _Reporting)), even)
+def known_communication(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
+    """The communication of steps that do not report themselves."""
+    return communications(node for node in nodes if not isinstance(node.target, _Reporting))
 
 
 class _Reporting:
@@ -61,7 +61,7 @@ class _Ragged:
         shape = tuple(blocks_of(x)[0].shape)
         call = Routed(self.call, True).along(routes)
         of = (call.pair.name, call.mesh, call.axes, shape, x.dtype)
-        return Communication(*of, price_of(call, shape, x.dtype), self.backward, self.cause)
+        return Communication(*of, price_of(call, shape, x.dtype), self.backward, self.cause, call)
 
 
 def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
@@ -73,7 +73,7 @@ def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
     return price_of(call, operand.shape, operand.dtype, links)
 
 
-def communications(nodes: Iterable[fx.Node], even: bool = False) -> tuple[Communication, ...]:
+def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
     """The communication of steps, as entries of a `communication_log`."""
     entries = []
     for node in nodes:
@@ -81,5 +81,5 @@ def communications(nodes: Iterable[fx.Node], even: bool = False) -> tuple[Commun
         if price is not None:
             call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
             of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
-            entries.append(Communication(*of, price, node.meta["backward"], node.meta["cause"], even))
+            entries.append(Communication(*of, price, node.meta["backward"], node.meta["cause"], call))
     return tuple(entries)

@@ -215,7 +215,7 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
             run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
-    moved = known_communication(program.steps, program.even)
+    moved = known_communication(program.steps)
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
