@@ -419,6 +419,18 @@ def test_only_what_a_step_has_itself_is_removed_with_it(tmp_path: Path) -> None:
     assert sorted(os.listdir(run)) == ["latest", "step-00000003", "step-7"]
 
 
+def test_a_latest_that_is_no_link_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    save(tmp_path / "first", small_tree(MESH, 1), step=1)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")  # follows links
+    assert load(tmp_path / "copy", small_tree(MESH, 0))["count"] == 1
+    with pytest.raises(CheckpointError, match="copy/latest is no link"):
+        save(tmp_path / "copy", small_tree(MESH, 2), step=2)
+    assert sorted(os.listdir(tmp_path / "copy")) == ["latest", "step-00000001"]
+    shutil.rmtree(tmp_path / "copy" / "latest")
+    save(tmp_path / "copy", small_tree(MESH, 2), step=2)
+    assert latest_step(tmp_path / "copy") == 2
+
+
 def test_a_leftover_that_stays_is_a_warning(tmp_path: Path) -> None:
     save(tmp_path, small_tree(MESH, 1), step=1)
     (tmp_path / ".removing-step-00000000").mkdir()

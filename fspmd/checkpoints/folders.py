@@ -30,6 +30,12 @@ def begin(path: str, lives: ExitStack) -> str:
     """Make the folder of a step that is being saved, and return it. It counts as left by a killed save once ``lives``
     is closed or the process has ended. Remove what others have left.
     """
+    latest = os.path.join(path, _LATEST)
+    if os.path.exists(latest) and not os.path.islink(latest):
+        raise CheckpointError(
+            f"{latest} is no link, so save cannot move it: a copy that follows links has made it of a step; remove it, "
+            "or rename it to step-N if the folder has no such step"
+        )
     with told("make the folder", path):
         _make(path)
         with _alone(path):
