@@ -86,6 +86,9 @@ def explicit(mode: Mode = "raise") -> Iterator[list[Implicit]]:
     styles of `parallelize`, and everything inside a body. The gradient of a reduced value (`P(reduced={"x"})`) is a
     pending sum. It is settled at the call that made the value reduced.
 
+    A jitted function runs without its record. From then on the ranks of this world no longer compare which records they
+    replay; `debug` goes on to compare their collectives.
+
     Args:
         mode: "raise" raises. "warn" warns, once for each function and line, and the context's value is a list of the
             findings. A call that moves nothing forward, and in backward only sums gradients, gives a
