@@ -193,6 +193,16 @@ def step(function: Callable[Q, R]) -> Callable[Q, R]:
     return _recorded(function, lambda mode, args, kwargs: mode.step(function, args, kwargs))
 
 
+def step_of_values(imagined: Callable[Q, R]) -> Callable[[Callable[Q, R]], Callable[Q, R]]:
+    """Make each call of a function that needs values one step. ``imagined`` runs in its place where there are none."""
+
+    def marked(function: Callable[Q, R]) -> Callable[Q, R]:
+        setattr(function, "imagined", imagined)  # noqa: B010 (not known to type checkers)
+        return step(function)
+
+    return marked
+
+
 def state(function: Callable[Q, R]) -> Callable[Q, R]:
     """Make calls of a function steps that read or set something other than tensors. They also run in a recording."""
     return _recorded(function, lambda mode, args, kwargs: mode.step(function, args, kwargs, real=True))

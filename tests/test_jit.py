@@ -1086,8 +1086,12 @@ def test_sizes_that_are_values() -> None:
     one = shard_map(_sent, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     recorded = jit(one)
     recorded(torch.ones(24, 2), torch.ones(16, dtype=torch.int64))
-    with pytest.raises(RecordError, match=r"^jit\(f\).lower\(...\) has shapes alone, but got a call of ragged_all"):
-        recorded.lower(torch.ones(24, 2), torch.ones(16, dtype=torch.int64))
+    lowered = recorded.lower(torch.ones(24, 2), torch.ones(16, dtype=torch.int64))  # as if sizes were even
+    n, (there, back) = MESH.size, [one for one in lowered.collectives() if one.kind == "ragged_all_to_all"]
+    assert [one.price.moved for one in (there, back)] == [-(-rows * (n - 1) // n) * 8 for rows in (24 // n, 12)]
+    assert torch.equal(
+        *(device_get(f(torch.ones(24, 2), torch.ones(16, dtype=torch.int64))) for f in (lowered.compile(), one))
+    )
     with pytest.raises(fspmd.ShapeError, match=r"^ragged_all_to_all: on rank 0 at x=0 slice 3, 9 rows from"):
         recorded(torch.ones(24, 2), torch.ones(16, dtype=torch.int64).index_fill(0, torch.tensor(3), 9))
 

@@ -19,11 +19,11 @@ from fspmd.foreign import refuse_misfit
 from fspmd.messages import described
 from fspmd.pairs import Call, apply, depart, land
 from fspmd.torch_internals import DisableTorchFunction, is_batched
-from fspmd.tracing import outside_transforms, step
+from fspmd.tracing import outside_transforms, step_of_values
 from fspmd.transport import Options, carriers
 from fspmd.transport.frame import Frame, frame, union
 from fspmd.transport.local_tensor import frame_of, local_tensor, shards_of
-from fspmd.transport.rows import Routes, landing_mask, plan_route
+from fspmd.transport.rows import Routes, even_routes, landing_mask, plan_route
 from fspmd.transport.simulation import shapes_of
 from fspmd.variance import INVARIANT, Variance, join, set_variance, show, unwrapped
 
@@ -78,7 +78,8 @@ def ragged_all_to_all(
         operand: ``[N, ...]``.
         output: ``[M, ...]``, of the same dtype. It is not written in place.
         input_offsets, send_sizes, output_offsets, recv_sizes: integers ``[K]``, K a multiple of n. The host reads
-            their values.
+            their values. Where there are none, in ``jit(f).lower(...)``, the price is that of an even exchange: all
+            rows of ``operand``, of which one in n stays.
         axis_name: One mesh axis, or several in rank order.
         axis_index_groups: Groups of equal size. Ranks exchange within their group.
         wait: False returns a handle.
@@ -196,7 +197,22 @@ def _plan(
         return routes, mask
 
 
-@step
+def _even_routes(
+    body: Body,
+    axes: tuple[str, ...],
+    o: Options,
+    numbers: list[Tensor],
+    held: Frame | None,
+    lengths: list[tuple[int, int]],
+    n: int,
+    device: torch.device,
+) -> tuple[Routes, Tensor]:
+    """`_routes` where numbers have no values. Shapes are right. The price is that of an even exchange."""
+    masks = [torch.zeros(rows, dtype=torch.bool, device=device) for _, rows in lengths]
+    return even_routes(lengths, held, n, device), local_tensor(masks, held) if held is not None else masks[0]
+
+
+@step_of_values(_even_routes)
 def _routes(
     body: Body,
     axes: tuple[str, ...],

@@ -14,7 +14,7 @@ from fspmd.inspection.causes import Cause
 from fspmd.inspection.watch import Communication, communicates, hears_of_records, price_of, tell
 from fspmd.pairs import Call, is_watched
 from fspmd.programs.program import Program, Value
-from fspmd.programs.steps import Routed
+from fspmd.programs.steps import Routed, moved_by
 from fspmd.redistribution.cost import Price, Topology
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Routes
@@ -66,7 +66,7 @@ class _Ragged:
 
 def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
     """The price of a collective that moves bytes between ranks; None for other steps."""
-    call = node.meta.get("call")
+    call = moved_by(node)
     if call is None or not communicates(call):
         return None
     operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
@@ -79,7 +79,8 @@ def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
     for node in nodes:
         price = price_of_step(node)
         if price is not None:
-            call, operand = node.meta["call"], node.args[0].meta["value"]  # type: ignore[union-attr]
+            call, operand = moved_by(node), node.args[0].meta["value"]  # type: ignore[union-attr]
+            assert call is not None
             of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
             entries.append(Communication(*of, price, node.meta["backward"], node.meta["cause"], call))
     return tuple(entries)

@@ -37,6 +37,14 @@ def _of_attention_gradients(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: An
     return int(2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]))
 
 
+def _of_groups(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of products of groups: of rows [rows, k] with [groups, k, n], as if all rows belonged to groups, and so on.
+
+    Of two operands of three dims each group has its own product.
+    """
+    return int(2 * prod(a[-2:]) * b[-1] * (a[0] if len(a) == len(b) == 3 else 1))
+
+
 _ATTENTIONS: Final = [f"_scaled_dot_product_{how}_attention" for how in ("flash", "efficient", "cudnn")]
 #: formulas that torch's table lacks, or has for fewer cases: torch 2.11 needs as many heads of keys as of queries
 _FORMULAS: Final[dict[Any, Callable[..., int]]] = {
@@ -45,6 +53,7 @@ _FORMULAS: Final[dict[Any, Callable[..., int]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_gradients,
     **{getattr(aten, name): _of_attention for name in _ATTENTIONS},
     **{getattr(aten, f"{name}_backward"): _of_attention_gradients for name in _ATTENTIONS},
+    aten._grouped_mm: _of_groups,
     aten.mv: lambda a, x, **_: 2 * prod(a),
     aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
     aten.dot: lambda a, b, **_: 2 * prod(a),

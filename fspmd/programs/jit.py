@@ -121,8 +121,8 @@ def jit(
     that replay records in different orders are told of it, and of the first replay that differs; what was computed
     since may be wrong. `debug` finds it in seconds, and finds collectives outside of records, too.
 
-    Some functions need values: `ragged_all_to_all` with computed sizes, `rank_map`, and functions of blocks whose sizes
-    are measured. Such a function is recorded while it runs once on copies of the arguments, on all processes at once.
+    Some functions need values: `rank_map`, and functions of blocks whose sizes are measured. Such a function is
+    recorded while it runs once on copies of the arguments, on all processes at once.
 
     Args:
         static_argnums: positions of arguments that ``f`` gets unchanged, such as functions, modules and whole trees;

@@ -22,6 +22,7 @@ from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.program import Program
 from fspmd.programs.records import Record, meet, replayed, stale
 from fspmd.programs.schedule import Event, chrome_trace, end_of, picture, schedule
+from fspmd.programs.steps import moved_by
 from fspmd.programs.text import program_text
 from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import is_sharded
@@ -242,5 +243,5 @@ def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def _mesh_of(program: Program) -> Mesh | None:
     """The largest mesh of a step or an argument."""
     meshes = {node.meta["spec"].mesh for node in program.graph.nodes if "spec" in node.meta}
-    meshes |= {node.meta["call"].mesh for node in program.graph.nodes if "call" in node.meta}
+    meshes |= {call.mesh for node in program.graph.nodes if (call := moved_by(node)) is not None}
     return max(meshes, key=lambda mesh: mesh.size, default=None)

@@ -12,7 +12,7 @@ from torch import fx
 
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import made_by
-from fspmd.programs.steps import is_wait
+from fspmd.programs.steps import is_wait, moved_by
 from fspmd.programs.text import given_as, line_of
 
 
@@ -132,7 +132,7 @@ def _gives_views(node: fx.Node) -> bool:
 
 def _allocated(node: fx.Node) -> Iterator[fx.Node]:
     """The memory that a step allocates. A step that begins a collective allocates its result."""
-    if node.meta.get("call") is not None and not node.meta["waits"]:
+    if moved_by(node) is not None and not node.meta["waits"]:
         return (memory for user in node.users if is_wait(user) for memory in made_by(user))
     return iter(()) if is_wait(node) else made_by(node)
 

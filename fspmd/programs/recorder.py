@@ -126,12 +126,12 @@ class ProgramRecorder(Values):
         named = {name: self._placed(value) for name, value in kwargs.items()}
         self.check_draws(args, kwargs)
         checked = given_alone(args, self) if hasattr(function, "python") else nullcontext()
-        out: Any = None
+        runs, out = (getattr(function, "imagined", function) if self.is_fake else function), None
         if not getattr(function, "reads", False):  # a function that reads prints values in a replay, and returns None
             try:
                 states_kept = self.generators.kept() if self.is_fake and real else nullcontext()
                 with self.real() if real else self.pause(), checked, states_kept:
-                    out = function(*args, **kwargs)
+                    out = runs(*args, **kwargs)
             except DataDependentOutputException as error:
                 raise self.refusal(
                     ValuesNeededError(
@@ -165,7 +165,7 @@ class ProgramRecorder(Values):
             return out
         if (routes := self._routes(call)) is not None:
             node = self._put(Routed(call, waits), (placed, routes), {}, call.pair.name)
-            node.meta["effect"] = True
+            node.meta.update(routed=call, waits=waits, effect=True)
             return self._results(out, node)
         has_node = not torch.is_grad_enabled()  # in the forward of an `autograd.Function`
         node = self._put(runner(call, waits), (placed,), {}, call.pair.name, has_node=has_node)

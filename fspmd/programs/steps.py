@@ -60,6 +60,11 @@ class Routed:
         return Call(plain.pair.name, plain.mesh, plain.axes, plain.options._replace(routes=routes))
 
 
+def moved_by(node: fx.Node) -> Call | None:
+    """The call that a step runs or begins. That of a ragged call has the routes of the recording."""
+    return node.meta.get("call") or node.meta.get("routed")
+
+
 def transposed_routes(routes: Routes) -> Routes:
     """The routes of the transposed call."""
     return routes.transposed

@@ -15,6 +15,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted, micros
 from fspmd.programs.communication import price_of_step
 from fspmd.programs.program import Left, Program, owner
+from fspmd.programs.steps import moved_by
 from fspmd.spec import TensorSpec, describe
 from fspmd.torch_internals import OpOverload
 
@@ -126,7 +127,7 @@ class _Text:
 
 def does(node: fx.Node) -> str:
     """The name of the function of a step; a collective has its axes, too."""
-    call, target = node.meta.get("call"), node.target
+    call, target = moved_by(node), node.target
     if call is not None:
         return f"{call.pair.name}[{', '.join(call.axes or call.mesh.axis_names)}]"
     if target is operator.getitem:

@@ -114,6 +114,20 @@ def plan_route(
     )
 
 
+def even_routes(lengths: Sequence[tuple[int, int]], frame: Frame | None, n: int, device: torch.device) -> Routes:
+    """Return routes that send as many rows to each rank, for where nothing has values: shapes alone are right.
+
+    ``lengths`` are the rows of operand and result of each rank. A rank sends all of its rows, of which one in n stays.
+    """
+    each = min(map(min, lengths)) // n
+    index = torch.zeros(each * n, dtype=torch.int64, device=device)
+    routes = (
+        RankRoute(RowMap(index, sent, True, True), (each,) * n, (each,) * n, RowMap(index, received, True, True))
+        for sent, received in lengths
+    )
+    return Routes(tuple(routes), frame, -(-lengths[0][0] * (n - 1) // n))
+
+
 def landing_mask(route: RankRoute) -> Tensor:
     """Return the mask of the rows of the result that are received."""
     mask = torch.zeros(route.lands.length, dtype=torch.bool, device=route.lands.index.device)
