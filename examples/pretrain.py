@@ -186,8 +186,7 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
     stages, microbatches = sizes["pp"], args.microbatches
     mesh = fspmd.make_mesh(tuple({**sizes, "pp": 1}.values()), AXES, transport="abstract")
     rows = args.batch // microbatches * c.S // math.prod(sizes[axis] for axis in llama.TOKENS)  # tokens of a rank
-    even = -(-rows * c.chosen // c.experts) if c.experts else None
-    part = dataclasses.replace(c, layers=c.layers // stages, capacity=c.capacity or even)
+    part = dataclasses.replace(c, layers=c.layers // stages)
     dtype = getattr(torch, args.dtype)
 
     def laid(leaf: llama.Leaf) -> TensorSpec:

@@ -14,11 +14,11 @@ F64 = torch.float64
 
 
 class Case(NamedTuple):
-    """A program: ranks of dp, ep and tp, tokens of the batch, experts for each rank, and how these are chosen."""
+    """A program: ranks of dp, ep and tp, tokens of the batch, experts, and how these are chosen."""
 
     sizes: tuple[int, int, int]
     tokens: int
-    each: int
+    total: int
     k: int
     choice: str
     score: Any = "softmax"
@@ -27,18 +27,19 @@ class Case(NamedTuple):
 
 SIZES = ((1, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 6, 1), (2, 2, 1), (2, 3, 1), (1, 2, 2), (2, 2, 2))
 CASES = [
-    Case(sizes, tokens, each, k, choice, score, capacity)
-    for sizes, tokens, each, k, choice, score, capacity in itertools.product(
-        SIZES, (24, 11, 1, 0), (1, 3), (1, 2), ("random", "one"), ("softmax", "sigmoid"), (None, 2, 40)
+    Case(sizes, tokens, total, k, choice, score, capacity)
+    for sizes, tokens, k, choice, score, capacity in itertools.product(
+        SIZES, (24, 11, 1, 0), (1, 2), ("random", "one"), ("softmax", "sigmoid"), (None, 2, 40)
     )
-    if k <= each * sizes[1] and not (capacity is not None and tokens % (sizes[0] * sizes[1]))
+    for total in sorted({sizes[1], 3 * sizes[1], *((sizes[1] + 1, 2 * sizes[1] - 1) if sizes[1] > 1 else ())})
+    if k <= total and not (capacity is not None and tokens % (sizes[0] * sizes[1]))
 ]
 
 
 def operands(case: Case) -> list[Tensor]:
     """Tokens [N, 4], the router [4, E], a bias of the choice [E], and matrices of experts [E, 4, 6] and [E, 6, 4]."""
-    torch.manual_seed(sum(case.sizes) + 10 * case.tokens + case.each + case.k)
-    total = case.each * case.sizes[1]
+    torch.manual_seed(sum(case.sizes) + 10 * case.tokens + case.total + case.k)
+    total = case.total
     shapes = (case.tokens, 4), (4, total), (total,), (total, 4, 6), (total, 6, 4)
     x, router, bias, up, down = (torch.randn(shape, dtype=F64) for shape in shapes)
     if case.choice == "one":

@@ -1,7 +1,7 @@
 """Experts that lie on the ranks of an axis. Tokens move to them and back. For use inside a body.
 
-Of E experts each of n ranks has E / n, in rank order: ``P("ep")`` cuts their weights. A rank has T tokens, and each
-token k experts. So a rank has T k choices.
+Of E experts each of n ranks has E / n, in rank order: ``P("ep")`` cuts their weights. If that is no whole number, it is
+rounded up, and the last ranks have fewer or none. A rank has T tokens, and each token k experts: T k choices.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from fspmd.body import bound_body
 from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, pmax, ragged_all_to_all
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
+from fspmd.nn.parameters import moved
 from fspmd.nn.parts import wide
 from fspmd.nn.routing import Routing, counted
 from fspmd.nn.sequences import Axes
 from fspmd.rules.grouped import rows_by_groups
 from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec
 from fspmd.variance import get_variance
 
 
@@ -28,7 +30,7 @@ class Dispatched(NamedTuple):
     """Tokens at their experts, and the way back. A pytree."""
 
     rows: Tensor  #: [rows, width], the tokens of this rank's experts, ordered by expert; zeros past the last
-    counts: Tensor  #: [E / n], how many rows each of these experts has
+    counts: Tensor  #: [experts of this rank], how many rows each of them has
     dropped: Tensor  #: how many choices of this rank's tokens found no place; 0 without a capacity
     places: Tensor  #: [T k], where the result of a choice lies among those that return
     back: Tensor | None  #: the four numbers of each slice that returns; None with a capacity
@@ -44,21 +46,22 @@ def dispatch(
         routing: The choice for these tokens, from `route`.
         axis: The mesh axis, or axes in rank order, that cuts the experts.
         capacity: How many tokens each rank may send to each expert. Later tokens are dropped. All shapes are then known
-            beforehand, and the host reads nothing. The default drops none. An abstract mesh, where no choice is known,
-            then has room for all tokens at each expert.
+            beforehand, and the host reads nothing. The default drops none.
         rows: Without a capacity, how many rows each rank has room for; `jit` needs it. The default is as many as the
-            fullest rank needs, which the host reads.
+            fullest rank needs, which the host reads. On an abstract mesh, where no choice is known, it is T k: as many
+            as an even choice needs.
 
     Returns:
-        `Dispatched`, with ``rows`` [E capacity, width] if there is a capacity.
+        `Dispatched`, with ``rows`` [E capacity, width] if there is a capacity. Here and below E is rounded up to a
+        multiple of n.
 
     Communication, with a capacity: one `all_to_all` of E * capacity rows, forward and backward. Without: an
     `all_gather` of E counts, a `pmax` over other axes over which the tokens vary, and a `ragged_all_to_all` of the
     T k chosen rows; backward sends the gradients of these rows back. `ragged_all_to_all` reads its counts on the host.
+    Where nothing has values, in ``jit(f).lower(...)``, the prices are those of a choice that is even over ranks.
 
     Raises:
-        ShapeError: The choice is not for these tokens; the experts are no multiple of the ranks; or ``rows`` is too
-            small, on all ranks.
+        ShapeError: The choice is not for these tokens; or ``rows`` is too small, on all ranks.
 
     >>> import torch
     >>> from fspmd import P, device_get, make_mesh, shard_map
@@ -73,27 +76,29 @@ def dispatch(
             [0., 3.]])
     """
     n = _check(x, routing, axis, capacity, rows)
-    total, k = routing.counts.shape[0], routing.experts.shape[1]
+    total, k = n * -(-routing.counts.shape[0] // n), routing.experts.shape[1]
     chosen = routing.experts.flatten()
     order = chosen.argsort(stable=True)
     counts = counted(chosen, total)
     starts, tokens, position = _before(counts), order // k, order.argsort()
-    if capacity is None and bound_body("dispatch").mesh.transport == "abstract":
-        capacity = x.shape[0]
     if capacity is not None:
-        return _with_capacity(x, axis, n, capacity, chosen, counts, starts, tokens, position)
+        own = _own(torch.full_like(routing.counts, n * capacity), axis)
+        return _with_capacity(x, axis, capacity, own, chosen, counts, starts, tokens, position)
     table = all_gather(counts, axis, to="invarying").view(n, n, total // n)  # of the source, of the rank and expert
     ordered = table.permute(1, 2, 0).flatten(1)  # rows lie by expert, then by source
-    room = rows if rows is not None else _fullest(ordered.sum(1).max(), axis)
+    if rows is None:
+        is_abstract = bound_body("dispatch").mesh.transport == "abstract"
+        rows = len(tokens) if is_abstract else _fullest(ordered.sum(1).max(), axis)
     put = _before(ordered).view(n, total // n, n)
     here = axis_index(axis).view(1)
     got, lies = table.index_select(1, here).flatten(), put.index_select(0, here)[0].T.flatten()
     goes = put.index_select(2, here).flatten()
     home = _before(table.flatten(1)).view(n, n, -1).index_select(1, here).flatten()
     sent = x.index_select(0, tokens)
-    arrived = ragged_all_to_all(sent, sent.new_zeros(room, x.shape[1]), starts, counts, goes, got, axis_name=axis)
+    arrived = ragged_all_to_all(sent, sent.new_zeros(rows, x.shape[1]), starts, counts, goes, got, axis_name=axis)
     back = torch.stack([lies, got, home, counts])
-    return Dispatched(arrived, got.view(n, -1).sum(0), counts.sum() * 0, position, back)
+    own = _own(table.sum(0).flatten()[: routing.counts.shape[0]], axis)
+    return Dispatched(arrived, own, counts.sum() * 0, position, back)
 
 
 def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor:
@@ -119,7 +124,7 @@ def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor
         )
     if sent.back is None:
         n = axis_size(axis)
-        by_source = y.view(sent.counts.shape[0], n, -1, y.shape[1])
+        by_source = y.view(-(-routing.counts.shape[0] // n), n, -1, y.shape[1])
         returned = all_to_all(by_source, axis, 1, 0, tiled=True).flatten(0, 2)
         returned = torch.cat([returned.new_zeros(1, y.shape[1]), returned])
     else:
@@ -142,7 +147,7 @@ def experts(
     """The results of the experts of each token, and how many choices were dropped: `dispatch`, f and `combine`.
 
     Args:
-        f: Gets rows [rows, width], ordered by expert, and counts [E / n]; gives one row for each. See
+        f: Gets rows [rows, width], ordered by expert, and counts, of each expert; gives one row for each. See
             `grouped_matmul`. With a capacity the counts include rows of zeros.
 
     Other arguments, communication and errors are those of `dispatch` and `combine`.
@@ -189,28 +194,24 @@ def grouped_matmul(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
         )
     if x.dtype is not w.dtype:
         raise ArgumentError(f"grouped_matmul got {x.dtype} and {w.dtype}; give it one dtype")
-    ends = counts.cumsum(0)
-    if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return rows_by_groups(x, w, ends.to(torch.int32))
-    group = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)[:, None]
-    out = x.new_zeros(x.shape[0], w.shape[2])
-    for g, matrix in enumerate(w.unbind()):
-        out = out + x.where(group == g, 0) @ matrix
-    return out
+    return rows_by_groups(x, w, counts.cumsum(0).to(torch.int32))
 
 
 def _with_capacity(
     x: Tensor,
     axis: Axes,
-    n: int,
     capacity: int,
+    own: Tensor,
     chosen: Tensor,
     counts: Tensor,
     starts: Tensor,
     tokens: Tensor,
     position: Tensor,
 ) -> Dispatched:
-    """`dispatch` into so many places for each rank and expert. Index 0 is a row of zeros."""
+    """`dispatch` into so many places for each rank and expert. Index 0 is a row of zeros.
+
+    ``own`` has the counts of this rank's experts.
+    """
     total, place = counts.shape[0], torch.arange(capacity, device=x.device)
     choice = torch.where(place < counts[:, None], starts[:, None] + place + 1, 0)
     source = torch.cat([tokens.new_zeros(1), tokens + 1]).index_select(0, choice.flatten())
@@ -218,13 +219,19 @@ def _with_capacity(
     rows = all_to_all(sent.view(total, 1, capacity, x.shape[1]), axis, 0, 1, tiled=True).flatten(0, 2)
     among = position - starts.index_select(0, chosen)
     places = torch.where(among < capacity, chosen * capacity + among + 1, 0)
-    filled = counts[: total // n] * 0 + n * capacity
-    return Dispatched(rows, filled, (counts - capacity).clamp(min=0).sum(), places, None)
+    return Dispatched(rows, own, (counts - capacity).clamp(min=0).sum(), places, None)
 
 
 def _before(counts: Tensor) -> Tensor:
     """The sum of the numbers before each one, along the last dim."""
     return counts.cumsum(-1) - counts
+
+
+def _own(counts: Tensor, axis: Axes) -> Tensor:
+    """The numbers of this rank's experts among those of all, [E]. Moves nothing."""
+    body, axes = bound_body("dispatch"), _names(axis)
+    whole = TensorSpec(body.mesh, P(), tuple(counts.shape), counts.dtype)
+    return moved(counts, whole, whole.with_partition(P(axes)), get_variance(counts).moved(axes, "V"))
 
 
 def _fullest(rows: Tensor, axis: Axes) -> int:
@@ -251,10 +258,4 @@ def _check(x: Tensor, routing: Routing, axis: Axes, capacity: int | None, rows: 
         raise ArgumentError("dispatch got capacity and rows; a capacity decides how many rows there are")
     if routing.experts.shape[0] != x.shape[0]:
         raise ShapeError(f"dispatch got {x.shape[0]} tokens and a routing of {routing.experts.shape[0]}")
-    n, total = axis_size(axis), routing.counts.shape[0]
-    if total % n:
-        raise ShapeError(
-            f"dispatch got {total} experts for the {n} ranks of {axis!r}, of which each has equally many; make the "
-            f"experts a multiple of {n}"
-        )
-    return n
+    return axis_size(axis)

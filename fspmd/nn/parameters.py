@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def gathered(params: Any, axis: Axes, specs: Any = None, *, dtype: torch.dtype |
     leaves, treedef = optree.tree_flatten(params, none_is_leaf=True)
     gathers = _gathers(params, leaves, axis, specs)
     return treedef.unflatten(
-        x if move is None else _moved(x, move.cut, move.whole, move.type, forward, backward)
+        x if move is None else moved(x, move.cut, move.whole, move.type, forward, backward)
         for x, move in zip(leaves, gathers, strict=True)
     )
 
@@ -98,10 +99,10 @@ def settled(grads: Any, params: Any, axis: Axes, specs: Any, lie: Any, dtype: to
         for g, x, partition, move in zip(given, leaves, wanted, _gathers(params, leaves, axis, specs), strict=True):
             if move is None or partition is None:
                 after = get_variance(x).dual
-                done.append(g if move is None else _moved(g, move.whole.dual, move.cut.dual, after, dtype, dtype))
+                done.append(g if move is None else moved(g, move.whole.dual, move.cut.dual, after, dtype, dtype))
             else:
                 target, after = move.whole.with_partition(partition), variance_of_spec(partition)
-                done.append(_moved(g, move.whole.dual, target, after, dtype, dtype))
+                done.append(moved(g, move.whole.dual, target, after, dtype, dtype))
     return treedef.unflatten(g.to(x.dtype) for g, x in zip(done, leaves, strict=True))
 
 
@@ -164,18 +165,36 @@ def _gathers(params: Any, leaves: list[Any], axis: Axes, specs: Any) -> list[_Ga
     """The move of each leaf in a body; None for a leaf that stays. All failing leaves are told at once."""
     body = bound_body("gathered")
     axes = resolve_axes(body, axis, "gathered")
+
+    def gather(x: Tensor, spec: P | TensorSpec | None) -> _Gather | Failure | None:
+        return _gather(body, x, spec, axes) if isinstance(x, Tensor) and axes else None
+
+    return _of_each(params, leaves, specs, gather, f"gathered over {as_axis_name(axes)}: parameters that do not fit")
+
+
+def layouts(params: Any, leaves: list[Any], specs: Any, what: str) -> list[TensorSpec]:
+    """In a body, the layouts of blocks by a prefix of `P` or `TensorSpec`. All leaves that fail are told at once."""
+    body = bound_body(what)
+
+    def layout(x: Tensor, spec: P | TensorSpec | None) -> TensorSpec | Failure:
+        return _layout(body, x, P() if spec is None else spec, body.mesh.axis_names)
+
+    return _of_each(params, leaves, specs, layout, f"{what}: parameters that do not fit its specs")
+
+
+def _of_each(params: Any, leaves: list[Any], specs: Any, of: Callable[[Any, Any], Any], title: str) -> list[Any]:
+    """What ``of`` says of each leaf and its spec. Raises an error of all failures."""
     failures: list[Failure] = []
     given = prefix_over(specs, params, "specs", "params", failures, _SPECS)
-    gathers: list[_Gather | None] = []
+    found: list[Any] = []
     for i, (x, spec) in enumerate(zip(leaves, given, strict=False)):
-        move = _gather(body, x, spec, axes) if isinstance(x, Tensor) and axes else None
-        if isinstance(move, Failure):
-            failures.append(replace(move, text=f"{leaf_paths(params, 'params')[i]} is {show(x)}{move.text}"))
-        else:
-            gathers.append(move)
+        one = of(x, spec)
+        if isinstance(one, Failure):
+            failures.append(replace(one, text=f"{leaf_paths(params, 'params')[i]} is {show(x)}{one.text}"))
+        found.append(one)
     if failures:
-        refuse(f"gathered over {as_axis_name(axes)}: parameters that do not fit", failures)
-    return gathers
+        refuse(title, failures)
+    return found
 
 
 def _gather(body: Body, x: Tensor, spec: P | TensorSpec | None, axes: tuple[str, ...]) -> _Gather | Failure:
@@ -188,6 +207,19 @@ def _gather(body: Body, x: Tensor, spec: P | TensorSpec | None, axes: tuple[str,
         )
     if spec is None:
         spec = P(tuple(axis for axis in axes if axis in variance.varying) or None) if x.ndim else P()
+    spec = _layout(body, x, spec, axes)
+    if isinstance(spec, Failure):
+        return spec
+    partition = spec.partition
+    cut = spec.with_partition(P(*partition, unreduced=variance.unreduced, reduced=variance.reduced))
+    if not body.checked:  # nothing has a type, and the boundary sums the gradients of what no axis cuts
+        return _Gather(cut, _whole(cut, tuple(a for a in axes if a in partition.axes), ""), variance)
+    return _Gather(cut, _whole(cut, axes, ""), variance.moved(axes, "R"))
+
+
+def _layout(body: Body, x: Tensor, spec: P | TensorSpec, axes: tuple[str, ...]) -> TensorSpec | Failure:
+    """The layout of a block. Its type must be that of its spec over some axes."""
+    variance = get_variance(x)
     partition = spec if isinstance(spec, P) else spec.partition
     if words := complain(partition, body.mesh, x.ndim):
         return Failure(f"; {words}", SpecError)
@@ -205,10 +237,7 @@ def _gather(body: Body, x: Tensor, spec: P | TensorSpec | None, axes: tuple[str,
         spec = TensorSpec(body.mesh, partition, map(operator.mul, x.shape, (*counts, *[1] * x.ndim)), x.dtype)
     elif not is_uneven(x) and tuple(x.shape) not in (shapes := _block_shapes(spec)):
         return Failure(f"; {spec!r} has blocks of {' or '.join(map(str, shapes))}", ShapeError)
-    cut = spec.with_partition(P(*partition, unreduced=variance.unreduced, reduced=variance.reduced))
-    if not body.checked:  # nothing has a type, and the boundary sums the gradients of what no axis cuts
-        return _Gather(cut, _whole(cut, tuple(a for a in axes if a in partition.axes), ""), variance)
-    return _Gather(cut, _whole(cut, axes, ""), variance.moved(axes, "R"))
+    return spec
 
 
 def _block_shapes(spec: TensorSpec) -> list[tuple[int, ...]]:
@@ -217,16 +246,18 @@ def _block_shapes(spec: TensorSpec) -> list[tuple[int, ...]]:
     return sorted({spec.local_shape(at) for at in coordinates}, reverse=True)
 
 
-def _moved(
+def moved(
     x: Tensor,
     source: TensorSpec,
     target: TensorSpec,
     after: Variance,
-    forward: torch.dtype | None,
-    backward: torch.dtype | None,
+    forward: torch.dtype | None = None,
+    backward: torch.dtype | None = None,
 ) -> Tensor:
     """A block in another layout of a body, moved in the dtypes of values and of gradients. ``after``: its type then."""
     if not x.is_floating_point():
         forward = backward = None
+    if state.body is not None and not state.body.checked:
+        after = get_variance(x)
     with DisableTorchFunction():
         return set_variance(begun(x, source, target, forward or x.dtype, backward or x.dtype, True)(), after)

@@ -7,7 +7,7 @@ Here it is zero, so that ranks with other groups, or other rows, can add up thei
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from fspmd.rules.factors import Factors, match, parse
 from fspmd.rules.global_call import Rule, Whole
 from fspmd.rules.windows import block_places, per_rank, still
 from fspmd.sharded import call_torch
+
+#: of torch's kernels
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
@@ -65,7 +68,7 @@ def _check(a: Any, b: Any, offs: Any, bias: Any, out_dtype: Any) -> None:
         )
     if offs is not None and (offs.dtype is not torch.int32 or offs.dim() != 1):
         raise ArgumentError(f"grouped_mm: Offsets have to be int32, of one dim; got {offs.dtype}, of {offs.dim()}")
-    if a.dtype is not b.dtype or a.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if a.dtype is not b.dtype or a.dtype not in DTYPES:
         raise ArgumentError(
             f"grouped_mm: Expected matrices of Float32, BFloat16 or Float16, alike; got {a.dtype} and {b.dtype}"
         )
@@ -89,8 +92,19 @@ def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if 0 in (*a.shape, *b.shape):
         return a @ b.sum(0)
     columns = b.shape[2]
+    if a.dtype not in DTYPES:
+        return _one_by_one(a, b, offs)
     out: Tensor = F.grouped_mm(_fitting(a, True), _fitting(b), offs=offs)
     return out[:, :columns].masked_fill(past, 0)
+
+
+def _one_by_one(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """`rows_by_groups`, where torch has no kernel: all rows times each matrix, rows of other groups being 0."""
+    group = torch.searchsorted(offs, torch.arange(a.shape[0], device=a.device, dtype=offs.dtype), right=True)[:, None]
+    out = a.new_zeros(a.shape[0], b.shape[2])
+    for g, matrix in enumerate(b.unbind()):
+        out = out + a.where(group == g, 0) @ matrix
+    return out
 
 
 def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
