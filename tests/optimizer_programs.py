@@ -4,11 +4,13 @@ import itertools
 from typing import Any
 from unittest.mock import patch
 
+import optree
 import torch
 from torch import Tensor
 
-from fspmd import P, device_get, device_put, jit, make_mesh
+from fspmd import P, device_get, device_put, jit, make_mesh, shard_map
 from fspmd.nn import Optimizer, adafactor, adamw, muon
+from fspmd.sharded import is_sharded
 
 F64 = torch.float64
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
@@ -25,11 +27,11 @@ LAYOUTS: dict[str, tuple[P, P]] = {
 }
 SHAPES: dict[str, tuple[int, ...]] = {"a": (6, 4), "b": (4, 6), "c": (6, 4), "d": (5, 3), "e": (1, 7)}
 OTHERS: dict[str, tuple[int, ...]] = {"v": (5,), "x": (4, 3, 5), "one": (1,)}
-Case = tuple[str, str, str, str]  # mesh, layout, optimizer, where the state lies
+Case = tuple[str, str, str, str]  # mesh, layout, optimizer, where the state lies or whether all runs in a body
 
 
 def cases() -> list[Case]:
-    every = itertools.product(MESHES, LAYOUTS, ("adamw", "adafactor", "muon"), ("there", "cut"))
+    every = itertools.product(MESHES, LAYOUTS, ("adamw", "adafactor", "muon"), ("there", "cut", "body"))
     return [case for case in every if case[1] != "both" or "x" in case[0]]
 
 
@@ -71,6 +73,18 @@ def compute(case: Case, transport: str = "simulation", jitted: bool = False) -> 
     (init, update), make = pair(name, P(names) if where == "cut" else None)
     params = device_put(values, specs, mesh=mesh)
     state = init(params)
+    if where == "body":
+        known = {key: x.spec for key, x in params.items()}
+        (init, update), whole = pair(name, known)[0], state
+        slots = optree.tree_map(lambda x: x.spec.partition if is_sharded(x) else P(), state, is_leaf=is_sharded)
+        state = shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=slots)(params)
+        assert all(
+            torch.equal(device_get(state[slot][key]), device_get(x))
+            for slot in slots
+            if slot != "step"
+            for key, x in whole[slot].items()
+        )
+        update = shard_map(update, mesh=mesh, in_specs=(specs, slots, specs), out_specs=(specs, slots))
     lies = {slot: {key: x.spec for key, x in tree.items()} for slot, tree in state.items() if slot != "step"}
     update = jit(update) if jitted else update
     for step in grads:

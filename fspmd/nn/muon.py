@@ -10,10 +10,12 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import quoted
-from fspmd.nn.optimizers import Leaves, Optimizer, Rate, Slots, leafwise, whole_only
+from fspmd.nn.optimizers import Leaves, Lies, Optimizer, Rate, Slots, check_known, leafwise
+from fspmd.nn.parameters import moved
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import is_sharded
-from fspmd.spec import P
+from fspmd.spec import P, TensorSpec
+from fspmd.variance import Variance, get_variance
 
 ADJUSTMENTS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -34,7 +36,7 @@ def muon(
     dtype: torch.dtype | None = torch.bfloat16,
     specs: Any = None,
 ) -> Optimizer:
-    """Muon, as ``torch.optim.Muon``, on matrices of any layout.
+    """Muon, as ``torch.optim.Muon``, on matrices of any layout, and on blocks in a body.
 
     An update needs the whole matrix. Matrices of one shape and layout are stacked, and the stack is cut over all ranks
     by matrices: each rank makes its share of them orthogonal, and no rank computes what another does.
@@ -67,8 +69,8 @@ def muon(
     if adjustment not in ADJUSTMENTS:
         raise ArgumentError(f"muon got adjustment={adjustment!r}; expected one of {quoted(ADJUSTMENTS)}")
 
-    def slots_of(p: Any) -> dict[str, Any]:
-        whole_only(p, "muon")
+    def slots_of(p: Any, lie: Lies) -> dict[str, Any]:
+        check_known(p, lie, "muon")
         if p.ndim != 2:
             raise ShapeError(
                 f"muon got a parameter of shape {tuple(p.shape)}; it takes matrices, so give other parameters to adamw"
@@ -76,12 +78,13 @@ def muon(
         return {"mean": torch.zeros_like(p)}
 
     def rule(
-        grads: Leaves, slots: Slots, params: Leaves, rate: Any, step: Tensor, decays: list[float]
+        grads: Leaves, slots: Slots, params: Leaves, rate: Any, step: Tensor, decays: list[float], lies: list[Lies]
     ) -> tuple[Leaves, Slots]:
         means = [m.lerp(g, 1 - momentum) for m, g in zip(slots["mean"], grads, strict=True)]
         changes = [g.lerp(m, momentum) for m, g in zip(means, grads, strict=True)] if nesterov else means
-        whole = _each_orthogonal(changes, coefficients, steps, eps, dtype)
-        scales = [ADJUSTMENTS[adjustment](*p.shape) if p.numel() else 1.0 for p in params]
+        whole = _each_orthogonal(changes, lies, coefficients, steps, eps, dtype)
+        shapes = [p.shape if lie is None else lie.shape for p, lie in zip(params, lies, strict=True)]
+        scales = [ADJUSTMENTS[adjustment](*shape) if math.prod(shape) else 1.0 for shape in shapes]
         news = [
             p * (1 - rate * w) - u * (rate * scale)
             for p, u, w, scale in zip(params, whole, decays, scales, strict=True)
@@ -92,20 +95,31 @@ def muon(
 
 
 def _each_orthogonal(
-    matrices: Leaves, coefficients: tuple[float, float, float], steps: int, eps: float, dtype: torch.dtype | None
+    matrices: Leaves,
+    lies: list[Lies],
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    dtype: torch.dtype | None,
 ) -> Leaves:
     """Each matrix made orthogonal, by the ranks that have its share of the stacks."""
     stacks: dict[Any, list[int]] = {}
-    for i, x in enumerate(matrices):
-        stacks.setdefault(x.spec if is_sharded(x) else (x.shape, x.dtype, x.device), []).append(i)
+    for i, (x, lie) in enumerate(zip(matrices, lies, strict=True)):
+        stacks.setdefault(lie or (x.spec if is_sharded(x) else (x.shape, x.dtype, x.device)), []).append(i)
     done: Leaves = [*matrices]
-    for places in stacks.values():
+    for lie, places in stacks.items():
         stack: Any = torch.stack([matrices[i] for i in places])
+        given = stack.to(dtype or stack.dtype)
         if is_sharded(stack):
-            spread = reshard(stack.to(dtype or stack.dtype), P(stack.spec.mesh.axis_names))
+            spread = reshard(given, P(stack.spec.mesh.axis_names))
             whole = reshard(orthogonal(spread, coefficients, steps, eps), stack.spec.partition)
+        elif isinstance(lie, TensorSpec):
+            there = TensorSpec(lie.mesh, P(None, *lie.partition), (len(places), *lie.shape), given.dtype)
+            here = there.with_partition(P(lie.mesh.axis_names))
+            spread = moved(given, there, here, Variance(varying=lie.mesh.axis_names))
+            whole = moved(orthogonal(spread, coefficients, steps, eps), here, there, get_variance(stack))
         else:
-            whole = orthogonal(stack.to(dtype or stack.dtype), coefficients, steps, eps)
+            whole = orthogonal(given, coefficients, steps, eps)
         for i, x in zip(places, whole.to(stack.dtype).unbind(), strict=True):
             done[i] = x
     return done

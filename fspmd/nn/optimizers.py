@@ -13,8 +13,10 @@ from torch import Tensor
 from fspmd.body import state as running
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import described
+from fspmd.nn.parameters import layouts
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import is_sharded
+from fspmd.spec import TensorSpec
 from fspmd.trees import Entries, broadcast_prefix, prefix_over
 from fspmd.variance import get_variance, show
 
@@ -35,8 +37,11 @@ class Optimizer(NamedTuple):
 
 Leaves = list[Any]
 Slots = dict[str, Leaves]
-#: of gradients, slots, parameters, the learning rate, the step, and the decay of each leaf: parameters and slots
-Rule = Callable[[Leaves, Slots, Leaves, Any, Tensor, list[float]], tuple[Leaves, Slots]]
+#: how a block lies in a body; None for a global value
+Lies = TensorSpec | None
+#: of gradients, slots, parameters, the learning rate, the step, the decay of each leaf, and in a body how it lies: new
+#: parameters and slots
+Rule = Callable[[Leaves, Slots, Leaves, Any, Tensor, list[float], list[Lies]], tuple[Leaves, Slots]]
 _NUMBERS: Final = Entries(lambda x: isinstance(x, Real), lambda _: "expected a number", "number")
 
 
@@ -56,13 +61,15 @@ def adamw(
         eps: Added to the square root of the mean of squares.
         decay: The weight decay, or a prefix of the parameters of such numbers.
         specs: How the state lies: a prefix of the parameters of `P`, or None for the layout of the parameter. The
-            update is computed there. With ``P("dp")`` for parameters of ``P()`` it is ZeRO 1.
+            update is computed there. With ``P("dp")`` for parameters of ``P()`` it is ZeRO 1. In a body: how the
+            parameters lie, as for `gathered`; the state lies as they do.
 
     Communication: none where ``specs`` is None. Otherwise gradients and parameters move to ``specs`` (slices, or a
     reduce-scatter of pending sums), and new parameters move back (an all-gather).
 
     Raises:
-        ArgumentError: trees do not fit, or ``specs`` is given in a body.
+        ArgumentError: trees do not fit.
+        VarianceError, ShapeError, SpecError: in a body, ``specs`` do not fit the blocks.
 
     >>> from fspmd import P, device_get, device_put, make_mesh
     >>> mesh = make_mesh((4,), ("dp",), transport="simulation")
@@ -75,7 +82,7 @@ def adamw(
     first, second = betas
 
     def rule(
-        grads: Leaves, slots: Slots, params: Leaves, rate: Any, step: Tensor, decays: list[float]
+        grads: Leaves, slots: Slots, params: Leaves, rate: Any, step: Tensor, decays: list[float], _: list[Lies]
     ) -> tuple[Leaves, Slots]:
         left, left_square = 1 - first**step, (1 - second**step).sqrt()
         means = [m.lerp(g, 1 - first) for m, g in zip(slots["mean"], grads, strict=True)]
@@ -86,7 +93,7 @@ def adamw(
         ]
         return news, {"mean": means, "square": squares}
 
-    return leafwise(lambda p: {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}, rule, rate, decay, specs)
+    return leafwise(lambda p, _: {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}, rule, rate, decay, specs)
 
 
 def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
@@ -119,8 +126,10 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Opt
     return Optimizer(init, update)
 
 
-def leafwise(slots_of: Callable[[Any], dict[str, Any]], rule: Rule, rate: Rate, decay: Any, specs: Any) -> Optimizer:
-    """An optimizer of the slots of a leaf and a rule for all leaves.
+def leafwise(
+    slots_of: Callable[[Any, Lies], dict[str, Any]], rule: Rule, rate: Rate, decay: Any, specs: Any
+) -> Optimizer:
+    """An optimizer of the slots of a leaf, and of a rule for all leaves.
 
     Leaves reach the rule where ``specs`` says. What it returns is moved to where it lay before.
     """
@@ -128,7 +137,8 @@ def leafwise(slots_of: Callable[[Any], dict[str, Any]], rule: Rule, rate: Rate, 
     @torch.no_grad()
     def init(params: Any) -> State:
         leaves, treedef = _flat(params)
-        rows = [slots_of(p) for p in _laid(leaves, _partitions(params, specs))]
+        lies = _lies(params, leaves, specs)
+        rows = list(map(slots_of, _laid(leaves, _partitions(params, specs)), lies))
         device = next((p.device for p in leaves), None)
         step = torch.zeros((), dtype=torch.float64, device=device)
         return {"step": step, **{name: treedef.unflatten(row[name] for row in rows) for name in (rows or [{}])[0]}}
@@ -140,8 +150,8 @@ def leafwise(slots_of: Callable[[Any], dict[str, Any]], rule: Rule, rate: Rate, 
         partitions, step = _partitions(params, specs), state["step"] + 1
         laid = _laid(leaves, partitions)
         given = [g.to(p.dtype) for g, p in zip(_laid(_like(grads, treedef, "grads"), _places(laid)), laid, strict=True)]
-        decays = broadcast_numbers(decay, params)
-        news, renewed = rule(given, slots, laid, rate(step) if callable(rate) else rate, step, decays)
+        decays, lies = broadcast_numbers(decay, params), _lies(params, leaves, specs)
+        news, renewed = rule(given, slots, laid, rate(step) if callable(rate) else rate, step, decays, lies)
         after = {name: treedef.unflatten(_laid(renewed[name], _places(old))) for name, old in slots.items()}
         return treedef.unflatten(_laid(news, _places(leaves))), {"step": step, **after}
 
@@ -176,11 +186,16 @@ def _like(tree: Any, treedef: Any, what: str) -> Leaves:
 
 def _partitions(params: Any, specs: Any) -> Sequence[Any]:
     """Where the update of each leaf is computed; None for where the leaf lies."""
-    if specs is None:
+    if specs is None or running.body is not None:
         return ()
-    if running.body is not None:
-        raise ArgumentError("an optimizer with specs was called in a body; call it on global values")
     return broadcast_prefix(specs, params, "specs", "params", "an optimizer got specs that do not match")
+
+
+def _lies(params: Any, leaves: Leaves, specs: Any) -> list[Lies]:
+    """How each block lies in a body, where ``specs`` say so."""
+    if running.body is None or specs is None:
+        return [None] * len(leaves)
+    return [*layouts(params, leaves, specs, "an optimizer")]
 
 
 def _places(leaves: Leaves) -> Sequence[Any]:
@@ -198,10 +213,10 @@ def _laid(leaves: Leaves, partitions: Sequence[Any]) -> Leaves:
     return moved
 
 
-def whole_only(p: Any, what: str) -> None:
+def check_known(p: Any, lies: Lies, what: str) -> None:
     """Raise an error in a body for a block whose cut dims are unknown."""
-    if running.body is not None and get_variance(p).varying:
+    if running.body is not None and lies is None and get_variance(p).varying:
         raise VarianceError(
-            f"{what} in a body got {show(p)}, a block, and it needs to know which dims are cut; call it outside of the "
-            "body, on the Sharded values that shard_map returns"
+            f"{what} in a body got {show(p)}, a block, and it needs to know which dims are cut; give the layouts of "
+            f"the parameters, {what}(specs=P(...))"
         )
