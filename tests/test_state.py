@@ -158,6 +158,30 @@ def test_microbatches_are_summed_in_their_own_dtype() -> None:
     assert last(torch.bfloat16) == 256
 
 
+def test_parameters_are_stored_in_the_dtype_that_a_precision_names() -> None:
+    """Gradients end in it. A loss that gathers over another axis gets parameters that were cast before."""
+    mesh = make_mesh((2, 2), ("r", "s"), transport="simulation")
+    for stored in (torch.float32, torch.bfloat16):
+        precision = Precision(param=stored, compute=torch.bfloat16)
+        params = device_put({"w": torch.ones(8, 6, dtype=stored), "n": torch.arange(4)}, P("s"), mesh=mesh)
+        batches = [device_put(torch.ones(4, 8, dtype=torch.bfloat16), P(("r", "s")), mesh=mesh)] * 2
+
+        def loss(params: Any, x: Any, precision: Any = precision) -> Any:
+            return squares({"w": gathered(params, "s", dtype=precision)["w"]}, x)
+
+        step = accumulate(lambda w, x, n=params["n"]: loss({"w": w, "n": n}, x), "r", precision=precision)  # type: ignore[misc]
+        _, grad_of_w = step(params["w"], batches)
+        assert grad_of_w.dtype is stored
+        wrong = {"w": params["w"], "v": params["w"].double()}
+        told = r" got params\['v'\] of torch.float64, where Precision"
+        with pytest.raises(ArgumentError, match=f"^accumulate{told}"):
+            accumulate(squares, "s", precision=precision)(wrong, batches)
+        with pytest.raises(ArgumentError, match=f"^gathered{told}"):
+            gathered(wrong, "s", dtype=precision)
+    with pytest.raises(ArgumentError, match=r"gathered got params of torch.float64"):
+        in_body(lambda x: gathered(x, "s", dtype=Precision()), torch.ones(8, dtype=F64))
+
+
 @pytest.mark.parametrize("body", [False, True])
 def test_dtypes_of_moves(body: bool) -> None:
     mesh = make_mesh((4,), ("s",), transport="simulation")

@@ -17,7 +17,7 @@ from fspmd.body import state
 from fspmd.collectives import psum
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import as_axis_name, described
-from fspmd.nn.parameters import gathered, settled
+from fspmd.nn.parameters import check_dtypes, gathered, settled
 from fspmd.nn.precision import Precision
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
@@ -56,7 +56,8 @@ def accumulate(
 
     Raises:
         VarianceError: in a body, total or count varies over an axis.
-        TreeError, ArgumentError: ``loss`` does not return a pair, or there is no microbatch.
+        TreeError, ArgumentError: ``loss`` does not return a pair, there is no microbatch, or parameters have another
+            dtype than ``precision.param``.
 
     >>> from fspmd import P, communication_log, device_put, make_mesh
     >>> mesh = make_mesh((4,), ("dp",), transport="simulation")
@@ -75,6 +76,8 @@ def accumulate(
     one_step = value_and_grad(functools.partial(_pair, loss), has_aux=True)
 
     def accumulated(params: Any, microbatches: Sequence[Any]) -> tuple[Any, Any]:
+        if precision is not None:
+            check_dtypes(params, (precision.param,), "accumulate")
         whole = gathered(params, axis, specs, dtype=precision)
         total, count, sums, treedef, dtype = None, None, [], optree.tree_structure(whole, is_leaf=is_sharded), None
         for microbatch in microbatches:

@@ -55,6 +55,7 @@ def gathered(params: Any, axis: Axes, specs: Any = None, *, dtype: torch.dtype |
         AxisError: the axis is unknown.
         VarianceError: a leaf is a pending sum over the axis; or, in a body, its type is not that of its spec.
         ShapeError: blocks may be uneven, and their spec is a `P`, which has no global shape.
+        ArgumentError: floating leaves have neither of the dtypes ``param`` and ``compute`` of a `Precision`.
         TreeError, SpecError, ArgumentError: ``specs`` or ``dtype`` do not fit.
 
     >>> from fspmd import communication_log, device_put, grad, make_mesh
@@ -72,6 +73,8 @@ def gathered(params: Any, axis: Axes, specs: Any = None, *, dtype: torch.dtype |
     Sharded f32[8@fsdp, 3] on mesh(fsdp=4)
     """
     forward, backward = _dtypes(dtype)
+    if isinstance(dtype, Precision):
+        check_dtypes(params, (dtype.param, dtype.compute), "gathered")
     if state.body is None:
         return _outside(params, axis, specs, forward, backward)
     leaves, treedef = optree.tree_flatten(params, none_is_leaf=True)
@@ -104,6 +107,25 @@ def settled(grads: Any, params: Any, axis: Axes, specs: Any, lie: Any, dtype: to
                 target, after = move.whole.with_partition(partition), variance_of_spec(partition)
                 done.append(moved(g, move.whole.dual, target, after, dtype, dtype))
     return treedef.unflatten(g.to(x.dtype) for g, x in zip(done, leaves, strict=True))
+
+
+def check_dtypes(params: Any, dtypes: tuple[torch.dtype, ...], what: str) -> None:
+    """Raise `ArgumentError` for floating parameters of other dtypes than the first, which a `Precision` names.
+
+    A loss may get parameters that were cast to the second before.
+    """
+    leaves = optree.tree_leaves(params, is_leaf=is_sharded, none_is_leaf=True)
+    if wrong := [i for i, x in enumerate(leaves) if _is_floating(x) and x.dtype not in dtypes]:
+        names = leaf_paths(params, "params")
+        given = ", ".join(f"{names[i]} of {leaves[i].dtype}" for i in wrong)
+        raise ArgumentError(
+            f"{what} got {given}, where Precision(param={dtypes[0]}) says in which dtype parameters are stored; cast "
+            "them once before training, or give their dtype as param"
+        )
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _dtypes(dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
@@ -207,11 +229,11 @@ def _gather(body: Body, x: Tensor, spec: P | TensorSpec | None, axes: tuple[str,
         )
     if spec is None:
         spec = P(tuple(axis for axis in axes if axis in variance.varying) or None) if x.ndim else P()
-    spec = _layout(body, x, spec, axes)
-    if isinstance(spec, Failure):
-        return spec
-    partition = spec.partition
-    cut = spec.with_partition(P(*partition, unreduced=variance.unreduced, reduced=variance.reduced))
+    layout = _layout(body, x, spec, axes)
+    if isinstance(layout, Failure):
+        return layout
+    partition = layout.partition
+    cut = layout.with_partition(P(*partition, unreduced=variance.unreduced, reduced=variance.reduced))
     if not body.checked:  # nothing has a type, and the boundary sums the gradients of what no axis cuts
         return _Gather(cut, _whole(cut, tuple(a for a in axes if a in partition.axes), ""), variance)
     return _Gather(cut, _whole(cut, axes, ""), variance.moved(axes, "R"))

@@ -15,7 +15,8 @@ class Precision:
     """The dtypes in which parameters are kept and used, and in which gradients are summed.
 
     Attributes:
-        param: of stored parameters. Gradients end in it, so that an optimizer updates in it.
+        param: of stored parameters, which `accumulate` and `gathered` check. Gradients end in it, so that an optimizer
+            updates in it.
         compute: of gathered parameters, and so of the computation. Parameters are cast before they move.
         reduce: in which gradients are summed over ranks. They move in it.
         accumulate: in which gradients are summed over microbatches.
