@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from math import prod
+from math import inf, prod
 from operator import mul
 from typing import Any, Final
 
@@ -145,7 +145,7 @@ def strides_of_kernel(
         laid = before[next(count)]
         strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
         small = [few[n] for n in spec.shape]
-        steps = _steps(strides, small, not is_dense(spec.shape, strides))
+        steps = _steps(strides, spec.shape, small, not is_dense(spec.shape, strides))
         memory = torch.ones(1 + sum(map(mul, small, steps)), dtype=spec.dtype, device="cpu")
         return memory.as_strided(small, steps)
 
@@ -165,13 +165,17 @@ def _unless_generator(value: Any) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def _steps(strides: Strides, shape: Sequence[int], gaps: bool) -> list[int]:
-    """Return strides for a shape, with the order and the ties of the given strides, with or without gaps."""
-    steps, step = {0: 0}, 1
-    for stride in sorted({*strides} - {0}):
+def _steps(strides: Strides, shape: Sequence[int], small: Sequence[int], gaps: bool) -> list[int]:
+    """Return strides for a small shape, with the order and the ties of the strides of a shape, with or without gaps.
+
+    A stride that is less than what lies within it stays so, as with every second of five numbers: there are three, and
+    a row ends before the gap after the last one.
+    """
+    steps, step, known = {0: 0}, 1, sorted({*strides} - {0})
+    for stride, following in zip(known, [*known[1:], inf], strict=True):
         steps[stride] = step
-        step *= prod(n for n, s in zip(shape, strides, strict=True) if s == stride)
-        step += gaps
+        whole, few = (prod(n for n, s in zip(sizes, strides, strict=True) if s == stride) for sizes in (shape, small))
+        step = step * few + gaps if following >= stride * whole else step * (few - 1) + 1
         gaps = False
     return [steps[stride] for stride in strides]
 
