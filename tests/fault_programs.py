@@ -290,6 +290,14 @@ def in_a_record(port: int) -> tuple[str, float]:
     return outcome(act, debug(every=2))
 
 
+def not_recorded(port: int) -> tuple[str, float]:
+    """One rank runs the function of a record as it is. It runs each collective before it tells of the next."""
+    mesh, rank = fresh(port)
+    x = _x(mesh)
+    step = shard_map(lambda b: pmax(psum(b, "x"), "x"), mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
+    return outcome(lambda: (step if rank == 1 else jit(step, passes=()))(x), debug())
+
+
 def another_record(port: int) -> tuple[str, float]:
     """One rank records another program. Nothing watches."""
     mesh, rank = fresh(port)

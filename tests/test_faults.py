@@ -73,6 +73,7 @@ PARTED = [
     (fault_programs.another_shape, 8, 3, "psum over 'x' of mesh(x=4), f64[6]", SUM.replace("[2]", "[4]")),
     (fault_programs.another_dtype, 8, 3, "psum over 'x' of mesh(x=4), i64[2]", SUM),
     (fault_programs.another_shape_in_a_record, 6, 0, "x' of mesh(x=4), f64[2]", "x' of mesh(x=4), f64[4]"),
+    (fault_programs.not_recorded, 1, 1, "f64[2] (fault_programs.py:", "f64[2], in a record (fault_programs.py:"),
     (fault_programs.in_a_record, 10, 2, "ragged_all_to_all over 'x'", SUM),
 ]
 

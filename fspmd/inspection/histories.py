@@ -95,11 +95,14 @@ def number_of_step(number: int, is_even: bool, dtype: torch.dtype, shape: tuple[
 
 
 def fact_of(each: Communication) -> tuple[int, str, Communication, UserLine]:
-    """The number of a collective in a record, the same as outside of records, the name of its group, and its line."""
+    """The number of a collective in a record, the name of its group, the collective, and its line.
+
+    Outside of records it has another number: a record tells of all its collectives before the first one runs.
+    """
     line = line_of(each.cause.where)
     number, key, is_even = _SILENT if each.call is None else facts_of(each.call)
     number = number_of_line(number, line)
-    return number and number_of_step(number, is_even, each.dtype, each.shape), key, each, line
+    return number and hash((number_of_step(number, is_even, each.dtype, each.shape), 1)), key, each, line
 
 
 def options_text(call: Call) -> str:
@@ -120,7 +123,8 @@ def text_of(entry: tuple[Any, ...]) -> str:
         return f"{call} ({line.where})"
     plain = call if isinstance(call, Call) else call.call
     kind = f"{plain.pair.name}{options_text(plain)}"
-    return f"{collective_text(kind, call.mesh, call.axes, dtype, tuple(shape))} ({line.where})"
+    recorded = "" if plain is call else ", in a record"
+    return f"{collective_text(kind, call.mesh, call.axes, dtype, tuple(shape))}{recorded} ({line.where})"
 
 
 def ring_text(group: History) -> str:
