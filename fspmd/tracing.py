@@ -127,6 +127,12 @@ def note_block_use(x: torch.Tensor) -> None:
         mode.node_of(x)
 
 
+def note_unlike(why: str) -> None:
+    """Tell the recorder that ranks have other steps from here on, so that passes leave collectives unchanged."""
+    if _active and (mode := recorder()) is not None:
+        mode.note_unlike(lambda: why)
+
+
 _recompute = threading.local()
 #: functions as `recomputed_in` takes, for every thread
 LASTING: Final[list[Callable[[], RecomputeContext]]] = []

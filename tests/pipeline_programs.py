@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fspmd import P, checkpoint, communication_log, device_get, device_put, make_mesh
+from fspmd import P, checkpoint, communication_log, device_get, device_put, jit, make_mesh
 from fspmd.nn import Schedule, dual_pipe_v, gpipe, interleaved, one_f_one_b, pipeline, zbv, zero_bubble
 
 F64 = torch.float64
@@ -79,9 +79,12 @@ def dense(params: dict[str, Tensor], inputs: list[Tensor], targets: list[Tensor]
 
 
 def compute(
-    name: str, shape: dict[str, int], microbatches: int, repeated: bool = False, scale: float = 1
+    name: str, shape: dict[str, int], microbatches: int, repeated: bool = False, scale: float = 1, recorded: Any = None
 ) -> tuple[Tensor, dict[str, Tensor], Any, Schedule]:
-    """Loss, gradients in the order of stages, the log of communication, and the schedule."""
+    """Loss, gradients in the order of stages, the log of communication, and the schedule.
+
+    ``recorded``: the passes of a record, which runs instead of the function.
+    """
     mesh = make_mesh(tuple(shape.values()), tuple(shape))
     schedule = SCHEDULES[name](shape["pp"], microbatches)
     params, inputs, targets = arguments(schedule.stages, microbatches)
@@ -93,6 +96,7 @@ def compute(
     step = pipeline(
         model(schedule.stages, repeated), schedule, loss=lambda y, t: loss(y, t) * scale, count=count, mesh=mesh
     )
+    step = step if recorded is None else jit(step, passes=recorded)
     with communication_log() as log:
         value, grads = step(stored, x, t)
     back = torch.tensor(order).argsort()

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from full import FULL
 from pipeline_programs import F64, ROWS, SCHEDULES, WIDTH, arguments, block, compute, dense, loss, worst
 from processes import Processes
 
-from fspmd import P, device_put, make_mesh
+from fspmd import P, device_put, jit, make_mesh
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.nn import Action, Costs, Schedule, one_f_one_b, pipeline, pipelines, zbv
+from fspmd.nn import Action, Costs, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv
 
 CASES = list(itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 8)))
 #: ticks of p ranks and m microbatches, with actions of one tick, if m is at least 2 p and a multiple of p
@@ -142,6 +143,46 @@ def test_processes_are_the_dense_model() -> None:
         for found in pool.run(worst, cases):
             assert found == pytest.approx(simulated, abs=1e-13)
             assert max(found) < 1e-13
+
+
+#: a record as it is, as by default, and with collectives under way while a rank computes
+PASSES = [(), ("equal_steps", "rewrites", "dead_code"), ("equal_steps", "dead_code", "coalesce", "overlap")]
+
+
+@pytest.mark.one_of(3)
+@pytest.mark.parametrize("passes", PASSES, ids=len)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_record_is_the_dense_model(name: str, passes: tuple[str, ...]) -> None:
+    """It has the permutes of the table, whatever the passes, and the first rank joins all of them."""
+    for shape, repeated in (({"pp": 1}, False), ({"pp": 3}, False), ({"dp": 2, "pp": 2, "tp": 2}, True)):
+        assert worst([(name, shape, 3, repeated, 1, passes)]) < [1e-13]
+        _, _, log, schedule = compute(name, shape, 3, repeated, 1, passes)
+        assert sum(call.kind == "ppermute" for call in log) == sum(map(len, schedule.moves()))
+
+
+def permutes_of_ranks(cases: list[tuple[Any, ...]]) -> list[int]:
+    return [sum(call.kind == "ppermute" for call in compute(*case)[2]) for case in cases]
+
+
+def test_records_of_processes_are_the_dense_model() -> None:
+    cases = [(name, {"pp": 2, "tp": 2}, 3, False, 1, PASSES[i % 3]) for i, name in enumerate(SCHEDULES)]
+    permutes = [sum(map(len, SCHEDULES[name](2, 3).moves())) for name in SCHEDULES]
+    with Processes(4) as pool:
+        assert all(max(found) < 1e-13 for found in pool.run(worst, cases))
+        assert pool.run(permutes_of_ranks, cases) == [permutes] * 4
+
+
+def test_a_lowered_pipeline_is_that_of_the_first_rank() -> None:
+    """Its permutes are those of the table. GPipe holds 8 activations; 1F1B holds 4, and a sum of gradients."""
+    mesh, peaks = make_mesh((4,), ("pp",)), []
+    w, x = device_put((torch.ones(4, 64, 64), [torch.ones(64, 64)] * 8), (P("pp"), P()), mesh=mesh)
+    for make in (gpipe, one_f_one_b):
+        schedule = make(4, 8)
+        step = pipeline(lambda w, x: torch.tanh(x @ w), schedule, loss=lambda y, t: (y - t).sum(), mesh=mesh)
+        program = jit(step).lower(w, x, x)
+        assert sum(call.kind == "ppermute" for call in program.collectives()) == sum(map(len, schedule.moves()))
+        peaks.append(program.memory().peak)
+    assert peaks[0] - peaks[1] == (8 - 4 - 1) * 64 * 64 * 4
 
 
 def test_the_loss_times_c_gives_gradients_times_c() -> None:

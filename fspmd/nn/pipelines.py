@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd import tracing
 from fspmd.cache import Cache, forgettable
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh, set_mesh
@@ -19,7 +20,7 @@ from fspmd.nn.schedules import Action, Schedule
 from fspmd.placement.creation import zeros
 from fspmd.placement.device_put import device_get
 from fspmd.placement.reshard import reshard
-from fspmd.programs.jit import jit
+from fspmd.programs.fake_tensors import fake_mode, stand_ins
 from fspmd.sharded import is_sharded
 from fspmd.spec import P, TensorSpec
 
@@ -91,6 +92,8 @@ def pipeline(
                 f"pipeline got {len(inputs)} inputs and {len(targets)} targets, but the schedule has "
                 f"{schedule.microbatches} microbatches"
             )
+        if schedule.ranks > 1:
+            tracing.note_unlike(f"each rank runs the actions of its stages in the schedule {schedule.name}")
         run = _PipelineCall(places, schedule, functions, loss, params, inputs, targets)
         key = run.treedef, tuple(x.spec for x in run.leaves), inputs[0].spec
         if key not in boundaries:
@@ -181,19 +184,14 @@ class _PipelineCall:
         return found
 
 
+@tracing.hidden
 def _result(stage: Stage, params: Any, x: TensorSpec) -> TensorSpec:
-    """The layout of what a stage returns: the stage is recorded, and runs nowhere."""
-    results: list[TensorSpec] = []
-
-    def settled(params: Any, x: Any) -> Any:
-        y = stage(params, x)
-        y = reshard(y, P(*y.spec.partition.entries))
-        results.append(y.spec)
-        return y
-
-    with set_mesh(x.mesh):
-        jit(settled).lower(params, x)
-    return results[-1]
+    """The layout of what a stage returns. The stage runs on fake tensors, also while `jit` records the pipeline."""
+    mode = fake_mode()
+    with mode, set_mesh(x.mesh):
+        y = stage(*stand_ins((params, x), mode))
+        spec: TensorSpec = reshard(y, P(*y.spec.partition.entries)).spec
+    return spec
 
 
 class _Rank:

@@ -139,8 +139,8 @@ class Lowered:
     """A recorded program as each rank runs it; if blocks are uneven, as this rank runs it.
 
     On a simulated or abstract mesh it is the program of the first rank, whose blocks are the largest: no rank takes
-    longer or holds more memory. A simulation begins each collective separately. Processes pack some collectives that
-    follow each other.
+    longer or holds more memory, unless ranks have other steps, as in a pipeline. A simulation begins each collective
+    separately. Processes pack some collectives that follow each other.
     """
 
     def __init__(

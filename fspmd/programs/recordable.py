@@ -31,7 +31,7 @@ from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program, rebuilt, remember
 from fspmd.programs.records import Record, record_of, stale, with_reuse
 from fspmd.programs.replay import Maker
-from fspmd.programs.steps import CASTS, JOINED, shard_of
+from fspmd.programs.steps import CASTS, JOINED, is_collective, shard_of
 from fspmd.torch_internals import FakeTensorMode, fake_tensor
 from fspmd.transport.local_int import SYMBOLS, LocalInt
 
@@ -85,6 +85,8 @@ def _numbers(args: Any) -> Any:
 def _steps_of_other_ranks(program: Program) -> set[fx.Node]:
     """Steps that use or serve only values of other ranks; and idle steps."""
     steps = [*program.steps, *program.deferred]
+    meshes = [node.meta["call"].mesh for node in steps if "call" in node.meta]
+    first = next(iter(max(meshes, key=lambda mesh: mesh.size).ranks)) if meshes else 0
     others: set[fx.Node] = set()
     per_rank: set[fx.Node] = set()  # steps that a simulation has separately for each rank
     for node in steps:
@@ -94,7 +96,9 @@ def _steps_of_other_ranks(program: Program) -> set[fx.Node]:
         if node.target is shard_of or (node.target is not JOINED and not per_rank.isdisjoint(used)):
             per_rank.add(node)
     for node in reversed(steps):
-        if node.users and all(user in others or _block(user) not in (None, node) for user in node.users):
+        serves_others = node.users and all(user in others or _block(user) not in (None, node) for user in node.users)
+        # the first rank joins a collective of its mesh also if other ranks alone use the result
+        if serves_others and not (is_collective(node) and node.meta["call"].mesh.coordinate(first) is not None):
             others.add(node)
     return others | _idle(steps, others, per_rank)
 
