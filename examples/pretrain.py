@@ -45,8 +45,8 @@ Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, e
 # ---------------------------------------------------------------- a step, for any mesh
 
 
-def loss_and_grads(c: Config, mesh: Mesh, name: str, microbatches: int) -> Callable:
-    """The mean loss over all tokens of the microbatches, and its gradients, laid out as the parameters."""
+def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Callable, Callable]:
+    """Two functions of parameters and microbatches: of the mean loss with its gradients, and of the mean loss alone."""
     specs, stages, layout = llama.stage_specs(c), mesh.shape["pp"], zigzag(c.S, mesh.shape["cp"])
     if stages == 1:
         model = llama.stage(c, layout, first=True, last=True)
@@ -55,30 +55,41 @@ def loss_and_grads(c: Config, mesh: Mesh, name: str, microbatches: int) -> Calla
             return llama.cross_entropy(model(params, ids), targets)
 
         mapped = shard_map(total, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=P())
-        return accumulate(lambda params, batch: (mapped(params, *batch), batch[1].numel()))
+
+        def alone(params: Params, batches: Batches) -> Any:
+            return sum(mapped(params, *batch) for batch in batches) / sum(targets.numel() for _, targets in batches)
+
+        return accumulate(lambda params, batch: (mapped(params, *batch), batch[1].numel())), alone
 
     def part(i: int) -> Callable:
         first, last = i == 0, i == stages - 1
         entering, leaving = IDS if first else HIDDEN, LOGITS if last else HIDDEN
         return shard_map(llama.stage(c, layout, first, last), in_specs=(specs, entering), out_specs=leaving)
 
-    run = pipeline(
-        [part(i) for i in range(stages)],
-        SCHEDULES[name](stages, microbatches),
-        loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
-        count=lambda targets: targets.numel(),
-        mesh=mesh,
+    schedule = SCHEDULES[name](stages, microbatches)
+    run, forward = (
+        pipeline(
+            [part(i) for i in range(stages)],
+            table,
+            loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
+            count=lambda targets: targets.numel(),
+            mesh=mesh,
+        )
+        for table in (schedule, schedule.forwards())
     )
 
     def of_layers(params: Params, f: Callable) -> Params:
         return {**params, "layers": {name: f(w) for name, w in params["layers"].items()}}
 
-    def scheduled(params: Params, batches: Batches) -> tuple[Any, Params]:
+    def given(params: Params, batches: Batches) -> tuple:
         rows = of_layers(params, lambda w: w.unflatten(0, (stages, -1)))  # of each stage its layers
-        loss, grads = run(rows, *map(list, zip(*batches, strict=True)))
+        return rows, *map(list, zip(*batches, strict=True))
+
+    def scheduled(params: Params, batches: Batches) -> tuple[Any, Params]:
+        loss, grads = run(*given(params, batches))
         return loss, of_layers(grads, lambda g: g.flatten(0, 1))
 
-    return scheduled
+    return scheduled, lambda params, batches: forward(*given(params, batches))[0]
 
 
 def init_params(c: Config, mesh: fspmd.Mesh, seed: int, dtype: torch.dtype) -> Any:
@@ -143,7 +154,7 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
 def train(
     c: Config, mesh: Mesh, args: argparse.Namespace, both: Callable, batches: Iterator, say: Callable
 ) -> tuple[list, Params]:
-    """The losses of all steps, and the parameters after them. ``both``: of `loss_and_grads`."""
+    """The losses of all steps, and the parameters after them. ``both`` gives the loss and its gradients."""
     dtype = getattr(torch, args.dtype)
     params = init_params(c, mesh, args.seed, dtype)
     init, update = optimizer(c, args.lr, args.steps)
@@ -174,8 +185,8 @@ def train(
     return losses, params
 
 
-def validate(c: Config, mesh: Mesh, args: argparse.Namespace, both: Callable, params: Params, batches: list) -> float:
-    return sum(float(both(params, put(c, mesh, batch, args.microbatches))[0]) for batch in batches) / len(batches)
+def validate(c: Config, mesh: Mesh, args: argparse.Namespace, alone: Callable, params: Params, batches: list) -> float:
+    return sum(float(alone(params, put(c, mesh, batch, args.microbatches))) for batch in batches) / len(batches)
 
 
 # ---------------------------------------------------------------- a plan for ranks that do not exist
@@ -195,7 +206,7 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
     params = optree.tree_map(laid, llama.leaves(part))
     state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
     ids = TensorSpec(mesh, IDS, (args.batch // microbatches, c.S), torch.int64)
-    step = make_step(loss_and_grads(part, mesh, args.schedule, 1), optimizer(part, args.lr, args.steps).update)
+    step = make_step(losses_of(part, mesh, args.schedule, 1)[0], optimizer(part, args.lr, args.steps).update)
     begun = time.perf_counter()
     program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
     cost, memory = program.cost(), program.memory()
@@ -255,7 +266,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
-    parser.add_argument("--jit", action="store_true", help="record a step once, and replay it (pp=1)")
+    parser.add_argument("--jit", action="store_true", help="record a step once, and replay it")
     parser.add_argument("--accelerator", type=float, help="TFLOP/s of a rank at most, for MFU (default: measured)")
     parser.add_argument("--checkpoint", metavar="DIR", help="save the state to this folder")
     parser.add_argument("--every", type=int, default=50, help="save every so many steps (default 50)")
@@ -279,8 +290,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, size, over, parts in cuts:
         if parts < 1 or size % parts:
             parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
-    if args.jit and mesh["pp"] > 1:
-        parser.error("--jit records a step of one stage; leave it out, or take pp=1")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint, the folder that the state is saved to")
     return args
@@ -308,9 +317,9 @@ def main(argv: list[str] | None = None) -> None:
     bigram = text_data.bigram_loss(text, batches)
     say(f"{mesh}: {c.parameters():,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out")
     data = text_data.random_batches(text, args.batch, c.S, args.seed)
-    both = loss_and_grads(c, mesh, args.schedule, args.microbatches)
+    both, alone = losses_of(c, mesh, args.schedule, args.microbatches)
     losses, params = train(c, mesh, args, both, data, say)
-    validation = validate(c, mesh, args, both, params, batches)
+    validation = validate(c, mesh, args, alone, params, batches)
     say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")
     if is_first(mesh):
         say(report.picture(args.out / "pretrain.png", losses, validation, bigram))

@@ -236,11 +236,15 @@ def profile_with(profiled: _Watch) -> None:
     _profiled = profiled
 
 
-def record_with(record: _Record | None) -> None:
-    """Let ``record`` see each operand and call. A call for which it returns None goes to the watcher, unrecorded."""
+def record_with(record: _Record | None) -> _Record | None:
+    """Let ``record`` see each operand and call, and return the one before.
+
+    A call for which it returns None goes to the watcher, unrecorded.
+    """
     global _record, _seen
-    _record = record
+    before, _record = _record, record
     _seen = record is not None or _watch is not None
+    return before
 
 
 def watches_with(watch: Callable[[Any, Call], Call]) -> bool:

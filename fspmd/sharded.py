@@ -693,7 +693,8 @@ def _unflatten(form: Form, children: Iterable[Any]) -> Sharded:
     (local,) = children
     spec = form.spec if isinstance(form, Strided) else form
     if isinstance(local, Tensor):
-        if local.dim() != len(spec.shape) or (spec.even and tuple(local.shape) != spec.block_shape):
+        fits = local.dim() == len(spec.shape) and (not spec.even or tuple(local.shape) == spec.block_shape)
+        if not fits and spec.mesh.coordinate() is not None:  # of another process the block is empty
             raise ShapeError(
                 f"a tree function put a tensor of shape {tuple(local.shape)} in the place of a block of shape "
                 f"{spec.block_shape} into Sharded {spec!r}; instead of torch.vmap and torch.func use fspmd.vmap, "

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fspmd import P, checkpoint, communication_log, device_get, device_put, jit, make_mesh
+from fspmd import P, checkpoint, communication_log, device_get, device_put, jit, make_mesh, reshard
 from fspmd.nn import Schedule, dual_pipe_v, gpipe, interleaved, one_f_one_b, pipeline, zbv, zero_bubble
 
 F64 = torch.float64
@@ -80,7 +80,7 @@ def dense(params: dict[str, Tensor], inputs: list[Tensor], targets: list[Tensor]
 
 def compute(
     name: str, shape: dict[str, int], microbatches: int, repeated: bool = False, scale: float = 1, recorded: Any = None
-) -> tuple[Tensor, dict[str, Tensor], Any, Schedule]:
+) -> tuple[Tensor, Any, Any, Schedule]:
     """Loss, gradients in the order of stages, the log of communication, and the schedule.
 
     ``recorded``: the passes of a record, which runs instead of the function.
@@ -99,6 +99,8 @@ def compute(
     step = step if recorded is None else jit(step, passes=recorded)
     with communication_log() as log:
         value, grads = step(stored, x, t)
+    if grads is None:
+        return value, grads, log, schedule
     back = torch.tensor(order).argsort()
     found = {n: device_get(g) for n, g in grads.items()}
     return value, {n: g[back] if n in laid else g for n, g in found.items()}, log, schedule
@@ -114,3 +116,35 @@ def worst(cases: list[tuple[Any, ...]]) -> list[float]:
             max(float((value - right_value).abs()), *(float((grads[n] - right[n]).abs().max()) for n in right))
         )
     return found
+
+
+def separate(shape: dict[str, int], name: str, microbatches: int, recorded: Any = None) -> float:
+    """The largest distance from the dense model where each stage has a tree of its own, on the part of its rank."""
+    mesh = make_mesh(tuple(shape.values()), tuple(shape))
+    schedule = SCHEDULES[name](shape["pp"], microbatches)
+    params, inputs, targets = arguments(schedule.stages, microbatches)
+    parts = mesh.split("pp", [1] * shape["pp"])
+    wide = "tp" if "tp" in shape else None
+    trees: list[Any] = []
+    for s, r in enumerate(schedule.ranks_of_stages):
+        tree = {f"w{s}": (params["w"][s], P(None, wide)), f"b{s}": (params["b"][s], P(wide))}
+        trees.append({n: reshard(device_put(x, P(), mesh=mesh), spec, mesh=parts[r]) for n, (x, spec) in tree.items()})
+    table = device_put(params["table"], P(), mesh=mesh)
+
+    def own(s: int) -> Any:
+        def stage(p: Any, x: Any) -> Any:
+            return model(schedule.stages)[s]({"w": p[0][s][f"w{s}"], "b": p[0][s][f"b{s}"], "table": p[1]}, x)
+
+        return stage
+
+    x, t = device_put((inputs, targets), P(), mesh=mesh)
+    step = pipeline([own(s) for s in range(schedule.stages)], schedule, loss=loss, count=count, mesh=mesh)
+    step = step if recorded is None else jit(step, passes=recorded)
+    value, (found, grad_table) = step((trees, table), x, t)
+    right_value, right = dense(params, inputs, targets)
+    far = [value - right_value, device_get(grad_table) - right["table"]]
+    for s, r in enumerate(schedule.ranks_of_stages):
+        assert all(found[s][n].spec is trees[s][n].spec for n in trees[s])
+        if parts[r].coordinate() is not None:  # this process holds the stage
+            far += [device_get(found[s][f"{n}{s}"]) - right[n][s] for n in "wb"]
+    return max(float(x.abs().max()) for x in far)

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import torch
 from full import FULL
-from pipeline_programs import F64, ROWS, SCHEDULES, WIDTH, arguments, block, compute, dense, loss, worst
+from pipeline_programs import (
+    F64,
+    ROWS,
+    SCHEDULES,
+    WIDTH,
+    arguments,
+    block,
+    compute,
+    dense,
+    loss,
+    separate,
+    worst,
+)
 from processes import Processes
 
 from fspmd import P, device_put, jit, make_mesh
@@ -170,6 +182,35 @@ def test_records_of_processes_are_the_dense_model() -> None:
     with Processes(4) as pool:
         assert all(max(found) < 1e-13 for found in pool.run(worst, cases))
         assert pool.run(permutes_of_ranks, cases) == [permutes] * 4
+
+
+SEPARATE = [({"pp": 3}, "one_f_one_b"), ({"pp": 2, "tp": 2}, "zbv"), ({"pp": 1}, "zbv")]
+
+
+@pytest.mark.parametrize("recorded", [None, PASSES[1]])
+@pytest.mark.parametrize(("shape", "name"), SEPARATE)
+def test_each_stage_may_have_a_tree_of_its_own(shape: dict[str, int], name: str, recorded: Any) -> None:
+    assert separate(shape, name, 3, recorded) < 1e-13
+
+
+def test_trees_of_stages_on_processes() -> None:
+    with Processes(4) as pool:
+        for recorded in (None, PASSES[2]):
+            assert max(pool.run(separate, {"pp": 2, "tp": 2}, "zbv", 3, recorded)) < 1e-13
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_forwards_alone_keep_nothing_and_give_the_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each microbatch crosses each boundary between ranks once."""
+    monkeypatch.setitem(SCHEDULES, name, lambda p, m, make=SCHEDULES[name]: make(p, m).forwards())
+    value, grads, log, schedule = compute(name, {"pp": 3}, 4)
+    assert float(value - dense(*arguments(schedule.stages, 4))[0]) == pytest.approx(0, abs=1e-13)
+    assert grads is None
+    assert schedule.peaks() == (0, 0, 0)
+    places = schedule.ranks_of_stages
+    crossed = sum(a != b for a, b in itertools.pairwise(places))
+    assert len([edge for rounds in schedule.moves() for edges in rounds for edge in edges]) == 4 * crossed
+    assert sum(call.kind == "ppermute" for call in log) == sum(map(len, schedule.moves()))
 
 
 def test_a_lowered_pipeline_is_that_of_the_first_rank() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import io
+import itertools
 import json
 import shutil
 import sys
@@ -41,7 +42,7 @@ MESHES = [
     "cp=3,tp=2",
     "ep=2,fsdp=2 --microbatches=3",
     "pp=2 --schedule=zero-bubble",
-    "pp=2,fsdp=2,tp=2",
+    "pp=2,fsdp=2,tp=2 --jit",
     "pp=2,dp=3 --schedule=gpipe",
     "dp=2,cp=2,tp=2 --jit",
     "pp=2,dp=1,fsdp=2,ep=1,cp=2,tp=2",
@@ -166,7 +167,7 @@ def test_losses_do_not_depend_on_the_mesh(text: str, tmp_path: Path) -> None:
 
 #: on processes, and how many
 ON_PROCESSES = [
-    ("pp=2,fsdp=2", 4),
+    ("pp=2,fsdp=2 --jit", 4),
     (f"ep=4 {MOE} --microbatches=3", 4),
     ("pp=2,fsdp=2,tp=2", 8),
     (f"pp=2,ep=2,cp=2 {MOE}", 8),
@@ -177,6 +178,24 @@ ON_PROCESSES = [
 def test_losses_on_processes(text: str, ranks: int, tmp_path: Path) -> None:
     with Processes(ranks) as pool:
         check(tmp_path, text, pool)
+
+
+@pytest.mark.parametrize("text", ["fsdp=2", "pp=2,tp=2", f"pp=2,fsdp=2 {MOE}"])
+def test_validation_is_the_dense_loss_and_runs_no_backward(text: str) -> None:
+    module = pretrain()
+    args = module.parse(arguments(text))
+    c, mesh = module.config(args), fspmd.make_mesh(tuple(args.mesh.values()), module.AXES, transport="simulation")
+    params = module.init_params(c, mesh, args.seed, torch.float64)
+    text_of_batches = module.text_data.load_text(args.text)[0]
+    batches = list(itertools.islice(module.text_data.random_batches(text_of_batches, args.batch, c.S, 1), 2))
+    alone = module.losses_of(c, mesh, args.schedule, args.microbatches)[1]
+    with fspmd.communication_log() as log:
+        found = module.validate(c, mesh, args, alone, params, batches)
+    dense = [dense_loss(fspmd.device_get(params), *batch, c.chosen) for batch in batches]
+    assert found == pytest.approx(sum(map(float, dense)) / 2, rel=1e-12)
+    assert not any(call.backward for call in log)
+    if "pp" in text:  # each microbatch travels once
+        assert sum(call.kind == "ppermute" for call in log) == 2 * args.microbatches
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
@@ -200,7 +219,7 @@ def test_a_plan_for_ranks_that_do_not_exist() -> None:
     assert "60.0% is the bubble" in printed  # (p - 1) / (m + p - 1)
 
 
-@pytest.mark.parametrize(("text", "word"), [("tp=3", "kv-heads"), ("pp=3", "layers"), ("pp=2 --jit", "jit")])
+@pytest.mark.parametrize(("text", "word"), [("tp=3", "kv-heads"), ("pp=3", "layers")])
 def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         pretrain().parse(arguments(text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -20,7 +20,7 @@ from fspmd.nn.schedules import Action, Schedule
 from fspmd.placement.creation import zeros
 from fspmd.placement.device_put import device_get
 from fspmd.placement.reshard import reshard
-from fspmd.programs.fake_tensors import fake_mode, stand_ins
+from fspmd.programs.recordable import capture_fake, without_values
 from fspmd.sharded import is_sharded
 from fspmd.spec import P, TensorSpec
 
@@ -43,8 +43,9 @@ def pipeline(
     calls `shard_map`, which takes the mesh of the stage by itself.
 
     The layout of a parameter says whose it is. A leaf ``[stages, ...]`` with ``P(axis, ...)`` has a row for each stage,
-    in the order of ``schedule.order``. A leaf that is not cut over ``axis`` belongs to all stages, such as an embedding
-    that the first stage and the last share: its gradients are summed over stages, once.
+    in the order of ``schedule.order``. A leaf on ``mesh.split(axis, [1] * ranks)[r]`` belongs to the stages of rank
+    ``r``, and other stages see None in its place: so each stage may have a tree of its own. Any other leaf belongs to
+    all stages, such as an embedding that the first and the last share: its gradients are summed over stages, once.
 
     Args:
         stages: One function for all stages, or a list with one for each.
@@ -53,7 +54,7 @@ def pipeline(
             of all microbatches before backward. Without it that number is the number of microbatches.
 
     Inputs and targets are lists with one entry for each microbatch, not cut over ``axis``. What stages pass on has one
-    shape, dtype and layout.
+    shape, dtype and layout. With ``schedule.forwards()`` nothing is kept for backward, and the gradients are None.
 
     Communication: that of the stages; after each tick one permute along ``axis`` over the edges of ``schedule.moves``,
     which all ranks join; at the end an all-reduce of the loss, and one for each shared leaf.
@@ -117,13 +118,16 @@ def pipeline(
                     if r in ranks and after is not None:
                         ranks[r].inbox[_key(after)] = received[r]
         value = places.summed({r: rank.value for r, rank in ranks.items()}, P())
-        grads = []
+        if not run.trains:
+            return device_get(value), None
+        grads: list[Any] = []
         for i, leaf in enumerate(run.leaves):
-            if places.is_stacked(leaf):
+            if (owner := places.owner(leaf)) is not None:
+                grads.append(ranks[owner].gradient(i) if owner in ranks else leaf)  # elsewhere it is empty
+            elif places.is_stacked(leaf):
                 grads.append(places.stacked({r: [k.grads[s][i] for s in k.stages] for r, k in ranks.items()}, leaf))
             else:
-                parts = {r: functools.reduce(operator.add, [g[i] for g in k.grads.values()]) for r, k in ranks.items()}
-                grads.append(places.summed(parts, leaf.spec.partition))
+                grads.append(places.summed({r: k.gradient(i) for r, k in ranks.items()}, leaf.spec.partition))
         return device_get(value), run.treedef.unflatten(grads)
 
     return step
@@ -152,7 +156,7 @@ class _PipelineCall:
     ) -> None:
         self.places, self.schedule, self.functions, self.loss = places, schedule, functions, loss
         self.leaves, self.treedef = optree.tree_flatten(params, is_leaf=is_sharded)
-        self.inputs, self.targets = inputs, targets
+        self.inputs, self.targets, self.trains = inputs, targets, schedule.trains
         self.count: Any = 1
         self.boundary: Any = None
 
@@ -164,17 +168,19 @@ class _PipelineCall:
     def find_boundary(self) -> TensorSpec | None:
         """What stages pass on, by recording each of them alone on an abstract mesh."""
         mesh = self.places.abstract
-        params = []
-        for x in self.leaves:
-            entries, shape = x.spec.partition.entries, x.spec.shape
+
+        def seen(x: Any, r: int) -> TensorSpec | None:
+            if self.places.owner(x) not in (None, r):
+                return None
             cut = self.places.is_stacked(x)
-            params.append(TensorSpec(mesh, P(*entries[cut:]), shape[cut:], x.dtype))
-        tree = self.treedef.unflatten(params)
+            return TensorSpec(mesh, P(*x.spec.partition.entries[cut:]), x.spec.shape[cut:], x.dtype)
+
         first = self.inputs[0].spec
         x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
         found = None
         for stage, function in enumerate(self.functions[:-1]):
-            out = x = _result(function, tree, x)
+            r = self.schedule.ranks_of_stages[stage]
+            out = x = _result(function, self.treedef.unflatten([seen(leaf, r) for leaf in self.leaves]), x)
             if found is not None and out is not found:
                 raise ShapeError(
                     f"pipeline: stage {stage} returns {out!r}, but stage {stage - 1} returns {found!r}; all stages "
@@ -186,11 +192,14 @@ class _PipelineCall:
 
 @tracing.hidden
 def _result(stage: Stage, params: Any, x: TensorSpec) -> TensorSpec:
-    """The layout of what a stage returns. The stage runs on fake tensors, also while `jit` records the pipeline."""
-    mode = fake_mode()
-    with mode, set_mesh(x.mesh):
-        y = stage(*stand_ins((params, x), mode))
-        spec: TensorSpec = reshard(y, P(*y.spec.partition.entries)).spec
+    """The layout of what a stage returns. The stage is recorded, and runs nowhere, also while `jit` records."""
+
+    def settled(params: Any, x: Any) -> Any:
+        y = stage(params, x)
+        return reshard(y, P(*y.spec.partition.entries))
+
+    with set_mesh(x.mesh):
+        spec: TensorSpec = capture_fake(settled, *without_values((params, x), {})).out.spec
     return spec
 
 
@@ -201,10 +210,7 @@ class _Rank:
         places, schedule = run.places, run.schedule
         self.run_of, self.mesh = run, places.parts[r]
         self.stages = [s for s in schedule.order if schedule.ranks_of_stages[s] == r]
-        self.params = {
-            s: [places.row(x, r, i) if places.is_stacked(x) else places.on_part(x, r) for x in run.leaves]
-            for i, s in enumerate(self.stages)
-        }
+        self.params = {s: [places.of_stage(x, r, i) for x in run.leaves] for i, s in enumerate(self.stages)}
         self.grads: dict[int, list[Any]] = {}
         self.inbox: dict[tuple[bool, int, int], Any] = {}
         self.kept: dict[tuple[int, int], tuple[Any, ...]] = {}
@@ -219,19 +225,24 @@ class _Rank:
                 return self._forward(action.stage, action.microbatch)
             return self._backward(*action)
 
+    def gradient(self, i: int) -> Any:
+        """The gradient of a leaf, summed over the stages of this rank."""
+        return functools.reduce(operator.add, [grads[i] for grads in self.grads.values()])
+
     def _forward(self, stage: int, m: int) -> Any:
         run = self.run_of
         x = self.inbox.pop((True, stage, m)) if stage else self.inputs[m]
-        with torch.enable_grad():
-            params = [p.detach().requires_grad_(p.is_floating_point()) for p in self.params[stage]]
-            x = x.detach().requires_grad_() if stage else x
+        with torch.set_grad_enabled(run.trains):
+            params = [_leaf(p) for p in self.params[stage]]
+            x = _leaf(x) if stage else x
             y = run.functions[stage](run.treedef.unflatten(params), x)
             if stage == run.schedule.stages - 1:
                 y = reshard(run.loss(y, self.targets[m]) / run.count, P())
                 self.value = self.value + y.detach()
             else:
                 y = reshard(y, run.boundary.partition)
-        self.kept[stage, m] = (params, x, y)
+        if run.trains:
+            self.kept[stage, m] = (params, x, y)
         return None if stage == run.schedule.stages - 1 else y.detach()
 
     def _backward(self, kind: str, stage: int, m: int) -> Any:
@@ -244,16 +255,27 @@ class _Rank:
             self.kept[stage, m] = (params, x, y, *cotangent)
         else:
             del self.kept[stage, m]
-        wanted = [t for t in (*to_x, *to_params) if t.requires_grad]
+        wanted = [t for t in (*to_x, *to_params) if t is not None and t.requires_grad]
         if not wanted:
             return None
         values = iter(torch.autograd.grad(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
-        gradients = [next(values) if t.requires_grad else None for t in (*to_x, *to_params)]
-        found = [
-            torch.zeros_like(t) if g is None else reshard(g, t.spec.partition)
-            for g, t in zip(gradients, (*to_x, *to_params), strict=True)
-        ]
+        found = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
             new, old = found[len(to_x) :], self.grads.get(stage)
-            self.grads[stage] = new if old is None else [a + b for a, b in zip(old, new, strict=True)]
+            self.grads[stage] = (
+                new if old is None else [a if a is None else a + b for a, b in zip(old, new, strict=True)]
+            )
         return found[0] if to_x else None
+
+
+def _leaf(x: Any) -> Any:
+    """A value from which autograd begins. None stays, in the place of a leaf of other stages."""
+    return None if x is None else x.detach().requires_grad_(x.is_floating_point())
+
+
+def _gradient(x: Any, values: Iterator[Any]) -> Any:
+    """The gradient of a leaf, laid out as the leaf: the next of ``values`` if autograd follows the leaf."""
+    if x is None:
+        return None
+    g = next(values) if x.requires_grad else None
+    return torch.zeros_like(x) if g is None else reshard(g, x.spec.partition)

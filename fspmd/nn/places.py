@@ -38,8 +38,21 @@ class Places:
             transport="abstract",
         )
 
+    def owner(self, leaf: Any) -> int | None:
+        """The position to whose part a leaf belongs; None if it lies on the whole mesh."""
+        if leaf.spec.mesh is self.mesh:
+            return None
+        return next((r for r, part in enumerate(self.parts) if part is leaf.spec.mesh), None)
+
     def is_stacked(self, leaf: Any) -> bool:
-        return self.axis in leaf.spec.partition.axes
+        return self.owner(leaf) is None and self.axis in leaf.spec.partition.axes
+
+    def of_stage(self, leaf: Any, r: int, i: int) -> Any:
+        """What the ``i``-th stage of a position sees of a leaf; None of a leaf of another position."""
+        owner = self.owner(leaf)
+        if owner is not None:
+            return leaf if owner == r else None
+        return self.row(leaf, r, i) if self.is_stacked(leaf) else self.on_part(leaf, r)
 
     def part(self, x: Tensor, partition: P, r: int) -> Tensor:
         """The blocks of a position, of the blocks of a value on the whole mesh."""

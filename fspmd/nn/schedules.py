@@ -75,6 +75,25 @@ class Schedule:
         """The stages in the order of ranks: row ``i`` of stacked parameters belongs to stage ``order[i]``."""
         return tuple(sorted(range(self.stages), key=lambda s: (self.ranks_of_stages[s], s)))
 
+    @property
+    def trains(self) -> bool:
+        """Whether the table has backwards."""
+        return any(action is not None and action.kind != "F" for row in self.ticks for action in row)
+
+    def forwards(self) -> Schedule:
+        """The forwards alone, in the order of this table, for a loss without gradients. No activation lives on.
+
+        >>> print(one_f_one_b(2, 3).forwards())
+        one_f_one_b, forward: 2 stages on 2 ranks, 3 microbatches
+        tick       0    1    2    3
+        rank 0  F0.0 F0.1 F0.2    .
+        rank 1     . F1.0 F1.1 F1.2
+        bubble 25.0 %, peak of live activations 0 0
+        """
+        columns = zip(*self.ticks, strict=True)
+        lists = [[action for action in column if action is not None and action.kind == "F"] for column in columns]
+        return _in_order(f"{self.name}, forward", self.ranks_of_stages, self.microbatches, lists)
+
     def moves(self) -> list[tuple[tuple[tuple[int, int, Action], ...], ...]]:
         """For each tick the permutes after it: edges (source, destination, the action whose result travels).
 
@@ -112,14 +131,14 @@ class Schedule:
                 it needs, or a rank holds more activations than its limit. The error names tick, rank and microbatch.
         """
         done: dict[Action, int] = {}
-        live = [0] * self.ranks
+        live, trains = [0] * self.ranks, self.trains
         for tick, row in enumerate(self.ticks):
             if len(row) != self.ranks:
                 raise ArgumentError(f"{self.name}: tick {tick} has {len(row)} cells, but there are {self.ranks} ranks")
             for rank, action in enumerate(row):
                 if action is not None:
                     self._check(action, tick, rank, done)
-                    live[rank] += (action.kind == "F") - (action.kind in "BW")
+                    live[rank] += _held(action) if trains else 0
                     if live[rank] > self.limits[rank]:
                         raise ArgumentError(
                             f"{self._at(action, tick, rank)}: the rank then holds {live[rank]} activations, but its "
@@ -129,7 +148,7 @@ class Schedule:
         for stage in range(self.stages):
             for microbatch in range(self.microbatches):
                 kinds = {kind for kind in "FBIW" if Action(kind, stage, microbatch) in done}
-                if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                if kinds not in (({"F", "B"}, {"F", "I", "W"}) if trains else ({"F"},)):
                     raise ArgumentError(
                         f"{self.name}: rank {self.ranks_of_stages[stage]} runs "
                         f"{''.join(sorted(kinds)) or 'nothing'} for stage {stage} of microbatch "
@@ -183,10 +202,12 @@ class Schedule:
     def peaks(self) -> tuple[int, ...]:
         """The largest number of live activations of each rank."""
         live, peaks = [0] * self.ranks, [0] * self.ranks
+        if not self.trains:
+            return tuple(peaks)
         for row in self.ticks:
             for rank, action in enumerate(row):
                 if action is not None:
-                    live[rank] += (action.kind == "F") - (action.kind in "BW")
+                    live[rank] += _held(action)
                     peaks[rank] = max(peaks[rank], live[rank])
         return tuple(peaks)
 
@@ -201,6 +222,11 @@ class Schedule:
         return "\n".join(
             [head, *lines, f"bubble {self.bubble():.1%}".replace("%", " %") + f", peak of live activations {peaks}"]
         )
+
+
+def _held(action: Action) -> int:
+    """By how many activations an action changes those that live."""
+    return (action.kind == "F") - (action.kind in "BW")
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

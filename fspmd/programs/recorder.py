@@ -226,7 +226,7 @@ class ProgramRecorder(Values):
             return tracing.recorder() is self
 
         tracing.begin()
-        record_with(self._recorded)
+        before = record_with(self._recorded)
         modules = register_module_forward_pre_hook(self._module)
         try:
             with (
@@ -240,7 +240,7 @@ class ProgramRecorder(Values):
                 yield
         finally:
             modules.remove()
-            record_with(None)
+            record_with(before)
             tracing.end()
 
     def _typed(self, dispatch: Dispatch) -> Dispatch:
