@@ -100,6 +100,21 @@ def check_keys(treedef: optree.PyTreeSpec) -> None:
                 check_keys(child)
 
 
+@cached(maxsize=1024)
+def has_dicts(treedef: optree.PyTreeSpec) -> bool:
+    """Return whether a tree has a dict of several keys, which may be in another order on another rank."""
+    if treedef.type in (dict, defaultdict) and treedef.num_children > 1:
+        return True
+    return treedef.num_nodes > treedef.num_leaves + 1 and any(map(has_dicts, treedef.children()))
+
+
+def order_of(treedef: optree.PyTreeSpec) -> list[int] | None:
+    """Return the place of each leaf if dicts keep their own order, or None if it is the same."""
+    places = list(range(treedef.num_leaves))
+    in_order = optree.tree_leaves(treedef.unflatten(places), none_is_leaf=True, namespace=IN_ORDER)
+    return None if in_order == places else sorted(places, key=in_order.__getitem__)
+
+
 def _ascend(keys: list[Any]) -> bool:
     """Return whether each key is less than the next. Sets compare without an error, but have no order."""
     try:

@@ -605,6 +605,58 @@ def another_order_of_keys(port: int) -> tuple[str, float]:
     return outcome(act, debug())
 
 
+def _keys_of_one_rank(port: int, keys: str, call: Callable[[Mesh], Callable[[Any], Any]], *more: str) -> Any:
+    """Calls of trees with the same keys in another order on rank 1, and in ``more`` orders that all ranks share."""
+    mesh, rank = fresh(port)
+
+    def act() -> None:
+        step = call(mesh)
+        for of_all in more:
+            step({key: _x(mesh) for key in of_all})
+        if rank == 1:
+            time.sleep(0.5)
+        step({"w": [{key: _x(mesh) for key in (keys if rank != 1 else keys[::-1])}]})
+
+    return outcome(act, nullcontext())
+
+
+def _iterated(tree: Any) -> list[Any]:
+    return list((tree["w"][0] if "w" in tree else tree).values())
+
+
+def _of_bodies(mesh: Mesh) -> Callable[[Any], Any]:
+    return shard_map(lambda p: [psum(b, "x") for b in _iterated(p)], mesh=mesh, in_specs=P("x"), out_specs=P())
+
+
+def _of_records(mesh: Mesh) -> Callable[[Any], Any]:
+    return jit(lambda p: [reshard(b, P()) for b in _iterated(p)])
+
+
+def keys_in_another_order(port: int) -> tuple[str, float]:
+    return _keys_of_one_rank(port, "ab", _of_bodies)
+
+
+def keys_in_another_order_after_others(port: int) -> tuple[str, float]:
+    return _keys_of_one_rank(port, "abc", _of_bodies, "ab", "ba", "cab", "ab")
+
+
+def keys_in_another_order_in_a_record(port: int) -> tuple[str, float]:
+    return _keys_of_one_rank(port, "abc", _of_records, "ab", "ba")
+
+
+def keys_in_many_orders(port: int) -> tuple[str, float]:
+    """The same on all ranks. A rank has made a plan more, and another records again."""
+    mesh, rank = fresh(port)
+
+    def act() -> None:
+        for i, order in enumerate(("abc", "cba", "bac", "abc", "cab")):
+            for _ in range(1 + (rank == i % 4)):
+                made = shard_map(lambda p: p["a"] + p["b"], mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+                made({key: _x(mesh) for key in order})
+
+    return outcome(act, nullcontext())
+
+
 def another_static_argument(port: int) -> tuple[str, float]:
     mesh, rank = fresh(port)
     words = {"a", "b", "c", "d"} - ({"d"} if rank == 1 else set())

@@ -279,6 +279,24 @@ def test_another_value_is_told(four: Processes, program: Callable[[int], Any], r
     assert len({*bits}) == 2
 
 
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (fault_programs.keys_in_another_order, "shard_map(<lambda>)"),
+        (fault_programs.keys_in_another_order_after_others, "shard_map(<lambda>)"),
+        (fault_programs.keys_in_another_order_in_a_record, "jit(<lambda>)"),
+    ],
+)
+def test_keys_in_another_order_are_told(four: Processes, program: Callable[[int], Any], name: str) -> None:
+    """Without `debug`, and before the rank communicates. The others hear of it where they wait for it."""
+    errors = _run(four, program, within=20)
+    own = errors.pop(1)
+    assert own.startswith(f"LockstepError: {name} (fault_programs.py:"), own
+    assert "have another order on rank 1 than on rank " in own, own
+    assert own.count("['w'][0]['") == 2, own
+    assert all("rank 1 raised LockstepError: " in error for error in errors), errors
+
+
 def test_a_circle_of_ranks_is_told(four: Processes) -> None:
     """Each waits for another one over another axis: no hash differs."""
     first, *rest = _run(four, fault_programs.another_order, within=4)
@@ -447,6 +465,7 @@ def test_threads_leave_their_blocks_in_any_order() -> None:
         fault_programs.a_slow_record,
         fault_programs.a_new_world,
         fault_programs.other_replays_of_other_groups,
+        fault_programs.keys_in_many_orders,
     ],
 )
 def test_who_does_nothing_wrong_hears_nothing(four: Processes, program: Callable[[int], Any]) -> None:

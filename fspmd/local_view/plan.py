@@ -17,14 +17,15 @@ from fspmd.foreign import refuse_foreign
 from fspmd.local_view.closures import held_tensors, held_values
 from fspmd.local_view.entry import Entry, argument_failure, make_entry, static
 from fspmd.local_view.exit import Exits, make_exit, result_failure, static_failure
+from fspmd.local_view.key_orders import check_order
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.outside import usable_mesh
 from fspmd.pairs import Call, call
-from fspmd.sharded import IN_ORDER, Sharded
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import known_values
-from fspmd.trees import Label, check_keys, labels, parameter_names, prefix_over
+from fspmd.trees import Label, check_keys, labels, order_of, parameter_names, prefix_over
 
 
 @dataclass(slots=True)
@@ -138,7 +139,8 @@ def make_plan(
         for i, (leaf, spec, _) in enumerate(rows)
         if spec is not None and not isinstance(leaf, Sharded)
     ]
-    order = _order_of(treedef)
+    order = order_of(treedef)
+    check_order((full_mesh,), name, f, treedef, order, names_of_leaves)
     return Plan(
         body=body,
         treedef=treedef,
@@ -161,13 +163,6 @@ def make_plan(
 def _lent(specs: list[P | None]) -> dict[int, frozenset[str]]:
     """Return the axes over which each argument may differ, by place. In a simulation no two ranks share a block."""
     return {i: spec.axes | spec.unreduced for i, spec in enumerate(specs) if spec is not None}
-
-
-def _order_of(treedef: optree.PyTreeSpec) -> list[int] | None:
-    """Return the place of each leaf if dicts keep their own order, or None if it is the same."""
-    places = list(range(treedef.num_leaves))
-    in_order = optree.tree_leaves(treedef.unflatten(places), none_is_leaf=True, namespace=IN_ORDER)
-    return None if in_order == places else sorted(places, key=in_order.__getitem__)
 
 
 def _name_of(f: Any) -> str:

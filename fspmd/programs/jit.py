@@ -22,7 +22,7 @@ from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
 from fspmd.programs.keys import flatten_call, guard, kinds_of, not_hashable, without_key
-from fspmd.programs.known_arguments import tell_values
+from fspmd.programs.known_arguments import check_orders, tell_values
 from fspmd.programs.lower import Lowered
 from fspmd.programs.options import Names, Numbers, check_static_not_donated, chosen
 from fspmd.programs.passes.table import Passes, passes_of
@@ -240,6 +240,7 @@ class _Records(Cache[Any, Record]):
             record = self.made((around, kinds), args, kwargs)
             if record is None:
                 return self.recordable.plain(*args, **kwargs)
+            check_orders(record, self.recordable.function, args, kwargs)
         else:
             self.hits += 1
         if watched:

@@ -1,0 +1,90 @@
+"""Orders of keys: code that iterates over a dict takes its keys in the order in which this rank has put them in.
+
+The first rank that makes a plan or a record of a call writes its order into the store of the ranks. The others compare
+theirs with it. Nobody waits, and a later call of the same kind asks nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from optree import PyTreeSpec
+
+from fspmd.errors import LockstepError
+from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh
+from fspmd.transport import known_values
+from fspmd.transport.reports import store_here, tell_failure
+from fspmd.trees import Label, has_dicts
+
+_SHOWN: Final = 64  # leaves of an order in the store
+_comparing: Final = threading.Lock()  # threads of a rank may come to one call
+_seen: Final[dict[str, list[str]]] = {}  # the orders of this process, by mesh, call and structure
+world.at_new_world(_seen.clear)
+
+
+def check_order(
+    meshes: Iterable[Mesh], name: str, function: Any, tree: PyTreeSpec, order: list[int] | None, labels: Sequence[Label]
+) -> None:
+    """Compare the order of the keys in a call's arguments with that of the first rank of each mesh that has come to it.
+
+    Args:
+        name: The name of the call in messages.
+        function: The function that it runs.
+        tree: The structure of the arguments.
+        order: As of `trees.order_of`.
+        labels: The names of the leaves.
+
+    Raises:
+        LockstepError: The orders differ.
+    """
+    if known_values.hear is not None or not has_dicts(tree):  # under `debug` all ranks compare, at once
+        return
+    for mesh in meshes:
+        if mesh.transport == "process_group" and mesh.coordinate() is not None and world.has_peers():
+            with _comparing:
+                _compare(mesh, f"{name}{_line_of(function)}", tree, order, labels)
+
+
+def _line_of(function: Any) -> str:
+    plain = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    code = getattr(plain, "__code__", None)
+    return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def _compare(mesh: Mesh, call: str, tree: PyTreeSpec, order: list[int] | None, labels: Sequence[Label]) -> None:
+    key, digest = _digest(mesh.ranks, mesh.axis_names, call, tree), _digest(order)
+    known = _seen.setdefault(key, [])
+    if digest in known:
+        return
+    me, leaves = world.process_rank(), range(len(labels))
+    mine = list(leaves if order is None else sorted(leaves, key=order.__getitem__))[:_SHOWN]
+    found = ""
+    with contextlib.suppress(RuntimeError):  # the store has ended
+        store = store_here("fspmd.key_orders")
+        found = store.compare_set(f"{key}/{len(known)}", "", json.dumps([me, digest, mine])).decode()
+    known.append(digest)
+    rank, theirs, first = json.loads(found) if found else (me, digest, mine)
+    if theirs == digest:
+        return
+    places = next(((a, b) for a, b in zip(first, mine, strict=True) if a != b), None)
+    at, ours = ("another leaf", "one leaf") if places is None else (str(labels[place]) for place in places)
+    error = LockstepError(
+        f"{call}: the keys of a dict in its arguments have another order on rank {me} than on rank {rank}, so code "
+        f"that iterates over it takes other leaves: rank {rank} comes to {at} where rank {me} comes to {ours}; make "
+        "the dict in one order on all ranks, for example as dict(sorted(d.items()))"
+    )
+    tell_failure(error)
+    raise error
+
+
+def _digest(*facts: object) -> str:
+    return hashlib.sha1(repr(facts).encode(), usedforsecurity=False).hexdigest()[:16]
