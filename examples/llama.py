@@ -24,7 +24,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P
-from fspmd.nn import Causal, SequenceLayout, experts, gathered, grouped_matmul, ring_attention, route
+from fspmd.nn import Causal, Precision, SequenceLayout, experts, gathered, grouped_matmul, ring_attention, route
 
 Params = dict[str, Any]
 BATCH = ("dp", "fsdp", "ep")  # the axes that cut the batch
@@ -47,6 +47,7 @@ class Config:
     experts: int = 0
     chosen: int = 2  # experts of a token
     capacity: int | None = None  # tokens for each rank and expert; the default drops none
+    precision: Precision | None = None  # the dtypes of the computation, and of sums of gradients; None: of parameters
 
     @property
     def K(self) -> int:
@@ -117,11 +118,12 @@ def param_specs(c: Config, mesh: fspmd.Mesh) -> Params:
 # ---------------------------------------------------------------- the model: what one rank does with its blocks
 
 
-def use(params: Params, specs: Params) -> Params:
+def use(c: Config, params: Params, specs: Params) -> Params:
     """Parameters as a computation needs them: no longer cut by fsdp. Experts see the tokens of all ranks of ep."""
 
     def one(w: Tensor, spec: P) -> Any:
-        return gathered(w, tuple(axis for axis in TOKENS if axis != "ep" or "ep" not in spec.axes), spec)
+        axes = tuple(axis for axis in TOKENS if axis != "ep" or "ep" not in spec.axes)
+        return gathered(w, axes, spec, dtype=c.precision)
 
     return {name: one(w, specs[name]) for name, w in params.items()}
 
@@ -151,7 +153,7 @@ def mlp(c: Config, p: Params, x: Tensor) -> Tensor:
 
 def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: SequenceLayout) -> Tensor:
     """x [b, s, D] -> [b, s, D]."""
-    p = use(params, specs)
+    p = use(c, params, specs)
     h, at = F.rms_norm(x, (c.D,), p["norm1"], EPSILON), layout.positions("cp")
     q, k, v = (torch.einsum("bsd,dhk->bhsk", h, p[name]) for name in ("wq", "wk", "wv"))
     heads = ring_attention(rotate(q, at), rotate(k, at), v, "cp", mask=Causal(), layout=layout)
@@ -172,14 +174,14 @@ def stage(c: Config, layout: SequenceLayout, first: bool, last: bool) -> Callabl
 
     def run(params: Params, x: Tensor) -> Tensor:
         if first:
-            table = use({"embedding": params["embedding"]}, specs)["embedding"]
+            table = use(c, {"embedding": params["embedding"]}, specs)["embedding"]
             place, mine = own_rows(x, table.shape[0])
             x = fspmd.psum(F.embedding(place, table) * mine[..., None], "tp")
         for i in range(params["layers"]["wq"].shape[0]):
             own = {name: w[i] for name, w in params["layers"].items()}
             x = fspmd.checkpoint(layer)(c, own, of_layer, x, layout)
         if last:
-            p = use({name: params[name] for name in ("norm", "head")}, specs)
+            p = use(c, {name: params[name] for name in ("norm", "head")}, specs)
             x = F.rms_norm(x, (c.D,), p["norm"], EPSILON) @ p["head"]
         return x
 
@@ -188,6 +190,7 @@ def stage(c: Config, layout: SequenceLayout, first: bool, last: bool) -> Callabl
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [b, s, V / tp], targets [b, s] -> the sum over all tokens. No rank sees a whole row of V."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = fspmd.pmax(fspmd.stop_gradient(logits).amax(-1), "tp")
     total = fspmd.psum((logits - top[..., None]).exp().sum(-1), "tp")
     place, mine = own_rows(targets, logits.shape[-1])

@@ -34,7 +34,18 @@ from torch import Tensor
 
 import fspmd
 from fspmd import Mesh, P, TensorSpec, shard_map
-from fspmd.nn import accumulate, adamw, gpipe, one_f_one_b, pipeline, zero_bubble, zigzag
+from fspmd.nn import (
+    LossScale,
+    Precision,
+    accumulate,
+    adamw,
+    gpipe,
+    one_f_one_b,
+    pipeline,
+    selected,
+    zero_bubble,
+    zigzag,
+)
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble}
@@ -46,7 +57,10 @@ Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, e
 
 
 def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Callable, Callable]:
-    """Two functions of parameters and microbatches: of the mean loss with its gradients, and of the mean loss alone."""
+    """Two functions of parameters and microbatches: of the mean loss with its gradients, and of the mean loss alone.
+
+    With one stage the first takes a number by which the loss is multiplied before it is differentiated.
+    """
     specs, stages, layout = llama.stage_specs(c), mesh.shape["pp"], zigzag(c.S, mesh.shape["cp"])
     if stages == 1:
         model = llama.stage(c, layout, first=True, last=True)
@@ -56,10 +70,15 @@ def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Call
 
         mapped = shard_map(total, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=P())
 
+        def scaled(params: Params, batches: Batches, scale: Any = 1.0) -> tuple[Any, Params]:
+            both = accumulate(lambda params, batch: (mapped(params, *batch) * scale, batch[1].numel()))
+            mean, grads = both(params, batches)
+            return mean / scale, grads
+
         def alone(params: Params, batches: Batches) -> Any:
             return sum(mapped(params, *batch) for batch in batches) / sum(targets.numel() for _, targets in batches)
 
-        return accumulate(lambda params, batch: (mapped(params, *batch), batch[1].numel())), alone
+        return scaled, alone
 
     def part(i: int) -> Callable:
         first, last = i == 0, i == stages - 1
@@ -114,15 +133,27 @@ def optimizer(c: Config, peak: float, steps: int) -> fspmd.nn.Optimizer:
     return adamw(rate, BETAS, decay=optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, llama.leaves(c)))
 
 
-def make_step(both: Callable, update: Callable) -> Callable:
-    """A step of training, from the loss with its gradients and the update of an optimizer."""
+def make_step(both: Callable, update: Callable, scaled: bool = False) -> Callable:
+    """A step of training, from the loss with its gradients and the update of an optimizer.
+
+    ``scaled``: the loss is multiplied by the scale in the state. A step whose gradients are not finite changes nothing
+    but the scale.
+    """
 
     def step(params: Params, state: Any, batches: Batches) -> tuple[Any, Params, Any]:
         loss, grads = both(params, batches)
         grads, _ = fspmd.clip_by_global_norm(grads, CLIP)
         return loss, *update(grads, state, params)
 
-    return step
+    def scaled_step(params: Params, state: Any, batches: Batches) -> tuple[Any, Params, Any]:
+        inner, scale = {name: tree for name, tree in state.items() if name != "scale"}, state["scale"]
+        loss, grads = both(params, batches, scale.scale)
+        grads, finite = scale.unscaled(grads)
+        grads, _ = fspmd.clip_by_global_norm(grads, CLIP)
+        params, inner = selected(finite, update(grads, inner, params), (params, inner))
+        return loss, params, {**inner, "scale": scale.after(finite)}
+
+    return scaled_step if scaled else step
 
 
 # ---------------------------------------------------------------- training
@@ -158,9 +189,11 @@ def train(
     dtype = getattr(torch, args.dtype)
     params = init_params(c, mesh, args.seed, dtype)
     init, update = optimizer(c, args.lr, args.steps)
-    step = make_step(both, update)
+    step = make_step(both, update, scaled=bool(args.loss_scale))
     step = fspmd.jit(step, donate_argnums=(0, 1)) if args.jit else step
     state, losses = init(params), [math.nan] * args.steps
+    if args.loss_scale:
+        state["scale"] = LossScale.of(args.loss_scale, mesh.device)
     begin = (fspmd.latest_step(args.checkpoint) or 0) if args.resume else 0
     if begin:
         like = {"params": params, "state": state, "losses": losses}
@@ -266,6 +299,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
+    dtypes = ["float32", "float64", "bfloat16", "float16"]
+    parser.add_argument(
+        "--compute", choices=dtypes, help="cast parameters to it where they are used (default: --dtype)"
+    )
+    parser.add_argument("--reduce", choices=dtypes, help="sum gradients over ranks in it (default: --dtype)")
+    parser.add_argument("--loss-scale", type=float, help="multiply the loss by it, or less where gradients overflow")
     parser.add_argument("--jit", action="store_true", help="record a step once, and replay it")
     parser.add_argument("--accelerator", type=float, help="TFLOP/s of a rank at most, for MFU (default: measured)")
     parser.add_argument("--checkpoint", metavar="DIR", help="save the state to this folder")
@@ -290,6 +329,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, size, over, parts in cuts:
         if parts < 1 or size % parts:
             parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
+    if args.loss_scale and mesh["pp"] > 1:
+        parser.error("--loss-scale scales the loss of one stage; leave it out, or take pp=1")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint, the folder that the state is saved to")
     return args
@@ -298,7 +339,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def config(args: argparse.Namespace) -> Config:
     sizes = {"D": args.width, "F": args.hidden, "H": args.heads, "G": args.kv_heads, "V": args.vocabulary}
     mixture = {"experts": args.experts, "chosen": args.chosen, "capacity": args.capacity}
-    return Config(layers=args.layers, S=args.length, **sizes, **mixture)
+    param, compute, reduce = (getattr(torch, name or args.dtype) for name in (args.dtype, args.compute, args.reduce))
+    precision = Precision(param, compute, reduce) if args.compute or args.reduce else None
+    return Config(layers=args.layers, S=args.length, precision=precision, **sizes, **mixture)
 
 
 def main(argv: list[str] | None = None) -> None:

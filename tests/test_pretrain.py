@@ -45,6 +45,7 @@ MESHES = [
     "pp=2,fsdp=2,tp=2 --jit",
     "pp=2,dp=3 --schedule=gpipe",
     "dp=2,cp=2,tp=2 --jit",
+    "dp=2,fsdp=2 --jit --loss-scale=1024 --compute=float64 --microbatches=3",
     "pp=2,dp=1,fsdp=2,ep=1,cp=2,tp=2",
     f"tp=2 {MOE}",
     f"ep=4 {MOE} --microbatches=3",
@@ -196,6 +197,25 @@ def test_validation_is_the_dense_loss_and_runs_no_backward(text: str) -> None:
     assert not any(call.backward for call in log)
     if "pp" in text:  # each microbatch travels once
         assert sum(call.kind == "ppermute" for call in log) == 2 * args.microbatches
+
+
+def run_losses(text: str, folder: Path) -> list[float]:
+    train(arguments(text, losses=folder / "losses.json", out=folder))
+    found: list[float] = json.loads((folder / "losses.json").read_text())["losses"]
+    return found
+
+
+def test_losses_in_narrow_dtypes_are_near(tmp_path: Path) -> None:
+    for flags in ("--compute=bfloat16 --reduce=float32", "--compute=float16 --loss-scale=1024"):
+        assert run_losses(f"fsdp=2,tp=2 {flags}", tmp_path) == pytest.approx(expected(""), rel=3e-4)
+
+
+@pytest.mark.parametrize("jitted", ["", "--jit"])
+def test_a_step_whose_gradients_overflow_is_left_out(jitted: str, tmp_path: Path) -> None:
+    """Then losses are those of parameters that do not change."""
+    found = run_losses(f"fsdp=2 {jitted} --compute=float16 --loss-scale={2.0**100}", tmp_path)
+    assert found == pytest.approx(expected("--lr=0"), rel=1e-4)
+    assert found != pytest.approx(expected(""), rel=1e-2)
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
