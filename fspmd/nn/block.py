@@ -77,6 +77,7 @@ def _kernel_forward(
     batch, width = query.shape[:-1], value.shape[-1]
     operands, bias = _alike(query, key, value), _bias(query, key, allowed)
     out, lse = aten_cpu_attention(*operands, attn_mask=bias, scale=_scale(query, scale))
+    lse = lse.to(out.dtype)  # the kernel of torch 2.11 without values says float32
     out, lse = out[..., :width].reshape(*batch, width), lse.reshape(batch)
     if allowed is not None:
         sees = allowed.any(-1)

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fspmd.ops.schemas import facts_of
@@ -20,7 +20,7 @@ from fspmd.programs.passes.aliases import written
 from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.steps import is_aten, is_collective
-from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.carriers import FLOATS
 
 aten: Final = torch.ops.aten
@@ -110,14 +110,16 @@ class _Shorter:
             if not is_aten(node):
                 exposed.update(map(owner, node.all_input_nodes))
         found: dict[fx.Node, Any] = {}
-        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction(), disable_dispatch_modes():
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
             for node in self.place:
                 fits = is_aten(node) and _is_of_one_rank(node)
                 if not fits or node.meta["value"].nbytes > _LARGEST or owner(node) in exposed:
                     continue
                 if set(node.all_input_nodes) <= found.keys() and facts_of(node.target).is_pure(node.args, node.kwargs):
                     args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
-                    found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                    value = node.target(*args, **kwargs)  # type: ignore[operator]
+                    if type(value) is Tensor:  # and no fake one, in a mode of the user
+                        found[node] = value
         return found
 
     def joined(self, values: dict[fx.Node, Any]) -> tuple[dict[fx.Node, Joined], set[fx.Node]]:
