@@ -48,6 +48,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = 
     "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w, 1e-6), (X, G), ["rms_norm"]),
     "rms_norm of two dims": (lambda x, w: F.rms_norm(x, (3, 8), w), (X, G.expand(3, 8)), ["rms_norm"]),
     "a view of the same shape": (lambda x: x.view(4, 3, 8).expand(4, 3, 8) * 2, (X,), ["mul.Tensor"]),
+    "a view with a dim of size 1": (lambda x: x.view(4, 1, 8) * 2, (X[:, :1],), ["view.default", "mul.Tensor"]),
     "a view that is returned": (lambda x: x.view(4, 3, 8), (X,), ["view.default"]),
     "a product that is used twice": (_used_twice, (X, W), ["view.default", "mm.default", "_unsafe_view.default"]),
     "a write between": (

@@ -176,9 +176,9 @@ def _itself(x: Any) -> Any:
 
 
 def _unchanged(steps: _Shorter, node: fx.Node) -> Joined | None:
-    """A view of the shape that its operand has."""
+    """A view of the shape that its operand has. Strides of dims of size 1, which may differ, decide how torch adds."""
     x = node.args[0]
-    if steps.reshapes or node in steps.ends or not isinstance(x, fx.Node) or not _is_alike(x, node):
+    if steps.reshapes or node in steps.ends or not isinstance(x, fx.Node) or not _is_alike(x, node) or 1 in _shape(x):
         return None
     return Joined(_itself, (x,), node)
 
