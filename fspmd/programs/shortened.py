@@ -151,8 +151,9 @@ class _Shorter:
         """Whether a step between two steps does more than compute a value, or write into one that lies between."""
         span = range(self.place[first], self.place[last])
         return any(
-            node.meta.get("effect") or any(self.place.get(owner(x), -1) not in span for x in self.writes[i])
-            for i, node in ((i, self.given.steps[i]) for i in span)
+            self.given.steps[i].meta.get("effect")
+            or any(self.place.get(owner(x), -1) not in span for x in self.writes[i])
+            for i in span
         )
 
     def only(self, x: Any, *targets: Any) -> tuple[Any, ...] | None:
@@ -194,14 +195,15 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _matmul(steps: _Shorter, node: fx.Node) -> Joined | None:
     """``matmul(x, w)`` for ``_unsafe_view(mm(view(x), w))``, and ``linear(x, v)`` if ``w`` is ``t(v)``."""
-    rows, w = steps.only(node.args[0], aten.mm.default) or (None, None)
+    product: Any = node.args[0]
+    rows, w = steps.only(product, aten.mm.default) or (None, None)
     (x, _) = steps.of(rows, aten.view.default) or (None, None)
     if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or not _are_rows(x, rows, node):
         return None
     (v,) = steps.of(w, aten.t.default) or (None,)
     if v is not None:
-        return Joined(F.linear, (x, v), node.args[0])  # type: ignore[arg-type]
-    return Joined(torch.matmul, (x, w), node.args[0])  # type: ignore[arg-type]
+        return Joined(F.linear, (x, v), product)
+    return Joined(torch.matmul, (x, w), product)
 
 
 def _are_rows(x: fx.Node, rows: Any, result: fx.Node) -> bool:
@@ -212,29 +214,31 @@ def _are_rows(x: fx.Node, rows: Any, result: fx.Node) -> bool:
 
 def _linear(steps: _Shorter, node: fx.Node) -> Joined | None:
     """``linear(x, v, b)`` for ``view(addmm(b, view(x), t(v)))``."""
-    b, rows, w = steps.only(node.args[0], aten.addmm.default) or (None, None, None)
+    product: Any = node.args[0]
+    b, rows, w = steps.only(product, aten.addmm.default) or (None, None, None)
     (x, _), (v,) = steps.of(rows, aten.view.default) or (None, None), steps.of(w, aten.t.default) or (None,)
     if not isinstance(x, fx.Node) or v is None or not _are_rows(x, rows, node):
         return None
-    return Joined(F.linear, (x, v, b), node.args[0])  # type: ignore[arg-type]
+    return Joined(F.linear, (x, v, b), product)
 
 
 def _batched(steps: _Shorter, node: fx.Node) -> Joined | None:
     """``matmul(x, w)`` for ``_unsafe_view(bmm(x, expand(w)))``, which torch runs where ``x`` has unusual strides."""
-    a, b = steps.only(node.args[0], aten.bmm.default) or (None, None)
+    product: Any = node.args[0]
+    a, b = steps.only(product, aten.bmm.default) or (None, None)
     x, w = (_below(steps, operand) for operand in (a, b))
     if x is None or w is None or len(_shape(x)) < 3 or len(_shape(w)) != 2 or _shape(node)[:-1] != _shape(x)[:-1]:
         return None
     if _shape(b)[1:] != _shape(w):
         return None
-    return Joined(torch.matmul, (x, w), node.args[0])  # type: ignore[arg-type]
+    return Joined(torch.matmul, (x, w), product)
 
 
 def _below(steps: _Shorter, x: Any) -> fx.Node | None:
     """The value of which the operand of a batched product is an expanded view."""
     (expanded, _) = steps.of(x, aten.view.default) or (None, None)
-    below: tuple[Any, ...] = steps.of(expanded, aten.expand.default) or (None,)
-    return below[0]  # type: ignore[no-any-return]
+    below: fx.Node | None = (steps.of(expanded, aten.expand.default) or (None,))[0]
+    return below
 
 
 def _rms_norm(steps: _Shorter, node: fx.Node) -> Joined | None:
