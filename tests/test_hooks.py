@@ -9,6 +9,7 @@ import pytest
 import torch
 from simulated import MESH, run, shards, typed, types
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch_calls import F64
 
 import fspmd
@@ -104,6 +105,23 @@ def test_a_custom_function_under_a_transform() -> None:
     body = lambda x, w: torch.func.grad(lambda w: ProductApart.apply(x, w, 2.0).sin().sum())(w)  # noqa: E731
     grad = run(body, X, W, specs=(P("x"), P()))
     torch.testing.assert_close(grad, torch.func.grad(lambda w: ((X @ w) * 2).sin().sum())(W), rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_runs_again_on_its_arguments_as_given() -> None:
+    """They are kept as they are, and not cast to one type. So Python may read an equal one again."""
+    x = X.clone().requires_grad_()
+    power, seen = torch.tensor(3.0, requires_grad=True), []
+
+    def cube(x: Tensor, power: Tensor) -> Tensor:
+        seen.append(types(power))
+        return x ** int(power)
+
+    f = shard_map(
+        lambda *args: checkpoint(cube, *args, use_reentrant=False), mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x")
+    )
+    f(x, power).sum().backward()
+    torch.testing.assert_close(x.grad, 3 * X**2)
+    assert seen == [{"{}"}, {"{}"}]
 
 
 @pytest.mark.parametrize("inside", [True, False])

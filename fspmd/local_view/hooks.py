@@ -108,7 +108,12 @@ def _wrap_apply() -> None:
 
 
 def _types_itself(cls: Any) -> bool:
-    """Return whether a Function belongs to the machinery. `fspmd.nn` is written as users write."""
+    """Return whether a Function belongs to the machinery. `fspmd.nn` is written as users write.
+
+    So does the Function by which torch before 2.13 keeps the arguments of a checkpoint. It runs again on them as given.
+    """
+    if cls.__module__ == _Reentrant.__module__:
+        return cls is not _Reentrant
     return cls.__module__.startswith("fspmd.") and not cls.__module__.startswith("fspmd.nn.")
 
 
