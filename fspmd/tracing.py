@@ -19,6 +19,7 @@ from fspmd.torch_internals import (
     TorchDispatchMode,
     clear_transforms,
     count_dispatch_modes,
+    count_function_modes,
     disable_dispatch_modes,
     dispatch_mode_of,
     dispatch_mode_stack,
@@ -86,6 +87,8 @@ def is_traced() -> bool:
 
     Such a graph would have no collectives. It does not see those of processes, and simulated ones are plain sums.
     """
+    if not count_dispatch_modes() and not count_function_modes():  # all but torch.jit.trace activate a mode
+        return jit_tracing() is not None
     return (
         (count_dispatch_modes() and dispatch_mode_of(PROXY_KEY) is not None)
         or jit_tracing() is not None
