@@ -40,7 +40,8 @@ class Peak(TorchDispatchMode):
         for x in optree.tree_leaves(values, namespace="fspmd"):
             for shard in x.shards if isinstance(x, LocalTensor) else [x] if isinstance(x, Tensor) else []:
                 storage = torch.Tensor.untyped_storage(shard)
-                self.known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                if storage.device.type != "meta":
+                    self.known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.known = {key: (ref, n) for key, (ref, n) in self.known.items() if not ref.expired()}
         self.bytes = max(self.bytes, sum(n for _, n in self.known.values()))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from fspmd.programs.passes.aliases import made_once
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import made_by
 from fspmd.programs.steps import is_wait, moved_by
@@ -80,22 +81,27 @@ def memory_of_program(program: Program, donated: Collection[fx.Node] = (), argum
 def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, tuple[int, int]]:
     """The first and the last step in which each memory is held. Deferred steps come last.
 
-    Arguments that are not ``donated`` are held throughout. Results are held to the end. Every other value is freed
-    after its last use.
+    Arguments that are not ``donated`` are held throughout, as are values that are made once. Results are held to the
+    end. Every other value is freed after its last use.
     """
     steps = (*program.steps, *program.deferred)
+    once = made_once(program.steps, {*program.results, *program.kept}) | made_once(program.deferred, program.gradients)
     given = (*program.inputs, *program.constants)
     begins = {owner(node): 0 for node in given}
     ends: dict[fx.Node, int] = {}
     places = {node: i for i, node in enumerate(steps)}
     for i, node in enumerate(steps):
+        if node in once:
+            continue
         begin = places[node.args[0]] if node.target is operator.getitem else i  # type: ignore[index]
         begins.update((memory, begin) for memory in _allocated(node))
         ends.update((memory, i) for memory in _used(node))
         if (last := _last_taken(node, places)) is not None:
             ends.update((memory, last) for memory in made_by(node))
+    lasting = [x for x in once if any(user not in once for user in x.users)]
+    begins.update((owner(node), 0) for node in lasting)
     freed = set(donated)
-    kept = [node for node in given if node not in freed]
+    kept = [*lasting, *(node for node in given if node not in freed)]
     kept += [node for node in (*program.results, *program.gradients) if node is not None]
     ends.update((owner(node), len(steps) - 1) for node in kept)
     return {memory: (i, ends.get(memory, i)) for memory, i in begins.items()}

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fspmd.ops.schemas import facts_of
-from fspmd.programs.passes.aliases import written
+from fspmd.programs.passes.aliases import is_of_one_rank, made_once, written
 from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.steps import is_aten, is_collective
@@ -24,8 +23,6 @@ from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.carriers import FLOATS
 
 aten: Final = torch.ops.aten
-
-_LARGEST: Final = 1 << 16  # bytes of a constant that is kept
 
 
 class Joined(NamedTuple):
@@ -104,18 +101,11 @@ class _Shorter:
         )
 
     def values(self) -> dict[fx.Node, Any]:
-        """The values of steps that depend on nothing, and whose memory nobody writes into."""
-        exposed = {owner(x) for nodes in (self.ends, *self.writes.values()) for x in nodes}
-        for node in self.place:
-            if not is_aten(node):
-                exposed.update(map(owner, node.all_input_nodes))
+        """The values of steps that need not run again."""
         found: dict[fx.Node, Any] = {}
         with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
-            for node in self.place:
-                fits = is_aten(node) and _is_of_one_rank(node)
-                if not fits or node.meta["value"].nbytes > _LARGEST or owner(node) in exposed:
-                    continue
-                if set(node.all_input_nodes) <= found.keys() and facts_of(node.target).is_pure(node.args, node.kwargs):
+            for node in made_once(self.given.steps, self.ends):
+                if found.keys() >= set(node.all_input_nodes):
                     args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
                     value = node.target(*args, **kwargs)  # type: ignore[operator]
                     if type(value) is Tensor:  # and no fake one, in a mode of the user
@@ -142,7 +132,7 @@ class _Shorter:
 
         Where autograd follows values, some functions run other steps than where it does not.
         """
-        if _is_of_one_rank(node) and (self.given.infers or node.target in _VIEWS):
+        if is_of_one_rank(node) and (self.given.infers or node.target in _VIEWS):
             for match in _MATCHES.get(node.target, ()):
                 if (one := match(self, node)) is not None and not self.is_interrupted(one.first, node):
                     yield one
@@ -164,11 +154,6 @@ class _Shorter:
         """The arguments of a step of this part, if it has one of these targets."""
         fits = isinstance(x, fx.Node) and x in self.place and x.target in targets and not x.kwargs
         return tuple(x.args) if fits else None
-
-
-def _is_of_one_rank(node: fx.Node) -> bool:
-    """Whether the result of a step is a tensor, and not simulated."""
-    return "value" in node.meta and node.meta.get("frame", False) is None
 
 
 def _itself(x: Any) -> Any:

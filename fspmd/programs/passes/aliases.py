@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -18,6 +18,8 @@ from fspmd.ops.schemas import facts_of
 from fspmd.programs.program import Program, owner
 from fspmd.programs.steps import PARTS, is_aten, is_collective, is_wait, shard_of
 from fspmd.torch_internals import OpOverload
+
+_LARGEST: Final = 1 << 16  # bytes of a tensor that is made once, and kept
 
 
 class Aliases:
@@ -118,6 +120,30 @@ def written(node: fx.Node) -> list[fx.Node]:
         facts = facts_of(node.target)
         return [x for value in facts.written(node.args, node.kwargs) for x in _nodes_in(value)] if facts.writes else []
     return list(node.all_input_nodes) if is_unknown(node) else []
+
+
+def made_once(steps: Sequence[fx.Node], ends: Collection[Any]) -> dict[fx.Node, None]:
+    """The steps that a replay runs only once: small tensors that depend on nothing, and that nobody writes into.
+
+    ``ends``: the results of the steps. The caller may write into them.
+    """
+    found: dict[fx.Node, None] = {}
+    exposed: set[fx.Node] | None = None
+    for node in steps:
+        if not found.keys() >= set(node.all_input_nodes) or not is_aten(node) or not is_of_one_rank(node):
+            continue
+        if exposed is None:
+            given = [x for step in steps for x in (written(step) if is_aten(step) else step.all_input_nodes)]
+            exposed = {owner(x) for x in (*ends, *given) if isinstance(x, fx.Node)}
+        fits = node.meta["value"].nbytes <= _LARGEST and owner(node) not in exposed
+        if fits and facts_of(node.target).is_pure(node.args, node.kwargs):
+            found[node] = None
+    return found
+
+
+def is_of_one_rank(node: fx.Node) -> bool:
+    """Whether the result of a step is a tensor, and not simulated."""
+    return "value" in node.meta and node.meta.get("frame", False) is None
 
 
 def _shares(node: fx.Node) -> Iterable[fx.Node]:
