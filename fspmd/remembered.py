@@ -308,7 +308,7 @@ def _refuse_written(x: Tensor) -> NoReturn:
 
 
 def remember_origin(x: Tensor, origin: Callable[[Tensor, Any], Tensor | None]) -> None:
-    """Remember how a tensor was made. ``origin(x, layout)`` makes its blocks in another layout, or returns None."""
+    """Remember how a tensor was made. ``origin(x, leg)`` makes its blocks at the end of a leg, or returns None."""
     setattr(x, _ORIGIN, origin)
 
 

@@ -49,10 +49,13 @@ CASES: dict[str, tuple[int, Callable[[Any, Any, Any], Any]]] = {
     "positions": (S, lambda x, w, ids: x * F.embedding(torch.arange(S).repeat(B, 1), w)),
     "a class token": (1, lambda x, w, ids: torch.cat((w[None].expand(B, -1, -1), x), 1)),
     "a token of each": (2, lambda x, w, ids: torch.cat((x, w.expand(B, 2, D)), 1)),
+    "a repeated token": (1, lambda x, w, ids: torch.cat((w.repeat(B, 1, 1), x), 1)),
+    "queries": (S, lambda x, w, ids: x + torch.tile(w[None], (B, 1, 1))),
     "used twice": (2, lambda x, w, ids: (x + (e := F.embedding(ids, w))).sin() * e),
     "used whole": (2, lambda x, w, ids: (x + (e := F.embedding(ids, w))).sin() * e.mean()),
     "a width that is cut": (2, lambda x, w, ids: x + F.embedding(ids, w)),
 }
+LOOKED_UP = CASES.keys() - {"a class token", "a token of each", "a repeated token", "queries"}
 
 
 @pytest.mark.one_of(4)
@@ -71,7 +74,7 @@ def test_its_gradient_is_a_sum_of_what_it_was_made_of(name: str, mesh: Mesh) -> 
         (mine,) = torch.autograd.grad(out.sin().sum(), laid, create_graph=True)
     theirs = torch.autograd.grad(f(x, w, ids).sin().sum(), w, create_graph=True)[0]
     own = rows * D // (4 if cut.mentioned else 1)
-    idle = mesh.shape["dp"] == 4 and name not in ("a class token", "a token of each")  # the gradient of no rows
+    idle = mesh.shape["dp"] == 4 and name in LOOKED_UP  # the gradient of no rows
     assert ("all_gather_invariant" in [one.kind for one in log.backward]) == idle
     assert idle or sum(one.price.moved for one in log.backward) <= (2 * own + 8) * 8
     again, other = (torch.autograd.grad(g.square().sum(), v)[0] for g, v in ((mine, laid), (theirs, w)))
@@ -110,6 +113,7 @@ ASKED: dict[str, Callable[[Any, Any], Any]] = {
 LARGER: dict[str, Callable[[Any, Any], Any]] = {
     "a table": lambda w, ids: F.embedding(ids, w),
     "expanded": lambda w, ids: w[:1, None].expand(B, S, D),
+    "repeated": lambda w, ids: w[:1].repeat(B, S, 1),
 }
 
 

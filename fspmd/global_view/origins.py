@@ -23,9 +23,10 @@ from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.ops.signatures import at
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
-from fspmd.redistribution.moves import moves
-from fspmd.redistribution.shared_moves import keep
+from fspmd.redistribution.moves import Leg, moves
+from fspmd.redistribution.shared_moves import cut_dims, keep, part_of_equal
 from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
+from fspmd.rules.views import repeated
 from fspmd.spec import TensorSpec, is_float
 
 
@@ -64,6 +65,7 @@ class _Again:
     def __init__(self, func: Any, positional: int, question: Question, result: TensorSpec) -> None:
         self.func, self.positional, self.question, self.result = func, positional, question, result
         self.plans: dict[Any, OpPlan | None] = {}
+        self.equal = _equal_dims(question, result)
 
     def run(self, given: list[Any], need: TensorSpec) -> Tensor | None:
         """Return this rank's block in another layout of the result, or None if a gather of the gradient is cheaper."""
@@ -105,6 +107,15 @@ class _Again:
         return plan_of(self.func, self.positional, question, best)
 
 
+def _equal_dims(question: Question, result: TensorSpec) -> frozenset[int]:
+    """Return the dims of a result along which all elements are equal, since ``repeat`` makes them of one."""
+    if question.row.rule is not repeated:
+        return frozenset()
+    before = question.operands[0][1].shape
+    sizes = (*(1,) * (result.ndim - len(before)), *before)
+    return frozenset([d for d, size in enumerate(sizes) if size == 1])
+
+
 def _is_followed(x: Any, spec: TensorSpec) -> bool:
     return is_float(spec.dtype) and bool(x.requires_grad)
 
@@ -126,14 +137,16 @@ class _Origin:
     def _operands(self) -> list[Tensor]:
         return [] if self.again is None else [at(self.blocks, place) for place, _ in self.again.question.operands]
 
-    def __call__(self, out: Tensor, need: TensorSpec) -> Tensor | None:
-        """Make the value ``out`` anew in another layout, or return None."""
+    def __call__(self, out: Tensor, leg: Leg) -> Tensor | None:
+        """Make the value ``out`` anew, cut as at the end of a leg, or return None."""
         operands = self._operands()
         if self.again is None or not all(map(is_unwritten, (out, *operands), self.stamps)):
             return None
         if any(x.grad_fn is not node for x, node in zip(operands, self.nodes, strict=True)):
             return None
-        return self.again.run(list(self.blocks), need)
+        if cut_dims(leg) <= self.again.equal:
+            return part_of_equal(out, leg)
+        return self.again.run(list(self.blocks), leg.reached)
 
     def __reduce__(self) -> Any:
         return _Origin, ()

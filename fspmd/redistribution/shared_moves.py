@@ -86,8 +86,9 @@ def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
         return None
     y = recall_cast(x, leg.reached)
     if y is None:
-        y = origin(x, leg.reached) if origin else None
-        y = _part_of_expanded(x, leg) if y is None and expanded else y
+        y = origin(x, leg) if origin else None
+        if y is None and expanded and not any(x.stride(dim) for dim in cut_dims(leg)):
+            y = part_of_equal(x, leg)
         if y is None:
             return None
         remember_cast(x, leg.reached, y)
@@ -114,14 +115,17 @@ def _is_expanded(x: Tensor) -> bool:
     return 0 in blocks_of(x)[0].stride() and x.grad_fn is not None and x.grad_fn.name() == "ExpandBackward0"
 
 
-def _part_of_expanded(x: Tensor, leg: Leg) -> Tensor | None:
+def cut_dims(leg: Leg) -> frozenset[int]:
+    """Return the dims that the slices of a leg cut."""
+    return frozenset([step.options.dim for step in leg.calls])
+
+
+def part_of_equal(x: Tensor, leg: Leg) -> Tensor | None:
     """Expand one element along the dims that are cut, so that its gradient is summed and not gathered.
 
-    Returns None if ``x`` is not expanded along all of these dims, or if the sum costs more than the gather.
+    The elements of ``x`` are equal along these dims. Returns None if the sum costs more than the gather.
     """
-    dims = {step.options.dim for step in leg.calls}
-    if any(x.stride(dim) for dim in dims):
-        return None
+    dims = cut_dims(leg)
     axes = tuple([axis for step in leg.calls for axis in step.axes])
     shape = tuple([1 if dim in dims else size for dim, size in enumerate(leg.source.shape)])
     element = TensorSpec(leg.source.mesh, leg.source.partition, shape, leg.source.dtype)
