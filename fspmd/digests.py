@@ -21,7 +21,7 @@ from fspmd.torch_internals import DisableTorchFunction
 
 _LANES: Final = 1 << 17  # a core's cache has room for them
 _LANES_ELSEWHERE: Final = 1 << 22
-_SMALL: Final = 1 << 13  # bytes on the CPU that hashlib takes sooner than torch
+_SMALL: Final = 1 << 16  # bytes on the CPU that hashlib takes sooner than torch
 _STEP: Final = 0x2C9277B5  # odd
 _STEP_OF_HALVES: Final = 0x2C95  # odd
 _LEA: Final = 0xDABA0B6EB09322E3 - (1 << 64)

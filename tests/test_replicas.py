@@ -117,6 +117,10 @@ def _trees() -> dict[str, str]:
     found["a tensor"] = _caught([torch.full((6,), 7 + (rank == 1))])
     found["nan"] = _caught([torch.full((6,), float("nan") if rank else 0.0)], mesh=line)
     found["zero"] = _caught(from_local(torch.zeros(2) * (-1 if rank == 3 else 1), P(), mesh=line))
+    row = device_put(torch.zeros(1, 3), P("tp"), mesh=grid)  # ranks 1 and 3 have none
+    if rank == 2:
+        row.local[0, 1] += 1
+    found["no rows"] = _caught(row)
     found["pending"] = _caught({"p": from_local(x * rank, P(unreduced={"dp"}), mesh=grid)})
     found["another tree"] = _caught({"a": x, **({"b": x} if rank == 3 else {})})
     found["another shape"] = _caught(torch.ones(3 + rank // 2))
@@ -137,10 +141,11 @@ def test_one_flipped_bit_of_one_rank_is_found(four: Processes) -> None:
             assert "* tree['w'][0], " in error
     distances = {n: re.search(r"at most (\S+),", e)[1] for n, e in first.items() if n.endswith("all")}  # type: ignore[index]
     assert {distances["torch.bool all"], distances["torch.int8 all"]} == {"1"}
-    assert "tree['step'], : rank 0 has 0; rank 1 has 0; rank 2 has 0; rank 3 has 1" in first["a number"]
+    assert "tree['step']: rank 0 has 0; rank 1 has 0; rank 2 has 0; rank 3 has 1" in first["a number"]
     assert "rank 1 differs from ranks 0, 2, 3 in 6 of 6 elements, by at most 1, first at element 0" in first["a tensor"]
     assert "rank 0 differs from ranks 1, 2, 3 in 6 of 6 elements, by at most nan" in first["nan"]
     assert "rank 3 differs from ranks 0, 1, 2 in 2 of 2 elements, by at most 0," in first["zero"]
+    assert "rank 2 differs from rank 0 in 1 of 3 elements, by at most 1, first at element 1" in first["no rows"]
     assert "rank 1 differs from rank 0 in 32 of 32 elements, by at most 1, " in first["pending"]
     assert "rank 3 differs from rank 2 in 32 of 32 elements, by at most 1, " in first["pending"]
     assert first["another tree"].startswith("TreeError: check_replicas: rank 3 passes ")

@@ -118,6 +118,11 @@ class _Copied:
     text: str = ""  # in the place of a block
 
     @property
+    def name(self) -> str:
+        """The label and the description."""
+        return f"{self.label}, {self.what}" if self.what else self.label
+
+    @property
     def has(self) -> str:
         """What a rank has, in words."""
         return self.text if self.block is None else f"a block of shape {tuple(self.block.shape)}"
@@ -213,7 +218,7 @@ def _differences(leaves: Sequence[_Copied], numbers: Sequence[int], text: str, m
             ranks = mesh.group_ranks(leaf.axes)
             mine = _counted(_gathered(leaf.block, leaf), ranks, [hashes[mesh.ranks.index(rank)] for rank in ranks])
             texts = {at: text for at, text in enumerate(hear_all(functools.partial(str, mine), mesh)) if text}
-        found.append(f"{leaf.label}, {leaf.what}: {'; '.join(dict.fromkeys(texts.values()))}")
+        found.append(f"{leaf.name}: {'; '.join(dict.fromkeys(texts.values()))}")
     return found
 
 
@@ -230,16 +235,16 @@ def _simulated(leaf: _Copied, hashes: Sequence[int]) -> str:
     for group in groups.values():
         ranks, blocks, numbers = zip(*group, strict=True)
         texts.append(_counted(iter([torch.stack(blocks)]), ranks, numbers))
-    return f"{leaf.label}, {leaf.what}: {'; '.join(filter(None, texts))}" if any(texts) else ""
+    return f"{leaf.name}: {'; '.join(filter(None, texts))}" if any(texts) else ""
 
 
 def _gathered(block: Tensor, leaf: _Copied) -> Iterator[Tensor]:
     """The copies of a block from all ranks along its axes, [copies, elements], in chunks."""
     transport, mesh = transport_of(leaf.mesh), leaf.mesh
-    data, width = raw_bytes(block), block.element_size()
-    for chunk in data.split(_CHUNK):
+    copies = mesh.axis_size(leaf.axes)
+    for chunk in raw_bytes(block).split(_CHUNK):
         whole = transport.gather(chunk.unsqueeze(0).to(mesh.device), mesh, leaf.axes, Options()).wait()
-        yield whole.view(-1, len(chunk) // width, width).to("cpu").flatten().view(block.dtype).view(len(whole), -1)
+        yield whole.to("cpu").flatten().view(block.dtype).view(copies, len(chunk) // block.element_size())
 
 
 def _counted(chunks: Iterable[Tensor], ranks: Sequence[int], hashes: Sequence[int]) -> str:
