@@ -25,6 +25,7 @@ from collective_cases import (
 )
 from compile_programs import collectives_of_all, compiled_functions
 from dtensor_programs import (
+    dtensors_in_fewer_pieces,
     dtensors_where_none_are_taken,
     flattened_dtensors,
     gradients_of_dtensors,
@@ -385,6 +386,10 @@ def test_sharded_values_of_every_layout_are_the_same_dtensors(four: Processes) -
 
 def test_dims_that_dtensor_has_flattened(four: Processes) -> None:
     assert four.run(flattened_dtensors) == [[]] * 4
+
+
+def test_strided_shards_that_are_cut_into_fewer_pieces(four: Processes) -> None:
+    assert four.run(dtensors_in_fewer_pieces) == [[True] * 12] * 4
 
 
 def test_gradients_go_through_dtensors(four: Processes) -> None:

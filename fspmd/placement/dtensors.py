@@ -288,8 +288,11 @@ def _alike(size: int, cuts: Sequence[Cut], entry: Entry, sizes: Sizes) -> bool:
 def _factors(size: int, cuts: Iterable[Cut], axis_sizes: Mapping[str, int]) -> Factors | None:
     """The factors of the dim for which each cut is a cut of one factor; None where the sizes do not divide."""
     digits: list[tuple[int, tuple[str, ...]]] = [(size, ())]
+    total = size
     for axis, pieces in cuts:
-        at, left = 0, pieces
+        step = -(-total // pieces)  # torch.chunk makes fewer pieces of such a length where they do not divide the dim
+        at, left = 0, -(-total // step)
+        total = max(1, total // axis_sizes[axis])
         while left > 1 and at < len(digits):
             n, axes = digits[at]
             ranks = prod(axis_sizes[a] for a in axes)
