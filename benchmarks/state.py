@@ -2,27 +2,20 @@
 
 Four processes with Gloo train three layers of an MLP with AdamW: forward, backward, update. Each of three ways has the
 same parameters and batch, cut over all ranks: `fspmd.nn` recorded by `jit`, `fspmd.nn` as it is called, and torch's
-``fully_shard`` of each layer with ``torch.optim.AdamW``. Told are, of a step on the first rank: the least processor
-time of the process (of all its threads, Gloo's too), which with small layers is the overhead of the host; the
-most memory above what is held between steps, by torch's profiler; and the bytes that the rank sends in collectives of
-c10d, counted below both libraries.
+``fully_shard`` of each layer with ``torch.optim.AdamW``. With small layers the time is the overhead of the host.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from itertools import accumulate as running_sums
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
-from ranks import RANKS, on_processes
+from ranks import HEADER, RANKS, on_processes, rows_of_steps
 from timing import Table
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fspmd import Mesh, P, checkpoint, device_put, jit
 from fspmd.nn import accumulate, adamw, gathered
@@ -98,45 +91,9 @@ def theirs(mesh: Mesh, width: int, values: Any, x: Any) -> Callable[[], Any]:
     return once
 
 
-def peak(step: Callable[[], Any]) -> int:
-    """The most bytes above those held between steps."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda e: e.start_ns())
-    return int(max(running_sums((e.nbytes() for e in events), initial=0)))
-
-
-class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends in the collectives of c10d, as a ring sends them.
-
-    Gloo has no reduce-scatter: torch takes a part of an all-reduce, and so does fspmd.
-    """
-
-    total = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            sizes = [x.nbytes for x in optree.tree_leaves(args[:2]) if isinstance(x, torch.Tensor)]
-            if any(name in str(func) for name in ("allreduce", "_reduce_scatter_base_")):
-                self.total += 2 * max(sizes) * (RANKS - 1) / RANKS
-            elif "_allgather_base_" in str(func):
-                self.total += max(sizes) * (RANKS - 1) / RANKS
-            else:
-                raise NotImplementedError(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def sent(step: Callable[[], Any]) -> float:
-    """The bytes that a step sends."""
-    with Sent() as mode:
-        step()
-    return mode.total
-
-
 def measured(mesh: Mesh) -> Table:
     """The rows of the first rank, as text in the note of a table."""
-    lines = ["| | ms of the processor | MiB at most | KiB sent |", "|---|---|---|---|"]
+    lines = [*HEADER]
     for label, (width, repeats) in WIDTHS.items():
         torch.manual_seed(0)
         values = [
@@ -149,19 +106,7 @@ def measured(mesh: Mesh) -> Table:
             "fspmd": ours(mesh, values, x, record=False),
             "FSDP2": theirs(mesh, width, values, x),
         }
-        least = dict.fromkeys(steps, float("inf"))
-        for step in steps.values():
-            step()
-            step()
-        for _ in range(repeats):
-            for name, step in steps.items():
-                dist.barrier()
-                start = time.process_time()
-                step()
-                least[name] = min(least[name], time.process_time() - start)
-        for name, step in steps.items():
-            held, moved = min(peak(step) for _ in range(2)), sent(step)
-            lines.append(f"| {label}, {name} | {least[name] * 1e3:.2f} | {held / 2**20:.2f} | {moved / 2**10:,.0f} |")
+        lines += rows_of_steps(label, steps, repeats)
     return Table(f"A step on {RANKS} processes with Gloo", [], "\n".join(lines))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fspmd import P, device_get, jit, make_mesh, psum, shard_map
+from fspmd.errors import ShapeError
 from fspmd.nn import experts, grouped_matmul, route
 
 F64 = torch.float64
@@ -133,3 +134,23 @@ def worst(cases: list[Case], jitted: bool) -> list[tuple[Case, float]]:
         (case, max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in compute(case, "process_group", jitted)))
         for case in cases
     ]
+
+
+def told_of_little_room(transport: str, sizes: tuple[int, int], jitted: bool) -> str:
+    """The error where one group of ranks has room for all rows, and another does not. Only some ranks get too many."""
+    mesh = make_mesh(sizes, ("dp", "ep"), transport=transport, device="cpu")
+
+    def body(x: Tensor, logits: Tensor) -> Tensor:
+        return experts(x, route(logits, 1, axes=("dp", "ep")), lambda rows, counts: rows, axis="ep", rows=3)[0]
+
+    call = shard_map(body, mesh=mesh, in_specs=P(("dp", "ep")), out_specs=P(("dp", "ep")))
+    each, ranks = 2, sizes[0] * sizes[1]
+    logits = torch.eye(sizes[1])[torch.arange(each * ranks) % sizes[1]]
+    run = jit(call) if jitted else call
+    run(torch.ones(each * ranks, 4), logits)
+    logits[: each * sizes[1]] = torch.eye(sizes[1])[-1]  # of the first group all to the last expert
+    try:
+        run(torch.ones(each * ranks, 4), logits)
+    except ShapeError as error:
+        return str(error)
+    return ""

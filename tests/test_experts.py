@@ -1,10 +1,11 @@
 """Experts on ranks: values and gradients by a loop in float64, what moves, mistakes."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from experts_programs import CASES, F64, Case, compute, worst
+from experts_programs import CASES, F64, Case, compute, told_of_little_room, worst
 from full import FULL, sample
 from processes import Processes
 from torch import Tensor
@@ -47,6 +48,15 @@ def test_processes_give_the_same() -> None:
         for jitted in (False, True):
             for found in pool.run(worst, sample(cases, 4, str(jitted)), jitted, seconds=3000 if FULL else 300):
                 assert not [row for row in found if not row[1] < 1e-11]
+
+
+def test_all_ranks_hear_of_little_room() -> None:
+    told = "dispatch got rows=3, but a rank gets {} rows; give it so many, or a capacity"
+    with Processes(4) as pool:
+        for sizes, jitted in itertools.product(((1, 4), (2, 2)), (False, True)):
+            message = told.format(2 * sizes[1])
+            assert told_of_little_room("simulation", sizes, jitted) == message
+            assert pool.run(told_of_little_room, "process_group", sizes, jitted) == [message] * 4
 
 
 def errors_in_bfloat16(ranks: int, total: int) -> list[float]:

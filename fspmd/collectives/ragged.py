@@ -22,7 +22,7 @@ from fspmd.torch_internals import DisableTorchFunction, is_batched
 from fspmd.tracing import outside_transforms, step_of_values
 from fspmd.transport import Options, carriers
 from fspmd.transport.frame import Frame, frame, union
-from fspmd.transport.local_tensor import frame_of, local_tensor, shards_of
+from fspmd.transport.local_tensor import blocks_of, frame_of, local_tensor, shards_of
 from fspmd.transport.rows import Routes, even_routes, landing_mask, plan_route
 from fspmd.transport.simulation import shapes_of
 from fspmd.variance import INVARIANT, Variance, join, set_variance, show, unwrapped
@@ -131,6 +131,81 @@ def ragged_all_to_all(
     return finish() if wait else Handle(finish, lent)
 
 
+def exchanged_rows(
+    x: Tensor, rows: int | Tensor, slices: Tensor, axis_name: AxisName, what: str, needed: Tensor | None = None
+) -> Tensor:
+    """`ragged_all_to_all` into so many rows of zeros, of slices that all ranks know to match. It sends rows alone.
+
+    ``rows`` is a number, or a tensor that has as many rows on each rank.
+    ``slices`` is ``[4, K]``: where slices begin here and their sizes, and where those that arrive go and their sizes.
+    ``needed`` is the number of rows that the fullest rank of the group gets, if that may be more than ``rows``.
+
+    Raises:
+        ShapeError: on all ranks, if some rank gets more rows.
+    """
+    body = bound_body(what)
+    axes = resolve_axes(body, axis_name, what)
+    with DisableTorchFunction():
+        after = _result_type(body, (x, slices), axes, what)
+        with outside_transforms():
+            numbers, held = unwrapped(slices), None
+            like = (unwrapped(x), unwrapped(rows) if isinstance(rows, Tensor) else rows)
+            if body.mesh.transport == "simulation":
+                frames = (frame_of(value, body.mesh) for value in (numbers, *like) if isinstance(value, Tensor))
+                held = functools.reduce(union, frames, frame(body.mesh, axes))
+            lengths = list(zip(*(_lengths(value, held) for value in like), strict=True))
+            wanted = None if needed is None else unwrapped(needed)
+            routes = _known_routes(body, axes, numbers, wanted, held, lengths, what)
+        exchange = Call("ragged_all_to_all", body.mesh, axes, Options(routes=routes))
+        result = apply(as_varying(body, x, after), exchange)
+        return set_variance(result, after) if body.checked else result
+
+
+def _lengths(x: int | Tensor, held: Frame | None) -> list[int]:
+    """The number of rows on each rank of a frame, or of this process."""
+    if not isinstance(x, Tensor):
+        return [x] * (1 if held is None else held.volume)
+    return [x.shape[0]] if held is None else [shape[0] for shape in shapes_of(x, held)]
+
+
+def _even_known_routes(
+    body: Body,
+    axes: tuple[str, ...],
+    slices: Tensor,
+    needed: Tensor | None,
+    held: Frame | None,
+    lengths: list[tuple[int, int]],
+    what: str,
+) -> Routes:
+    """`_known_routes` where numbers have no values."""
+    return even_routes(lengths, held, math.prod(body.sizes(axes)), slices.device)
+
+
+@step_of_values(_even_known_routes)
+def _known_routes(
+    body: Body,
+    axes: tuple[str, ...],
+    slices: Tensor,
+    needed: Tensor | None,
+    held: Frame | None,
+    lengths: list[tuple[int, int]],
+    what: str,
+) -> Routes:
+    """The routes of slices that match."""
+    mesh, n = body.mesh, math.prod(body.sizes(axes))
+    if needed is not None:
+        most, room = max(map(int, blocks_of(needed))), lengths[0][1]
+        text = f"{what} got rows={room}, but a rank gets {most} rows; give it so many, or a capacity"
+        complaint = text if most > room else ""
+        if complaint := complaint if n == mesh.size else body.transport.agree(complaint, mesh):
+            raise ShapeError(complaint)
+    routes = []
+    for numbers, rows in zip([slices] if held is None else shards_of(slices, held), lengths, strict=True):
+        starts, sizes, places, arriving = numbers.tolist()
+        routes.append(plan_route(starts, sizes, places, arriving, rows, n, slices.device))
+    return Routes(tuple(routes), held)
+
+
 def _check_kinds(operand: Any, output: Any, numbers: tuple[Any, ...]) -> None:
     for name, value in zip(("operand", "output", *_NAMES), (operand, output, *numbers), strict=True):
         if not isinstance(value, Tensor):
@@ -188,11 +263,10 @@ def _plan(
     with outside_transforms():
         plain = [unwrapped(value) for value in numbers]
         held: Frame | None = None
-        lengths = [(operand.shape[0], output.shape[0])]
         if body.mesh.transport == "simulation":
             values = (*plain, unwrapped(operand), unwrapped(output))
             held = functools.reduce(union, (frame_of(x, body.mesh) for x in values), frame(body.mesh, axes))
-            lengths = list(zip(*([shape[0] for shape in shapes_of(x, held)] for x in (operand, output)), strict=True))
+        lengths = list(zip(*(_lengths(x, held) for x in (operand, output)), strict=True))
         routes, mask = _routes(body, axes, o, plain, held, lengths, n, operand.device)
         return routes, mask
 

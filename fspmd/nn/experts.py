@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fspmd.body import bound_body
-from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, pmax, ragged_all_to_all
+from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, pmax
+from fspmd.collectives.ragged import exchanged_rows
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
 from fspmd.nn.parameters import moved
@@ -33,7 +34,7 @@ class Dispatched(NamedTuple):
     counts: Tensor  #: [experts of this rank], how many rows each of them has
     dropped: Tensor  #: how many choices of this rank's tokens found no place; 0 without a capacity
     places: Tensor  #: [T k], where the result of a choice lies among those that return
-    back: Tensor | None  #: the four numbers of each slice that returns; None with a capacity
+    back: Tensor | None  #: [4, E], the slices that return, as in `exchanged_rows`; None with a capacity
 
 
 def dispatch(
@@ -56,8 +57,8 @@ def dispatch(
         multiple of n.
 
     Communication, with a capacity: one `all_to_all` of E * capacity rows, forward and backward. Without: an
-    `all_gather` of E counts, a `pmax` over other axes over which the tokens vary, and a `ragged_all_to_all` of the
-    T k chosen rows; backward sends the gradients of these rows back. `ragged_all_to_all` reads its counts on the host.
+    `all_gather` of E counts, a `pmax` over other axes over which the tokens vary, and an all-to-all of the T k chosen
+    rows; backward sends the gradients of these rows back. The host reads the counts.
     Where nothing has values, in ``jit(f).lower(...)``, the prices are those of a choice that is even over ranks.
 
     Raises:
@@ -86,19 +87,18 @@ def dispatch(
         return _with_capacity(x, axis, capacity, own, chosen, counts, starts, tokens, position)
     table = all_gather(counts, axis, to="invarying").view(n, n, total // n)  # of the source, of the rank and expert
     ordered = table.permute(1, 2, 0).flatten(1)  # rows lie by expert, then by source
+    needed = None if rows is None else ordered.sum(1).max()
     if rows is None:
         is_abstract = bound_body("dispatch").mesh.transport == "abstract"
         rows = len(tokens) if is_abstract else _fullest(ordered.sum(1).max(), axis)
-    put = _before(ordered).view(n, total // n, n)
     here = axis_index(axis).view(1)
-    got, lies = table.index_select(1, here).flatten(), put.index_select(0, here)[0].T.flatten()
-    goes = put.index_select(2, here).flatten()
-    home = _before(table.flatten(1)).view(n, n, -1).index_select(1, here).flatten()
+    got = table.index_select(1, here).flatten()
+    lies = _before(ordered).view(n, -1, n).index_select(0, here)[0].T.flatten()
+    goes, comes = torch.stack([starts, counts]), torch.stack([lies, got])
     sent = x.index_select(0, tokens)
-    arrived = ragged_all_to_all(sent, sent.new_zeros(rows, x.shape[1]), starts, counts, goes, got, axis_name=axis)
-    back = torch.stack([lies, got, home, counts])
+    arrived = exchanged_rows(sent, rows, torch.cat([goes, comes]), axis, "dispatch", needed)
     own = _own(table.sum(0).flatten()[: routing.counts.shape[0]], axis)
-    return Dispatched(arrived, own, counts.sum() * 0, position, back)
+    return Dispatched(arrived, own, counts.sum() * 0, position, torch.cat([comes, goes]))
 
 
 def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor:
@@ -128,9 +128,7 @@ def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor
         returned = all_to_all(by_source, axis, 1, 0, tiled=True).flatten(0, 2)
         returned = torch.cat([returned.new_zeros(1, y.shape[1]), returned])
     else:
-        lies, sizes, home, own = sent.back.unbind()
-        space = y.new_zeros(sent.places.shape[0], y.shape[1])
-        returned = ragged_all_to_all(y, space, lies, sizes, home, own, axis_name=axis)
+        returned = exchanged_rows(y, sent.places, sent.back, axis, "combine")
     parts = returned.index_select(0, sent.places).view(*routing.experts.shape, y.shape[1])
     return (parts.to(wide(y)) * routing.weights[..., None]).sum(1).to(y.dtype)
 

@@ -47,7 +47,7 @@ def route(
         A `Routing`. Its counts and losses are those of the whole batch: sums over all tokens, divided by their number,
         whatever ranks have how many. ``balance_loss`` is that of Fedus et al., "Switch Transformers", 2021, eq. 4.
 
-    Communication: three `psum` over ``axes``, forward: of E counts, of E shares of scores, and of one number.
+    Communication: one `psum` over ``axes``, forward, of 2 E + 1 numbers in float64: counts, shares of scores, a square.
 
     Raises:
         ArgumentError: ``k`` or ``score`` is unknown.
@@ -76,8 +76,10 @@ def route(
     weights = scores.gather(1, experts)
     if normalize:
         weights = weights / weights.sum(1, keepdim=True)
-    sums = counted(experts.flatten(), n), shares.sum(0), logits.logsumexp(1).square().sum()
-    counts, share, z = psum(sums, axes) if axes else sums
+    counts, share, z = counted(experts.flatten(), n), shares.sum(0), logits.logsumexp(1).square().sum()
+    if axes:  # float64 holds counts exactly
+        sums = psum(torch.cat([x.double().view(-1) for x in (counts, share, z)]), axes).split([n, n, 1])
+        counts, share, z = sums[0].long(), sums[1].to(share.dtype), sums[2].to(z.dtype).view(())
     chosen = counts.sum().clamp(min=1)
     balance_loss = (counts.to(share.dtype) * share).sum() * (n * k) / chosen / chosen
     return Routing(weights, experts, counts, balance_loss, z * k / chosen)

@@ -188,24 +188,27 @@ class ProcessGroupTransport(Transport):
         group = group_of(mesh, axes, o)
         assert o.routes is not None
         (route,) = o.routes.routes
-        pieces = route.pack(x.movedim(o.dim, 0))
+        rows = route.pack(x.movedim(o.dim, 0))
         if group.size == 1:
-            return Pending(route.land(pieces, x.dtype).movedim(0, o.dim))
+            return Pending(route.land(rows.clone(), x.dtype).movedim(0, o.dim))
         inwards = range(group.size) if group.back is None else group.back
-        rows = torch.cat([pieces[i] for i in inwards])
+        if group.back is not None:
+            pieces = rows.split(route.sends)
+            rows = torch.cat([pieces[i] for i in inwards])
         flat = rows.contiguous().view(-1) if rows.numel() else rows.new_empty(0)
         send, restore = _movable(flat)
         width = _numel(rows.shape[1:]) * rows.element_size() // send.element_size()  # of a row, in what is sent
         arriving = [route.receives[i] for i in inwards]
         out = send.new_empty(sum(arriving) * width)
-        counts = [count * width for count in arriving], [len(pieces[i]) * width for i in inwards]
+        counts = [count * width for count in arriving], [route.sends[i] * width for i in inwards]
         work = group.pg.alltoall_base(out, send, *counts, c10d.AllToAllOptions())
 
         def arrange(received: Tensor) -> Tensor:
             whole = (restore(received) if restore else received).view(sum(arriving), *rows.shape[1:])
-            parts = list(whole.split(arriving))
-            ordered = parts if group.order is None else [parts[i] for i in group.order]
-            return route.land(ordered, x.dtype).movedim(0, o.dim)
+            if group.order is not None:
+                parts = whole.split(arriving)
+                whole = torch.cat([parts[i] for i in group.order])
+            return route.land(whole, x.dtype).movedim(0, o.dim)
 
         return Pending(out, (work,), arrange)
 

@@ -22,9 +22,12 @@ class RowMap:
     length: int  # the number of rows of the tensor
     whole: bool  # whether there is no -1
     unique: bool  # whether no row occurs twice
+    same: bool = False  # whether the packed rows are the rows of the tensor, in their order
 
     def take(self, x: Tensor) -> Tensor:
         """Return the packed rows of ``x``, and zeros for -1."""
+        if self.same:
+            return x
         rows = x.index_select(0, self.index if self.whole else self.index.clamp(min=0)) if self.length else None
         if rows is None:
             return x.new_zeros((len(self.index), *x.shape[1:]))
@@ -34,6 +37,8 @@ class RowMap:
 
     def put(self, rows: Tensor) -> Tensor:
         """Return a tensor with the packed rows in their places, and zeros elsewhere. Rows for one place are added."""
+        if self.same:
+            return rows
         out = rows.new_zeros((self.length, *rows.shape[1:]))
         index = self.index
         if not self.whole:
@@ -51,14 +56,13 @@ class RankRoute:
     receives: Sizes
     lands: RowMap
 
-    def pack(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows for each rank of the group."""
-        pieces: tuple[Tensor, ...] = self.packs.take(as_words(x)).split(self.sends)
-        return pieces
+    def pack(self, x: Tensor) -> Tensor:
+        """Return the rows for all ranks of the group, ``sends`` for each. They may be the memory of ``x``."""
+        return self.packs.take(as_words(x))
 
-    def land(self, received: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the result, from the rows of each rank of the group."""
-        result = self.lands.put(torch.cat(list(received)))
+    def land(self, received: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the result, from the rows of all ranks of the group. It may be their memory."""
+        result = self.lands.put(received)
         return result if result.dtype is dtype else result.view(dtype)
 
 
@@ -95,23 +99,36 @@ def plan_route(
 ) -> RankRoute:
     """Return the route of a rank whose operand and result have ``rows``. Of slices that overlap the last wins."""
     each = len(send_sizes) // n
-    sent = [torch.arange(start, start + size) for start, size in zip(input_offsets, send_sizes, strict=True)]
-    packed = torch.cat(sent)
-    holder = torch.full((rows[1],), -1)
-    arrived = 0
-    for start, size in zip(incoming_offsets, recv_sizes, strict=True):
-        holder[start : start + size] = torch.arange(arrived, arrived + size)
-        arrived += size
-    landing = torch.full((arrived,), -1)
-    live = (holder >= 0).nonzero().squeeze(1)
-    landing[holder[live]] = live
     sends, receives = (tuple(sum(s[i : i + each]) for i in range(0, len(s), each)) for s in (send_sizes, recv_sizes))
-    return RankRoute(
-        RowMap(packed.to(device), rows[0], True, len(packed.unique()) == len(packed)),
-        sends,
-        receives,
-        RowMap(landing.to(device), rows[1], len(live) == arrived, True),
-    )
+    lands = _of_slices(incoming_offsets, recv_sizes, rows[1], device)
+    if not lands.unique:
+        lands = _last_wins(lands)
+    return RankRoute(_of_slices(input_offsets, send_sizes, rows[0], device), sends, receives, lands)
+
+
+def _of_slices(starts: Sequence[int], sizes: Sequence[int], length: int, device: torch.device) -> RowMap:
+    """Return the map of slices that are packed one after another, of a tensor of so many rows."""
+    total, ends = 0, 0
+    shifts, same, unique = [], True, True
+    for start, size in zip(starts, sizes, strict=True):
+        shifts.append(start - total)
+        same &= not size or start == total
+        total += size
+    for start, size in sorted(pair for pair in zip(starts, sizes, strict=True) if pair[1]):
+        unique &= start >= ends
+        ends = start + size
+    index = torch.arange(total)
+    if not same:
+        index += torch.tensor(shifts).repeat_interleave(torch.tensor(sizes))
+    return RowMap(index.to(device), length, True, unique, same and total == length)
+
+
+def _last_wins(lands: RowMap) -> RowMap:
+    """Return the map of slices that overlap. Rows that another covers go nowhere."""
+    places = lands.index.tolist()
+    last = {place: i for i, place in enumerate(places)}
+    kept = [place if last[place] == i else -1 for i, place in enumerate(places)]
+    return RowMap(torch.tensor(kept, device=lands.index.device), lands.length, False, True)
 
 
 def even_routes(lengths: Sequence[tuple[int, int]], frame: Frame | None, n: int, device: torch.device) -> Routes:

@@ -131,9 +131,9 @@ class SimulationTransport(Transport):
         shards = [shard.movedim(o.dim, 0) for shard in shards_of(x, held)]
         landed: list[Tensor] = [x] * held.volume
         for group in table:
-            sent = [routes[i].pack(shards[i]) for i in group]
+            sent = [routes[i].pack(shards[i]).split(routes[i].sends) for i in group]
             for place, i in enumerate(group):
-                landed[i] = routes[i].land([pieces[place] for pieces in sent], x.dtype).movedim(0, o.dim)
+                landed[i] = routes[i].land(torch.cat([pieces[place] for pieces in sent]), x.dtype).movedim(0, o.dim)
         return Pending(LocalTensor(landed, held))
 
     @moves_bits
