@@ -689,6 +689,22 @@ def another_closed_over_number(port: int) -> tuple[str, float]:
     return outcome(act, debug())
 
 
+def another_write(port: int, into: str) -> tuple[str, float]:
+    """An unchecked body writes other numbers on each row of ranks into a value of which they hold copies."""
+    mesh, _ = fresh(port, (2, 2), ("x", "y"))
+    x = device_put(torch.ones(4), P(), mesh=mesh)
+    rows, t = device_put(torch.ones(4), P("y"), mesh=mesh), torch.ones(4)
+    into_x, into_rows, into_t = (into == name for name in ("an argument", "a cut argument", "a tensor closed over"))
+
+    def body(x: Tensor, rows: Tensor) -> Tensor:
+        rows.add_(axis_index("y"))  # alike along x
+        x.add_(axis_index("x") * into_x), rows.add_(axis_index("x") * into_rows), t.add_(axis_index("x") * into_t)
+        return x + t
+
+    written = shard_map(body, mesh=mesh, in_specs=(P(), P("y")), out_specs=P(), check_vma=False)
+    return outcome(lambda: written(x, rows), debug(every=1))
+
+
 def another_tensor_of_a_record(port: int) -> tuple[str, float]:
     mesh, rank = fresh(port)
     x = _x(mesh)

@@ -472,6 +472,21 @@ def test_who_does_nothing_wrong_hears_nothing(four: Processes, program: Callable
     assert _run(four, program, within=20) == [""] * 4
 
 
+@pytest.mark.parametrize(
+    ("into", "told"),
+    [
+        ("an argument", "x of shard_map(body), after a write into it, f32[4]"),
+        ("a cut argument", "rows of shard_map(body), after a write into it, f32[2]"),
+        ("a tensor closed over", "t, which shard_map(body) closes over, after a write into it, f32[4]"),
+    ],
+)
+def test_other_writes_of_an_unchecked_body_are_told(four: Processes, into: str, told: str) -> None:
+    errors = _run(four, partial(fault_programs.another_write, into=into), within=10)
+    assert all(error.startswith("LockstepError: ranks pass other values where all must pass") for error in errors)
+    assert all(f": {told}, with the bits " in error for error in errors), errors
+    assert _run(four, partial(fault_programs.another_write, into="none"), within=10) == [""] * 4
+
+
 def test_a_killed_rank_is_told() -> None:
     with Processes(4) as pool, pytest.raises(AssertionError) as caught:
         pool.run(fault_programs.killed, free_port())

@@ -312,7 +312,13 @@ HANDED_ON: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "a detached tensor": (lambda b: b.detach(), False),
     "a cast": (lambda b: pcast(b, "x", to="varying"), True),
     "a view of a cast": (lambda b: pcast(b, "x", to="varying")[1:], True),
+    "a tensor closed over": (lambda b: b, False),
+    "a view of a tensor closed over": (lambda b: b[1:].view(-1, 2), False),
 }
+
+
+def _of_closed_over(f: Callable[[Tensor], Tensor], t: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda _: f(t)
 
 
 def handed_on(transport: str) -> list[str]:
@@ -323,12 +329,14 @@ def handed_on(transport: str) -> list[str]:
         f, checked = HANDED_ON[name]
         if checked and spec.unreduced and "cast" not in name:
             continue  # it is refused
+        x, t = device_put(torch.ones(4, 4, dtype=F64), P(), mesh=mesh), torch.ones(4, 4, dtype=F64)
+        f = _of_closed_over(f, t) if "closed over" in name else f
         body = shard_map(f, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=checked)
-        x = device_put(torch.ones(4, 4, dtype=F64), P(), mesh=mesh)
-        for requires_grad in (False, True):
-            part = (jit(body) if is_jitted else body)(x.detach().requires_grad_(requires_grad))
+        body = jit(body) if is_jitted else body
+        for requires_grad in (False, True, False):
+            part = body(x.detach().requires_grad_(requires_grad))
             part.local.detach().add_(1)
-            if not (device_get(x) == 1).all():
+            if not (device_get(x) == 1).all() or not (t == 1).all():
                 wrong.append(f"{name} as {spec}, is_jitted={is_jitted}, requires_grad={requires_grad}")
     return wrong
 

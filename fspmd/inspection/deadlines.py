@@ -75,11 +75,12 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     Values that all processes must have alike are compared in the same way, by digests, in each call: arguments of
     `shard_map` and `jit` that are no `Sharded`, static ones too; values that `device_put` lays out; seeds of random
     functions; the plain tensors that a body or a jitted function closes over, its modules' parameters among them; and
-    the numbers that it closes over or names itself. A body that closes over its rank is therefore told of: write
-    ``axis_index``, or call ``dist.get_rank()`` in it. A bool alone does not count, since one rank may be told to print.
-    Each tensor is read once. A jitted function is compared over the meshes of its record and its arguments. Containers
-    and objects count by their parts, but an object that is equal to itself alone, or that cannot be pickled, by its
-    type. The order of keys in arguments is compared, too, since a body iterates over dicts in the order of its rank.
+    the numbers that it closes over or names itself; and after an unchecked body the replicas that it has written into.
+    A body that closes over its rank is therefore told of: write ``axis_index``, or call ``dist.get_rank()`` in it. A
+    bool alone does not count, since one rank may be told to print. Each tensor is read once. A jitted function is
+    compared over the meshes of its record and its arguments. Containers and objects count by their parts, but an object
+    that is equal to itself alone, or that cannot be pickled, by its type. The order of keys in arguments is compared,
+    too, since a body iterates over dicts in the order of its rank.
 
     A rank that the backend fails says which ranks of the group have given no sign of life.
 

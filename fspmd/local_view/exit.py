@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
 from fspmd.sharded import Sharded, is_plain, pair
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
-from fspmd.tracing import outside_transforms
+from fspmd.tracing import outside_transforms, recorder
 from fspmd.transport import Options, transport_of
 from fspmd.transport.call import Layout
 from fspmd.transport.frame import Frame, frame, groups
@@ -60,14 +60,19 @@ class Exits:
 
     ``lent``: arguments whose memory the body may give back, by place, and the axes over which each may differ. A result
     that may differ over more axes must not share it: a write into its block would make replicas of the argument differ.
+    ``outside``: the places of results in the memory of tensors that the body closes over, which have no axes.
     """
 
-    __slots__ = ("_failures", "_header", "_known", "_labels", "_leave", "lent")
+    __slots__ = ("_failures", "_header", "_known", "_labels", "_leave", "_lent", "_outside", "shares")
 
-    def __init__(self, header: str, labels: list[Label], exits: list[Exit], lent: dict[int, frozenset[str]]) -> None:
+    def __init__(
+        self, header: str, labels: list[Label], exits: list[Exit], lent: dict[int, frozenset[str]], outside: list[int]
+    ) -> None:
         self._header, self._labels = header, labels
         wider = {i: [j for j, e in enumerate(exits) if e.axes - axes] for i, axes in lent.items()}
-        self.lent = [(i, places) for i, places in wider.items() if places]
+        self._lent = [(i, places) for i, places in wider.items() if places]
+        self._outside = [j for j in outside if exits[j].axes]
+        self.shares = bool(self._lent or self._outside)
         self._known = [e.known for e in exits]
         self._leave = [e.leave for e in exits]
         self._failures = [e.failure for e in exits]
@@ -87,12 +92,14 @@ class Exits:
             refuse(self._header, failures)
 
     def apart(self, leaves: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Return leaves, with copies in place of those that share memory with an argument that is lent."""
+        """Return leaves, with copies in place of those that share memory with a value that they must not change."""
         apart, memory = list(leaves), list(map(_memory, leaves))
-        for i, places in self.lent:
+        for j in self._outside:
+            apart[j] = copied(leaves[j])
+        for i, places in self._lent:
             lent = _memory(args[i])
             for j in places:
-                if lent is not None and memory[j] == lent:
+                if lent is not None and memory[j] == lent and apart[j] is leaves[j]:
                     apart[j] = copied(leaves[j])
         return apart
 
@@ -272,6 +279,14 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
 def _memory(x: Any) -> int | None:
     """Return the number of a block's storage, or None if it is none."""
     return storage_of(x) if is_plain(x) and x.layout is torch.strided else None
+
+
+def in_memory_of(leaves: Sequence[Any], tensors: Iterable[Tensor]) -> list[int]:
+    """Return the places of results that lie in the memory of some tensors. A recorder knows it of fake ones."""
+    mode = recorder()
+    memory = _memory if mode is None else lambda x: None if _memory(x) is None else mode.memory(x)
+    found = {memory(x) for x in tensors} - {None}
+    return [i for i, x in enumerate(leaves) if memory(x) in found]
 
 
 def _needs_gradient(x: Tensor) -> bool:

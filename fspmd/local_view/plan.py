@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import optree
+from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
 from fspmd.foreign import refuse_foreign
 from fspmd.local_view.closures import held_tensors, held_values
 from fspmd.local_view.entry import Entry, argument_failure, make_entry, static
-from fspmd.local_view.exit import Exits, make_exit, result_failure, static_failure
+from fspmd.local_view.exit import Exits, in_memory_of, make_exit, result_failure, static_failure
 from fspmd.local_view.key_orders import check_order
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
@@ -58,19 +59,29 @@ class Plan:
         )
         refuse(_MISFITS.format(self.body.name), [failure for failure in failures if failure is not None])
 
-    def tell_values(self, function: Callable[..., Any], leaves: list[Any], flat: bool) -> None:
-        """Let `known_values.hear` hear of all that processes must have alike when the body begins."""
+    def watched(self, function: Callable[..., Any], leaves: list[Any], flat: bool) -> Callable[..., Any]:
+        """Let `known_values.hear` hear of all that processes must have alike when the body begins, and return the
+        function. If nothing checks its writes, it then tells of the replicas that it has written into."""
         hear, mesh, name = known_values.hear, self.body.mesh, self.body.name
         if hear is None or mesh.transport != "process_group":
-            return
+            return function
         if not flat:
             hear(mesh, f"the order of keys in the arguments of {name}", self.keys)
         for i in self.known:
             hear(mesh, f"{self.labels[i]} of {name}", leaves[i])
-        for label, value in held_values(function):
-            hear(mesh, f"{label}, which {name} closes over", value)
+        held = [(f"{label}, which {name} closes over", value) for label, value in held_values(function)]
+        for label, value in held:
+            hear(mesh, label, value)
+        if not self._shares_memory:
+            return function
+        shared = [(mesh, label, value) for label, value in held]
+        for i, axes in self.lent.items():
+            if copies := mesh.ordered(frozenset(mesh.axis_names) - axes):
+                block = leaves[i].local if isinstance(leaves[i], Sharded) else leaves[i]
+                shared.append((mesh[copies], f"{self.labels[i]} of {name}", block))
+        return _telling_writes(function, hear, [(*row, _writes_into(row[-1])) for row in shared])
 
-    def make_exits(self, out: Any) -> Exits:
+    def make_exits(self, function: Callable[..., Any], out: Any) -> Exits:
         """Return the exits for one structure of results, after a check of these results."""
         name, body = self.body.name, self.body
         failures: list[Failure] = []
@@ -92,7 +103,36 @@ class Plan:
             refuse(header, failures)
         kinds = [(spec, isinstance(x, Sharded)) for x, spec in zip(leaves, specs, strict=True)]
         exits = {kind: make_exit(kind[0], body, self.outer_axes, self.nested, kind[1]) for kind in set(kinds)}
-        return Exits(header, paths, [exits[kind] for kind in kinds], self.lent)
+        may_share = self._shares_memory and any(each.axes for each in exits.values())
+        outside = in_memory_of(leaves, held_tensors(function)) if may_share else []
+        return Exits(header, paths, [exits[kind] for kind in kinds], self.lent, outside)
+
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether blocks that nothing checks lie in the memory of global values. In a simulation no two ranks share."""
+        return not (self.nested or self.body.checked or self.body.simulated)
+
+
+def _writes_into(x: Any) -> int:
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
+def _telling_writes(
+    function: Callable[..., Any],
+    hear: Callable[[Mesh, str, Any], None],
+    shared: list[tuple[Mesh, str, Any, int]],
+) -> Callable[..., Any]:
+    """Return the function, which tells of the values that it has written into."""
+
+    @functools.wraps(function, updated=())
+    def told(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        for mesh, label, value, writes in shared:
+            if _writes_into(value) != writes:
+                hear(mesh, f"{label}, after a write into it", value)
+        return out
+
+    return told
 
 
 _MISFITS = "{}: the arguments do not fit in_specs"

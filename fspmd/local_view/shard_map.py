@@ -114,7 +114,9 @@ def shard_map(
     Arguments are plain tensors (a global value that every process has) or `Sharded` (moved only if the spec differs).
     Results are `Sharded`. Inside another body they are plain tensors, whole over the inner axes. If an argument neither
     moves nor is cut, its block is a view of it, and a write into the block on each rank writes into the argument. Other
-    blocks are copies. A result that shares memory with an argument becomes a copy if it may differ over more axes.
+    blocks are copies. A result that shares memory with an argument, or with a tensor that ``f`` closes over, becomes a
+    copy if it may differ over more axes. An unchecked body on processes must write the same elements into a whole
+    value on all ranks. `debug` and `check_replicas` find where it does not.
 
     The mapped function keeps a plan per structure of arguments, at most 4096. Its ``cache_info()`` counts them.
 
@@ -189,7 +191,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         if not (is_plain(x) and x.dim() >= fewest) or misfit(x):
             plan.refuse_arguments(leaves)
     if known_values.hear is not None and outer is None:
-        plan.tell_values(function, leaves, flat)
+        function = plan.watched(function, leaves, flat)
     args = leaves if plan.enters_as_is else list(map(call, plan.entries, leaves))
     widen = plan.widen
     start = 0 if widen is None else now()
@@ -237,8 +239,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         exits = plan.exits.get(tree)
         is_known = exits is not None
         if exits is None:
-            exits = plan.exits[tree] = plan.make_exits(out)  # this checks the results
-        if exits.lent:
+            exits = plan.exits[tree] = plan.make_exits(function, out)  # this checks the results
+        if exits.shares:
             leaves = exits.apart(leaves, blocks)
         results = exits(leaves) if is_known else exits.leave(leaves)
         return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)

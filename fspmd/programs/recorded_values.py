@@ -80,7 +80,7 @@ class Values(RecordingMode):
         with self.graph.inserting_before(first):
             node = self.graph.placeholder(f"x{len(self._nodes)}")
         self._know(x, node)
-        self._owners.setdefault(self._memory(x), node)
+        self._owners.setdefault(self.memory(x), node)
         self.given.append(x)
         return node
 
@@ -103,16 +103,16 @@ class Values(RecordingMode):
             self.captured[node] = x
             with DisableTorchFunction():
                 self._gradients[node] = x.grad if x.is_leaf else None
-            self._owners.setdefault(self._memory(x), node)
+            self._owners.setdefault(self.memory(x), node)
         self._know(x, node)
         return node
 
     def owner(self, x: Tensor) -> fx.Node | None:
         """The node of the argument or captured tensor in whose memory a tensor lies; None for memory of a step."""
         self.node_of(x)
-        return self._owners.get(self._memory(x))
+        return self._owners.get(self.memory(x))
 
-    def _memory(self, x: Tensor) -> int:
+    def memory(self, x: Tensor) -> int:
         """The number of a tensor's memory, while the memory lives."""
         return int(self._storage(x)._cdata)
 
@@ -233,7 +233,7 @@ class Values(RecordingMode):
         """Note that a tensor is the result of a node."""
         self._nodes[id(x)] = ref(x), node
         if "value" not in node.meta:
-            _describe(node, x, self._memory(x))
+            _describe(node, x, self.memory(x))
         shards = blocks_of(x) if is_simulated(x) else ()
         if shards and is_uneven(x):
             self.note_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(x)) for x in shards))}")
