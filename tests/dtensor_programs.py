@@ -104,13 +104,13 @@ def flattened_dtensors() -> list[str]:
     return wrong
 
 
-def dtensors_in_fewer_pieces() -> list[bool]:
-    """Of strided shards whose pieces do not divide the dim, so that torch makes fewer: they have an equal."""
+def dtensors_in_fewer_pieces() -> list[str]:
+    """What differs of strided shards whose pieces do not divide the dim, so that torch makes fewer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), []
+    mesh, wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), []
     for size, first, second in (
         (8, Replicate(), _StridedShard(0, split_factor=6)),
         (8, _StridedShard(0, split_factor=6), Replicate()),
@@ -120,9 +120,11 @@ def dtensors_in_fewer_pieces() -> list[bool]:
         whole = torch.arange(1.0, size + 1)
         theirs = _placed(whole, mesh, (first, second))
         ours = from_dtensor(theirs)
-        found += [torch.equal(theirs.full_tensor(), whole), torch.equal(device_get(ours), whole)]
-        found += [ours.local.data_ptr() == theirs.to_local().data_ptr()]
-    return found
+        values = [device_get(ours), _full(theirs, whole)]
+        same = ours.local.data_ptr() == theirs.to_local().data_ptr()
+        if not same or not all(torch.equal(x, whole) for x in values):
+            wrong.append(f"{size} {first} {second}")
+    return wrong
 
 
 def specs_as_dtensors() -> list[str]:
