@@ -92,7 +92,12 @@ def flattened_dtensors() -> list[str]:
         for placements in itertools.product([Replicate(), *map(Shard, range(3))], repeat=2):
             if placements[0] == placements[1] or any(p.is_shard() and shape[p.dim] % 2 for p in placements):
                 continue
-            theirs = distribute_tensor(whole, mesh, placements).flatten()
+            try:
+                theirs = distribute_tensor(whole, mesh, placements).flatten()
+            except RuntimeError:  # torch 2.11 flattens only what is cut in its first dim
+                if Shard(1) in placements or Shard(2) in placements:
+                    continue
+                raise
             if not torch.equal(theirs.full_tensor(), whole.flatten()):
                 continue
             ours = from_dtensor(theirs)
