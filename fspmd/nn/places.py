@@ -94,7 +94,7 @@ class Places:
         )
 
     def stacked(self, rows: dict[int, list[Any]], like: Any) -> Any:
-        blocks = {r: torch.stack([x.local for x in row]) for r, row in rows.items()}
+        blocks = {r: torch.stack([x.local for x in row]) if row[1:] else row[0].local[None] for r, row in rows.items()}
         return Sharded(self.whole(blocks, like.spec.partition), like.spec)
 
     def summed(self, values: dict[int, Any], partition: P) -> Any:
