@@ -2,8 +2,7 @@
 
     python benchmarks/context.py
 
-The time is that of the processor, all threads of a rank: the least of some steps, on the rank that has the most. Bytes
-are those that a rank sends in a step. The ring by hand has consecutive positions, and leaves out what a mask hides.
+The ring by hand has consecutive positions, and leaves out what a mask hides.
 
 `torch.distributed.tensor.experimental.context_parallel` has rings of three kernels, all of GPUs. On a CPU it leaves the
 kernel to DTensor, which takes it apart, and plans for long (torch 2.13). So it does not stand here.
@@ -12,70 +11,47 @@ kernel to DTensor, which takes it apart, and plans for long (torch 2.13). So it 
 from __future__ import annotations
 
 import functools
-import platform
-import time
 from collections.abc import Callable
-from datetime import date
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from ranks import RANKS, on_processes
+from ranks import HEADER, RANKS, on_processes, rows_of_steps
+from timing import Table
 from torch import Tensor
 from torch.nn import functional as F
 
 import fspmd
-from fspmd import P, communication_log, device_put, shard_map
+from fspmd import P, device_put, shard_map
 from fspmd.nn import Causal, Full, gathered_attention, ring_attention, ulysses_attention, zigzag
 
 aten: Final[Any] = torch.ops.aten
 WIDTH: Final = 64
 HEADS: Final = 8
-KINDS: Final = {"short": (64, 8), "long": (1024, 3)}  # the length of the whole sequence, and steps
+KINDS: Final = {"short": (64, 8), "long": (1024, 3)}  # the length of the whole sequence, and samples
 Step = Callable[[], tuple[Tensor, ...]]  # the result and the gradients of q, k and v, each this rank's block
 
 
-class Measured(NamedTuple):
-    what: str
-    milliseconds: float
-    sent: float  # MiB
-    error: float | None  # beside dense attention in float64
-
-
-def measure() -> list[tuple[str, list[Measured]]]:
-    """The rows of the first of four processes."""
-    return on_processes(_rows, seconds=280)  # type: ignore[return-value, arg-type]
-
-
-def _rows(mesh: fspmd.Mesh) -> list[tuple[str, list[Measured]]]:
-    found = []
-    for length, steps in KINDS.values():
+def measured(mesh: fspmd.Mesh) -> Table:
+    """The rows, as text in the notes of a table."""
+    lines = [*HEADER]
+    for length, repeats in KINDS.values():
         for causal in (False, True):
+            torch.manual_seed(0)
+            whole = list(torch.randn(4, 1, HEADS, length, WIDTH))
+            made = {name: make(mesh, whole, causal) for name, make in WAYS.items()}
+            if length == KINDS["short"][0]:
+                for name, (order, step) in made.items():
+                    _check(name, order.view(RANKS, -1)[dist.get_rank()], step, _dense(length, causal))
             title = f"{length} positions, {'causal' if causal else 'all see all'}"
-            found.append((title, [_row(name, make, mesh, length, causal, steps) for name, make in WAYS.items()]))
-    return found
+            lines += rows_of_steps(title, {name: step for name, (_, step) in made.items()}, repeats)
+    return Table(f"Attention on {RANKS} processes with Gloo", [], "\n".join(lines))
 
 
-def _row(name: str, make: Callable[..., Any], mesh: fspmd.Mesh, length: int, causal: bool, steps: int) -> Measured:
-    torch.manual_seed(0)
-    whole = list(torch.randn(4, 1, HEADS, length, WIDTH))
-    order, step, sent = make(mesh, whole, causal)
-    results = step()
-    places = order.view(RANKS, -1)[dist.get_rank()]
-    error = None
-    if length == KINDS["short"][0]:
-        right = _dense(length, causal)
-        error = max(float((x - y[:, :, places]).abs().max()) for x, y in zip(results, right, strict=True))
-    del results
-    times = []
-    for _ in range(steps):
-        dist.barrier()
-        start = time.process_time()
-        step()
-        times.append(time.process_time() - start)
-    least = torch.tensor(min(times))
-    dist.all_reduce(least, dist.ReduceOp.MAX)
-    return Measured(name, float(least) * 1e3, sent(), error)
+def _check(name: str, places: Tensor, step: Step, right: list[Tensor]) -> None:
+    error = max(float((x - y[:, :, places]).abs().max()) for x, y in zip(step(), right, strict=True))
+    if error > 1e-5:
+        raise AssertionError(f"{name} is off by {error:.1e}")
 
 
 @functools.cache
@@ -102,12 +78,7 @@ def _ours(way: Callable[..., Tensor], mesh: fspmd.Mesh, whole: list[Tensor], cau
         out = attend(*leaves)
         return tuple(x.local.detach() for x in (out, *torch.autograd.grad(out, leaves, cotangent)))
 
-    def sent() -> float:
-        with communication_log() as log:
-            step()
-        return sum(event.price.moved for event in log) / 2**20
-
-    return layout.order, step, sent
+    return layout.order, step
 
 
 # --- a ring by hand -------------------------------------------------------------------------------------------------
@@ -115,8 +86,6 @@ def _ours(way: Callable[..., Tensor], mesh: fspmd.Mesh, whole: list[Tensor], cau
 
 class _Ring(torch.autograd.Function):
     """Blocks of consecutive positions. With a causal mask a rank leaves out what it does not see, and waits."""
-
-    sent = 0
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -158,7 +127,6 @@ class _Ring(torch.autograd.Function):
 
 def _pass(x: Tensor) -> tuple[Tensor, list[Any]]:
     rank, coming = dist.get_rank(), torch.empty_like(x)
-    _Ring.sent += x.nbytes
     sends = dist.P2POp(dist.isend, x, (rank + 1) % RANKS), dist.P2POp(dist.irecv, coming, (rank - 1) % RANKS)
     return coming, dist.batch_isend_irecv(list(sends))
 
@@ -171,12 +139,7 @@ def _by_hand(mesh: fspmd.Mesh, whole: list[Tensor], causal: bool) -> Any:
         out = _Ring.apply(*leaves, causal)
         return (out.detach(), *torch.autograd.grad(out, leaves, cotangent))
 
-    def sent() -> float:
-        _Ring.sent = 0
-        step()
-        return _Ring.sent / 2**20
-
-    return torch.arange(whole[0].shape[2]), step, sent
+    return torch.arange(whole[0].shape[2]), step
 
 
 WAYS: Final[dict[str, Callable[..., Any]]] = {
@@ -187,15 +150,5 @@ WAYS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def main() -> None:
-    print(f"{date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}\n")
-    for title, rows in measure():
-        print(f"| {title} | processor time | sent | error |\n|---|---|---|---|")
-        for row in rows:
-            error = "" if row.error is None else f"{row.error:.1e}"
-            print(f"| {row.what} | {row.milliseconds:.3g} ms | {row.sent:.3g} MiB | {error} |")
-        print()
-
-
 if __name__ == "__main__":
-    main()
+    print(on_processes(measured, seconds=500).notes)

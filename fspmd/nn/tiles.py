@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fspmd.nn import block
 from fspmd.nn.masks import Mask
-from fspmd.nn.parts import PartialAttention, nothing
+from fspmd.nn.parts import PartialAttention, merge, nothing
 from fspmd.tracing import hidden
 
 MOST_TILES = 8  # of a block of queries
@@ -55,6 +55,7 @@ class Tiles:
     queries: Tensor
     keys: Tensor
     groups: tuple[Pairs, ...]
+    is_one: bool  # whether all queries meet all keys at once, as one pair on each rank
     copies: dict[torch.device, Tiles] = field(default_factory=dict)  # on other devices
 
     def on(self, device: torch.device) -> Tiles:
@@ -69,7 +70,8 @@ class Tiles:
         return self.copies[device]
 
     def _copied(self, device: torch.device) -> Tiles:
-        return Tiles(self.queries.to(device), self.keys.to(device), tuple(group.to(device) for group in self.groups))
+        groups = tuple(group.to(device) for group in self.groups)
+        return Tiles(self.queries.to(device), self.keys.to(device), groups, self.is_one)
 
     @property
     def pairs(self) -> int:
@@ -85,23 +87,21 @@ class Tiles:
         self, query: Tensor, key: Tensor, value: Tensor, at: int | Tensor, mask: Mask, scale: float | None
     ) -> PartialAttention:
         """The part of the keys, on the rank ``at`` of the ranks that share the sequence."""
-        parts, chosen = [], []
+        whole = None
         queries, keys, values = self._cut(query, self.queries), self._cut(key, self.keys), self._cut(value, self.keys)
         for q, k, of_query, _, allowed in self._each(query.device, at, mask):
-            parts.append(block.forward(_take(queries, q), _take(keys, k), _take(values, k), allowed, scale))
-            chosen.append(of_query)
-        if not parts:
-            return nothing(query, value.shape[-1])
-        out, lse, where = (
-            torch.cat([p.out for p in parts], -4),
-            torch.cat([p.lse for p in parts], -3),
-            torch.cat(chosen, 1),
-        )
-        by_tile = torch.where(where[:, :, None, None], lse.unsqueeze(-4), -torch.inf)  # [..., tiles, pairs, heads, n]
-        total = by_tile.logsumexp(-3)
-        weights = (by_tile - total.where(total != -torch.inf, 0).unsqueeze(-3)).exp()
-        whole = (weights.movedim(-3, -1).unsqueeze(-2) @ out.movedim(-4, -2).unsqueeze(-5)).squeeze(-2)
-        return PartialAttention(self._joined(whole), total.movedim(-3, -2).flatten(-2))
+            if self.is_one:
+                return block.forward(query, key, value, _of_one(allowed), scale)
+            out, lse = block.forward(_take(queries, q), _take(keys, k), _take(values, k), allowed, scale)
+            by_tile = torch.where(
+                of_query[:, :, None, None], lse.unsqueeze(-4), -torch.inf
+            )  # [.., tiles, pairs, heads, n]
+            total = by_tile.logsumexp(-3)
+            weights = (by_tile - total.where(total != -torch.inf, 0).unsqueeze(-3)).exp()
+            out = (weights.movedim(-3, -1).unsqueeze(-2) @ out.movedim(-4, -2).unsqueeze(-5)).squeeze(-2)
+            part = PartialAttention(self._joined(out), total.movedim(-3, -2).flatten(-2))
+            whole = part if whole is None else merge(whole, part)
+        return nothing(query, value.shape[-1]) if whole is None else whole
 
     def backward(
         self,
@@ -116,30 +116,37 @@ class Tiles:
         scale: float | None,
     ) -> list[Tensor]:
         """The gradients of query, key and value; ``whole`` is the part of all keys that the queries see."""
-        dtype = whole.out.dtype
-        totals = [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
+        dtype, totals = whole.out.dtype, list[Tensor]()
         queries, out_grads, outs = (self._cut(x, self.queries) for x in (query, out_grad, whole.out))
         lses = self._cut_rows(whole.lse)
         lse_grads = None if lse_grad is None else self._cut_rows(lse_grad)
         keys, values = self._cut(key, self.keys), self._cut(value, self.keys)
         for q, k, of_query, of_key, allowed in self._each(query.device, at, mask):
+            if self.is_one:
+                return [*block.backward(out_grad, lse_grad, query, key, value, whole, _of_one(allowed), scale)]
             some_lse_grad = None if lse_grads is None else lse_grads.index_select(-3, q)
             part = PartialAttention(_take(outs, q), lses.index_select(-3, q))
             operands = _take(queries, q), _take(keys, k), _take(values, k)
             parts = block.backward(_take(out_grads, q), some_lse_grad, *operands, part, allowed, scale)
-            for i, (gradient, of_tile) in enumerate(zip(parts, (of_query, of_key, of_key), strict=True)):
-                summed = torch.tensordot(of_tile.to(dtype), gradient.movedim(-4, 0), 1).movedim(0, -4)
-                totals[i] = totals[i] + self._joined(summed)
-        return totals
+            sums = [
+                self._joined(torch.tensordot(of_tile.to(dtype), gradient.movedim(-4, 0), 1).movedim(0, -4))
+                for gradient, of_tile in zip(parts, (of_query, of_key, of_key), strict=True)
+            ]
+            totals = [total + part for total, part in zip(totals, sums, strict=True)] if totals else sums
+        return totals or [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
 
     def _each(
         self, device: torch.device, at: int | Tensor, mask: Mask
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
-        """Yield of each group the tiles of queries and of keys, which pairs are of which tile, and who sees whom."""
+        """Yield pairs: the tiles of queries and of keys, which pairs are of which tile, and who sees whom.
+
+        The pairs of a group are computed together, but no more at once than there are tiles: each has copies of its own.
+        """
         tiles = self.on(device)
         queries, keys = (_row(x, at) for x in (tiles.queries, tiles.keys))
-        for group in tiles.groups:
-            q, k, real = (_row(x, at) for x in (group.query, group.key, group.real))
+        most = max(len(queries), len(keys))
+        for group, start in ((group, i) for group in tiles.groups for i in range(0, group.query.shape[1], most)):
+            q, k, real = (_row(x, at)[start : start + most] for x in (group.query, group.key, group.real))
             allowed = None
             if group.masked:
                 seen = keys[k]
@@ -173,6 +180,10 @@ def _row(x: Tensor, at: int | Tensor) -> Tensor:
     return x[at] if isinstance(at, int) else x.index_select(0, at).squeeze(0)
 
 
+def _of_one(allowed: Tensor | None) -> Tensor | None:
+    return None if allowed is None else allowed.squeeze(0)
+
+
 def _take(tiles: Tensor, index: Tensor) -> Tensor:
     return tiles.index_select(-4, index)
 
@@ -197,8 +208,10 @@ def make_tiles(
         known = {(i, j): _over(over, q, k) for i, q in enumerate(query_runs) for j, k in enumerate(key_runs)}
         free.append([pair for pair, seen in known.items() if seen])
         some.append([pair for pair, seen in known.items() if seen is None])
-    groups = (_group(pairs, masked) for pairs, masked in ((free, False), (some, True)))
-    return Tiles(queries, keys, tuple(group for group in groups if group is not None))
+    made = (_group(pairs, masked) for pairs, masked in ((free, False), (some, True)))
+    groups = tuple(group for group in made if group is not None)
+    is_one = queries.shape[1] == keys.shape[1] == 1 and len(groups) == 1 and bool(groups[0].real.all())
+    return Tiles(queries, keys, groups, is_one)
 
 
 def _over(over: Callable[[range, range], bool | None], queries: TileRuns, keys: TileRuns) -> bool | None:

@@ -77,8 +77,9 @@ def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int, tiles: in
     table = torch.stack([padded(row[row >= 0]) for row in layout.table]).view(n, tiles * parts, -1)
     runs = runs_of(table)
     if gathered:
-        every = [run for row in runs for run in row]
-        steps = [make_tiles(table, table.flatten(0, 1).expand(n, -1, -1), runs, [every] * n, mask)]
+        keys = table.view(1, -1) if tiles == 1 else table.flatten(0, 1)  # one tile if none is left out
+        (every,) = runs_of(keys[None])
+        steps = [make_tiles(table, keys.expand(n, -1, -1), runs, [every] * n, mask)]
     else:
         steps = [make_tiles(table, table.roll(i, 0), runs, [runs[r - i] for r in range(n)], mask) for i in range(n)]
     return Turns(axis, table, {i: step for i, step in enumerate(steps) if step.groups})
