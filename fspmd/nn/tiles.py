@@ -140,12 +140,13 @@ class Tiles:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
         """Yield pairs: the tiles of queries and of keys, which pairs are of which tile, and who sees whom.
 
-        The pairs of a group are computed together, but no more at once than there are tiles: each has copies of its own.
+        The pairs of a group are computed together, but no more at once than there are tiles: each has its own copies.
         """
         tiles = self.on(device)
         queries, keys = (_row(x, at) for x in (tiles.queries, tiles.keys))
         most = max(len(queries), len(keys))
-        for group, start in ((group, i) for group in tiles.groups for i in range(0, group.query.shape[1], most)):
+        turns = [(group, start) for group in tiles.groups for start in range(0, group.query.shape[1], most)]
+        for group, start in turns:
             q, k, real = (_row(x, at)[start : start + most] for x in (group.query, group.key, group.real))
             allowed = None
             if group.masked:
