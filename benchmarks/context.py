@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fspmd
-from fspmd import P, device_put, shard_map
+from fspmd import P, device_put, jit, shard_map, vjp
 from fspmd.nn import Causal, Full, gathered_attention, ring_attention, ulysses_attention, zigzag
 
 aten: Final[Any] = torch.ops.aten
@@ -66,17 +66,21 @@ def _dense(length: int, causal: bool) -> list[Tensor]:
 # --- ours -----------------------------------------------------------------------------------------------------------
 
 
-def _ours(way: Callable[..., Tensor], mesh: fspmd.Mesh, whole: list[Tensor], causal: bool) -> Any:
+def _ours(way: Callable[..., Tensor], record: bool, mesh: fspmd.Mesh, whole: list[Tensor], causal: bool) -> Any:
     length, rows = whole[0].shape[2], P(None, None, "x")
     layout = zigzag(length, 1 if way is ulysses_attention else RANKS)
     options = {"mask": Causal() if causal else Full(), "layout": layout}
     attend = shard_map(lambda *x: way(*x, "x", **options), mesh=mesh, in_specs=rows, out_specs=rows)
-    *leaves, cotangent = (device_put(layout.store(x, 2), rows, mesh=mesh) for x in whole)
-    leaves = [x.requires_grad_() for x in leaves]
+    *operands, cotangent = (device_put(layout.store(x, 2), rows, mesh=mesh) for x in whole)
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
+        out, backward = vjp(attend, q, k, v)
+        return (out, *backward(cotangent))
+
+    run = jit(gradients) if record else gradients
 
     def step() -> tuple[Tensor, ...]:
-        out = attend(*leaves)
-        return tuple(x.local.detach() for x in (out, *torch.autograd.grad(out, leaves, cotangent)))
+        return tuple(x.local for x in run(*operands, cotangent))
 
     return layout.order, step
 
@@ -143,9 +147,11 @@ def _by_hand(mesh: fspmd.Mesh, whole: list[Tensor], causal: bool) -> Any:
 
 
 WAYS: Final[dict[str, Callable[..., Any]]] = {
-    "ring_attention": functools.partial(_ours, ring_attention),
-    "gathered_attention": functools.partial(_ours, gathered_attention),
-    "ulysses_attention": functools.partial(_ours, ulysses_attention),
+    **{
+        f"{way.__name__}{', jit' * record}": functools.partial(_ours, way, record)
+        for way in (ring_attention, gathered_attention, ulysses_attention)
+        for record in (True, False)
+    },
     "a ring by hand": _by_hand,
 }
 

@@ -169,6 +169,23 @@ def test_parts_are_a_monoid() -> None:
     assert (whole.out[:, 3] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
+def test_operands_and_cotangents_may_have_any_strides(order: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The kernel for CPUs takes rows for dense, whatever their stride."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, 4, 5, 6, dtype=dtype) for _ in range(4))
+    right = [x.double().requires_grad_() for x in (q, k, v)]
+    out = (right[0] @ right[1].mT * 6**-0.5).softmax(-1) @ right[2]
+    back = [order.index(d) for d in range(4)]
+    mine = [x.permute(order).contiguous().permute(back).requires_grad_() for x in (q, k, v)]
+    found = attend_block(*mine).out
+    wide = g.to(found.dtype).permute(order).contiguous().permute(back)
+    grads = torch.autograd.grad(found, mine, wide), torch.autograd.grad(out, right, g.double())
+    for a, b in zip((found, *grads[0]), (out, *grads[1]), strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype))
+
+
 def test_gradients_of_parts_are_those_of_autograd() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, 3, dtype=F64, requires_grad=True) for n in (4, 5, 5))

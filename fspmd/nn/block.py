@@ -63,8 +63,8 @@ def backward(
 
 # --- torch's kernel for CPUs ----------------------------------------------------------------------------------------
 #
-# It wants four dims, as many heads of keys as of queries, values as wide as keys, and a mask of floats. It ends the
-# process for no keys, and gives a query that sees no key the lse 0.
+# It wants four dims, as many heads of keys as of queries, values as wide as keys, and a mask of floats. It takes rows
+# for dense whatever their stride, ends the process for no keys, and gives a query that sees no key the lse 0.
 
 
 def _has_kernel(query: Tensor) -> bool:
@@ -96,7 +96,7 @@ def _kernel_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands = _alike(query, key, value)
     shape = operands[0].shape
-    out_grad, out = (F.pad(x, (0, shape[-1] - x.shape[-1])).reshape(shape) for x in (out_grad, whole.out))
+    out_grad, out = (_padded(x, shape[-1]).reshape(shape) for x in (out_grad, whole.out))
     lse, bias = whole.lse.reshape(out.shape[:-1]), _bias(query, key, allowed)
     grads = aten_cpu_attention_backward(
         out_grad, *operands, out, lse, 0.0, False, attn_mask=bias, scale=_scale(query, scale)
@@ -106,15 +106,24 @@ def _kernel_backward(
         for g, x in zip(grads, (query, key, value), strict=True)
     )
     groups = key.shape[-3], query.shape[-3] // key.shape[-3]
-    return query_grad, key_grad.unflatten(-3, groups).sum(-3), value_grad.unflatten(-3, groups).sum(-3)
+    if groups[1] > 1:
+        key_grad, value_grad = (g.unflatten(-3, groups).sum(-3) for g in (key_grad, value_grad))
+    return query_grad, key_grad, value_grad
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """The operands as [batch, heads, n, width], with zeros up to one width, and the heads of keys repeated."""
     heads, width = query.shape[-3], max(query.shape[-1], value.shape[-1])
-    key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
-    padded = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    return [x.reshape(-1, heads, *x.shape[-2:]) for x in padded]
+    if heads != key.shape[-3]:
+        key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
+    return [_padded(x, width).reshape(-1, heads, x.shape[-2], width) for x in (query, key, value)]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """With zeros up to a width, and dense rows."""
+    if x.shape[-1] < width:
+        return F.pad(x, (0, width - x.shape[-1])).contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _bias(query: Tensor, key: Tensor, allowed: Tensor | None) -> Tensor | None:

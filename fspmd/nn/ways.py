@@ -44,18 +44,17 @@ class Ring:
         kept_grads: tuple[()],
     ) -> list[Tensor]:
         """The ring once more. The gradients of keys and values travel with them, and come home in the end."""
-        grads = [torch.zeros_like(x, dtype=whole.out.dtype) for x in (query, key, value)]
-        at, coming = self.turns.at, None
+        grads, at, coming = list[Tensor](), self.turns.at, None
         for step, pair, hop in self._passing((key, value)):
             tiles = self.turns.tiles[step]
             parts = tiles.backward(out_grad, lse_grad, query, *pair, whole, at, self.mask, self.scale)
             if coming is not None:
                 grads[1:] = coming.wait()
-            grads = [total + part for total, part in zip(grads, parts, strict=True)]
+            grads = [total + part for total, part in zip(grads, parts, strict=True)] if grads else parts
             coming = ppermute(tuple(grads[1:]), self.turns.axis, self.turns.hop(hop), wait=False) if hop else None
         if coming is not None:
             grads[1:] = coming.wait()
-        return grads
+        return grads or _nothing((query, key, value), whole)
 
     def _passing(self, pair: tuple[Tensor, Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor], int]]:
         """Yield each step, the keys and values that a rank has in it, and the places that their gradients go next.
@@ -100,9 +99,14 @@ class Gathered:
         kept_grads: tuple[Tensor | None, Tensor | None],
     ) -> list[Tensor]:
         """The gradients of keys and values are summed wide: bfloat16 sums would lose precision."""
-        grads = [torch.zeros_like(x, dtype=whole.out.dtype) for x in (query, keys, values)]
+        grads = list[Tensor]()
         for tiles in self.turns.tiles.values():
             grads = tiles.backward(out_grad, lse_grad, query, keys, values, whole, self.turns.at, self.mask, self.scale)
-        grad, *grads = grads
+        grad, *grads = grads or _nothing((query, keys, values), whole)
         totals = (g if more is None else g + more for g, more in zip(grads, kept_grads, strict=True))
         return [grad, *(psum_scatter(g, self.turns.axis, scatter_dimension=g.dim() - 2, tiled=True) for g in totals)]
+
+
+def _nothing(operands: tuple[Tensor, ...], whole: PartialAttention) -> list[Tensor]:
+    """The gradients of operands where no query sees a key."""
+    return [torch.zeros_like(x, dtype=whole.out.dtype) for x in operands]
