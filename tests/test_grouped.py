@@ -73,6 +73,22 @@ def test_values_and_gradients_twice(sizes: tuple[int, ...], form: str) -> None:
         check(form, mesh, OFFSETS[n % len(OFFSETS)], specs, P("x") if n % 2 else P())
 
 
+@pytest.mark.parametrize("form", ["rows", "columns", "groups"])
+def test_cotangents_may_have_any_strides(form: str) -> None:
+    """Widths that torch's kernel takes as they are. Its backward raises where the cotangent is not dense, too."""
+    mesh, shapes = make_mesh((2,), ("x",), transport="simulation"), {"rows": ((10, 8), (4, 8, 12))}
+    shapes |= {"columns": ((4, 12, 8), (8, 12)), "groups": ((8, 12), (12, 12))}
+    torch.manual_seed(0)
+    plain = [torch.randn(shape) for shape in shapes[form]]
+    given = [device_put(x, P(), mesh=mesh).requires_grad_() for x in plain]
+    out = F.grouped_mm(*given, offs=torch.tensor([0, 3, 3, 7], dtype=I32))
+    weight = torch.randn(out.shape)
+    strided = device_put(weight.mT.contiguous(), P(), mesh=mesh).mT
+    found = torch.autograd.grad(out, given, strided, retain_graph=True)
+    for one, same in zip(found, torch.autograd.grad((out * weight).sum(), given), strict=True):
+        torch.testing.assert_close(device_get(one), device_get(same))
+
+
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("ends", OFFSETS, ids=str)
 def test_rows_and_groups_cut_move_nothing(ends: list[int]) -> None:

@@ -94,7 +94,7 @@ def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     columns = b.shape[2]
     if a.dtype not in DTYPES:
         return _one_by_one(a, b, offs)
-    out: Tensor = F.grouped_mm(_fitting(a, True), _fitting(b), offs=offs)
+    out = _with_fitting_gradient(F.grouped_mm(_fitting(a, True), _fitting(b), offs=offs))
     return torch.where(past, 0, out[:, :columns])
 
 
@@ -118,7 +118,7 @@ def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if 0 in (*a.shape, *b.shape, *offs.shape):
         return (a @ b).expand(offs.shape[0], -1, -1).clone()
     rows, columns = a.shape[0], b.shape[1]
-    out: Tensor = F.grouped_mm(_fitting(a), _fitting(b), offs=offs)
+    out = _with_fitting_gradient(F.grouped_mm(_fitting(a), _fitting(b), offs=offs))
     return out[:, :rows, :columns].contiguous()
 
 
@@ -142,6 +142,11 @@ def _fitting(x: Tensor, rows: bool = False) -> Tensor:
         rows_apart == 1 and columns_apart >= x.shape[-2] and columns_apart % unit == 0
     )
     return x if is_fit else x.contiguous()
+
+
+def _with_fitting_gradient(x: Tensor) -> Tensor:
+    """Return a product whose gradient reaches torch's kernel as dense as the product is."""
+    return x.flatten().view(x.shape)
 
 
 # --- bodies for sharded rows or groups --------------------------------------------------------------------------------
