@@ -121,6 +121,10 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 count_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 #: the entered `TorchDispatchMode`s
 dispatch_mode_stack: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+#: enters a mode, also one of torch's own; instead: `with mode:`
+push_dispatch_mode: Any = torch.utils._python_dispatch._push_mode
+#: leaves the mode that was entered last; instead: `with mode:`
+pop_dispatch_mode: Any = torch.utils._python_dispatch._pop_mode
 #: a block without these modes
 disable_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
 #: the mode entered under a key of torch's own

@@ -64,6 +64,17 @@ def end() -> None:
     _active -= 1
 
 
+def depth() -> int:
+    """Return the number of recordings under way."""
+    return _active
+
+
+def go_back(to: int) -> None:
+    """End the recordings within the first ``to``, which an interrupt has kept from ending."""
+    global _active
+    _active = min(_active, to)
+
+
 def is_recording() -> bool:
     """Return whether this thread takes part in a recording, or runs backward for it, even if its steps are hidden."""
     return _active > 0 and (_thread == threading.get_ident() or recorder() is not None)

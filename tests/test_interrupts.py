@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ import fspmd
 from fspmd import P, device_get, device_put, psum, rank_map, shard_map
 from fspmd.body import RUNNING, state
 from fspmd.meshes.world import simulated
-from fspmd.torch_internals import count_function_modes
+from fspmd.torch_internals import count_dispatch_modes, count_function_modes
+from fspmd.tracing import is_recording
 
 X = device_put(torch.linspace(-1, 1, 32).view(8, 4), P("x"), mesh=MESH)
 W = torch.linspace(0, 1, 16).view(4, 4)
@@ -53,6 +56,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "rank by rank": lambda: shard_map(
         lambda a: rank_map(lambda v: v * 2, a), mesh=MESH, in_specs=P("x"), out_specs=P("x")
     )(X),
+    "a record": lambda: fspmd.jit(lambda x: torch.softmax(x, -1).sum())(X),
     "sharded bodies": lambda: torch.softmax(X.T.contiguous(), -1),
 }
 
@@ -98,3 +102,44 @@ def _interrupted(name: str, count: int) -> int:
 def test_interrupts_leave_nothing_behind(name: str) -> None:
     with Processes(1) as pool:
         assert pool.run(_interrupted, name, 10000 if FULL else 400, seconds=500)[0] > 10
+
+
+class _Lines:
+    """Counts the lines of contexts that a call runs, and raises at one of them."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if Path(frame.f_code.co_filename).name not in {"contextlib.py", "_python_dispatch.py", "fake_tensor.py"}:
+            return None
+        self.count += event == "line"
+        if self.count == self.at:
+            sys.settrace(None)
+            self.count += 1
+            raise _Interrupt
+        return self
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            return call()
+        finally:
+            sys.settrace(before)
+
+
+def test_a_recording_ends_between_any_two_lines_of_contexts() -> None:
+    call, expected = CALLS["a record"], device_get(CALLS["a record"]())
+    lines = _Lines(-1)
+    lines.run(call)
+    draw, interrupted = random.Random(0), 0
+    for at in sorted(draw.sample(range(1, lines.count), lines.count - 1 if FULL else 120)):
+        try:
+            _Lines(at).run(call)
+        except _Interrupt:
+            interrupted += 1
+        assert not count_dispatch_modes(), at
+        assert not is_recording(), at
+        torch.testing.assert_close(device_get(call()), expected)
+    assert interrupted > 60

@@ -25,6 +25,7 @@ from fspmd.programs.cache_misses import call_facts, report
 from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.donation import NOTHING, Donation, donation
 from fspmd.programs.fake_tensors import fake_mode, stand_ins
+from fspmd.programs.interrupts import unwound
 from fspmd.programs.lower import Compiled, Lowered
 from fspmd.programs.options import Chosen, mark_static, with_static
 from fspmd.programs.passes.table import Pass, transform
@@ -151,6 +152,7 @@ class Recordable:
         """The donation of a call."""
         return donation(self.function, self.donate, args, kwargs) if self.donate else NOTHING
 
+    @unwound
     def record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], others: Iterable[Record], last: Record | None
     ) -> Record:
@@ -176,6 +178,7 @@ class Recordable:
         transform(captured.program, self.passes)
         return record_of(self.function, captured, facts, given, self.make)
 
+    @unwound
     def lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The program of a call, which is recorded and not run."""
         given, named, mode = without_values(*self.marked(args, kwargs))
@@ -211,6 +214,7 @@ def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, 
         return *stand_ins((args, kwargs), mode), mode
 
 
+@unwound
 def capture_fake(function: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Capture:
     """Record a function on fake tensors."""
     with recording, mode:

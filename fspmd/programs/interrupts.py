@@ -1,0 +1,76 @@
+"""Recordings that an interrupt, such as Ctrl-C, or a `RecursionError` may end between any two calls.
+
+Torch's own contexts then leave modes behind, or take away modes that are not theirs: a fake mode would stay active, in
+which no later tensor has values.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from traceback import clear_frames
+from typing import ParamSpec, TypeVar
+
+from fspmd import tracing
+from fspmd.torch_internals import (
+    count_dispatch_modes,
+    dispatch_mode_stack,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+)
+
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+
+def unwound(record: Callable[Q, R]) -> Callable[Q, R]:
+    """Return a function that records, and after an exception leaves torch's modes as they were before.
+
+    An interrupt is raised itself, and not the error of a context that it has kept from ending.
+    """
+
+    @functools.wraps(record)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        modes, depth, handled = dispatch_mode_stack(), tracing.depth(), sys.exc_info()[1]
+        try:
+            return record(*args, **kwargs)
+        except BaseException as error:
+            errors = list(takewhile(lambda each: each is not handled, _behind(error)))
+            try:
+                for each in filter(_is_stray, errors):
+                    clear_frames(each.__traceback__)  # contexts that wait there would end later, and push modes then
+            finally:
+                try:
+                    _restore(modes, depth)
+                finally:
+                    _restore(modes, depth)
+            interrupt = next((each for each in errors if not isinstance(each, (Exception, GeneratorExit))), error)
+            if interrupt is error:
+                raise
+            raise interrupt from None
+
+    return run
+
+
+def _is_stray(error: BaseException) -> bool:
+    """Return whether an error may be raised between any two calls."""
+    return isinstance(error, (RecursionError, MemoryError)) or not isinstance(error, Exception)
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those in whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
+def _restore(modes: list[object], depth: int) -> None:
+    tracing.go_back(depth)
+    if list(map(id, dispatch_mode_stack())) == list(map(id, modes)):
+        return
+    while count_dispatch_modes():
+        pop_dispatch_mode()
+    for mode in modes:
+        push_dispatch_mode(mode)
