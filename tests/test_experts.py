@@ -25,6 +25,28 @@ def test_values_and_gradients_are_those_of_the_loop(case: Case) -> None:
     close(compute(case))
 
 
+def test_experts_may_be_mapped_over_matrices() -> None:
+    x, router, sets = torch.randn(6, 4, dtype=F64), torch.randn(4, 4, dtype=F64), torch.randn(5, 4, 4, 3, dtype=F64)
+
+    def body(x: Tensor, router: Tensor, sets: Tensor) -> Tensor:
+        routing, sets = route(x @ router, 2, axes="ep"), sets.detach().requires_grad_()
+
+        def of_set(w: Tensor) -> Tensor:
+            return experts(x, routing, lambda rows, counts: grouped_matmul(rows, w, counts), axis="ep")[0]
+
+        return torch.autograd.grad(torch.func.vmap(of_set)(sets).square().sum(), sets)[0]
+
+    specs = P("ep"), P(), P(None, "ep")
+    found = device_get(
+        shard_map(body, mesh=make_mesh((2,), ("ep",)), in_specs=specs, out_specs=specs[2])(x, router, sets)
+    )
+    leaf = sets.requires_grad_()
+    weights, chosen = (x @ router).softmax(1).topk(2, 1)
+    weights = weights / weights.sum(1, keepdim=True)
+    of_all = torch.einsum("ta,seab->steb", x, leaf).gather(2, chosen[None, ..., None].expand(5, -1, -1, 3))
+    close([(found, torch.autograd.grad((of_all * weights[..., None]).sum(2).square().sum(), leaf)[0])])
+
+
 SOME = [c for c in CASES if (c.k == 1 and c.total <= c.sizes[1]) or c.tokens == 11]
 
 

@@ -22,7 +22,7 @@ from pipeline_programs import (
 )
 from processes import Processes
 
-from fspmd import P, device_put, jit, make_mesh
+from fspmd import P, device_get, device_put, jit, make_mesh
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.nn import Action, Costs, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv
 
@@ -231,6 +231,22 @@ def test_the_loss_times_c_gives_gradients_times_c() -> None:
     value_c, grads_c, _, _ = compute("zbv", {"pp": 2}, 3, scale=8)
     assert torch.equal(value * 8, value_c)
     assert all(torch.equal(grads[name] * 8, grads_c[name]) for name in grads)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_share_no_memory(microbatches: int, recorded: bool) -> None:
+    mesh = make_mesh((2,), ("x",))
+    step = pipeline(
+        lambda p, x: x + p[0] + p[1], gpipe(2, microbatches), loss=lambda y, t: (2 * y).sum() / 2, mesh=mesh, axis="x"
+    )
+    params = [device_put(torch.zeros(2, 4, 3), P("x"), mesh=mesh) for _ in range(2)]
+    batches = [device_put([torch.zeros(4, 3)] * microbatches, P(), mesh=mesh) for _ in range(2)]
+    _, (first, second) = (jit(step) if recorded else step)(params, *batches)
+    first.add_(100)
+    assert torch.equal(device_get(first), torch.full((2, 4, 3), 101.0))
+    assert torch.equal(device_get(second), torch.full((2, 4, 3), 1.0))
+    assert all(torch.equal(device_get(p), torch.zeros(2, 4, 3)) for p in params)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])

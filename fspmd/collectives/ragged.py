@@ -149,11 +149,10 @@ def exchanged_rows(
         after = _result_type(body, (x, slices), axes, what)
         with outside_transforms():
             numbers, held = unwrapped(slices), None
-            like = (unwrapped(x), unwrapped(rows) if isinstance(rows, Tensor) else rows)
             if body.mesh.transport == "simulation":
-                frames = (frame_of(value, body.mesh) for value in (numbers, *like) if isinstance(value, Tensor))
-                held = functools.reduce(union, frames, frame(body.mesh, axes))
-            lengths = list(zip(*(_lengths(value, held) for value in like), strict=True))
+                values = (unwrapped(value) for value in (slices, x, rows) if isinstance(value, Tensor))
+                held = functools.reduce(union, (frame_of(value, body.mesh) for value in values), frame(body.mesh, axes))
+            lengths = list(zip(*(_lengths(value, held) for value in (x, rows)), strict=True))
             wanted = None if needed is None else unwrapped(needed)
             routes = _known_routes(body, axes, numbers, wanted, held, lengths, what)
         exchange = Call("ragged_all_to_all", body.mesh, axes, Options(routes=routes))

@@ -262,6 +262,8 @@ class _Rank:
         found = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
             new, old = found[len(to_x) :], self.grads.get(stage)
+            if self.run_of.schedule.microbatches == 1:  # what autograd gives may share memory; sums do not
+                new = [a if a is None else a.clone() for a in new]
             self.grads[stage] = (
                 new if old is None else [a if a is None else a + b for a, b in zip(old, new, strict=True)]
             )
