@@ -109,6 +109,84 @@ def test_replays_call_what_users_call(name: str, dtype: torch.dtype, steps: list
     assert not names or steps == [names]
 
 
+def _normed(x: Tensor, w: Tensor, dims: Any = -1, keep: bool = True, eps: Any = 1e-3) -> Tensor:
+    """As `rms_norm` computes, but in the dtype of ``x``, and with the promotion of ``*``."""
+    return x * torch.rsqrt(x.pow(2).mean(dims, keepdim=keep).add_(eps)) * w
+
+
+def _scaled(x: Tensor, w: Tensor) -> Tensor:
+    return x * torch.rsqrt(torch.ops.aten.add.Scalar(x.pow(2).mean(-1, keepdim=True), 1e-3, 2)) * w
+
+
+def _product(x: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    """As `linear` computes."""
+    return torch.addmm(b, x.view(12, 8), v.t()).view(4, 3, 5)
+
+
+def _reshaped_product(x: Tensor, v: Tensor, b: Tensor) -> Tensor:
+    x = x.clone()
+    rows = x.view(12, 8)
+    x.transpose_(0, 1)
+    return torch.addmm(b, rows, v.t()).view(4, 3, 5)
+
+
+def _reshaped_matmul(x: Tensor, w: Tensor) -> Tensor:
+    v = w.clone()
+    w = v.t()
+    v.t_()
+    return x @ w
+
+
+HALF = (torch.bfloat16, torch.float16)
+WAVES = torch.linspace(0, 99, 96).sin().view(4, 3, 8)
+#: by name: a function that computes almost as a function of torch does, and its arguments
+ALMOST: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    **{f"rms_norm of {d}": (_normed, (WAVES.to(d), G.to(d))) for d in HALF},
+    "rms_norm with a weight of float64": (_normed, (X, G.double())),
+    "rms_norm with a weight of complex numbers": (_normed, (X, G.cfloat())),
+    "rms_norm of all dims": (partial(_normed, dims=None), (X[0], G)),
+    "rms_norm of no dims": (partial(_normed, dims=()), (X, torch.tensor(2.0))),
+    "rms_norm of a number": (_normed, (torch.tensor(3.0), torch.tensor(2.0))),
+    "rms_norm with a larger weight": (_normed, (torch.tensor(3.0), G)),
+    "rms_norm along another dim": (partial(_normed, keep=False), (torch.linspace(0, 9, 64).view(8, 8), G)),
+    "rms_norm with a scaled epsilon": (_scaled, (X, G)),
+    **{f"linear of gaps, {d}": (_product, (WAVES.to(d).repeat(1, 1, 2)[..., :8], V.to(d), B.to(d))) for d in HALF},
+    **{f"linear with one bias, {d}": (_product, (WAVES.to(d), V.to(d), B[3].to(d))) for d in HALF},
+    "linear with a bias for each row": (_product, (X, V, torch.linspace(0, 1, 60).view(12, 5))),
+    "linear of a value that is reshaped": (_reshaped_product, (X, V, B)),
+    "matmul of a value that is reshaped": (_reshaped_matmul, (X, torch.linspace(0, 1, 64).view(8, 8))),
+}
+
+
+@pytest.mark.parametrize("name", ALMOST)
+def test_steps_that_no_function_of_torch_runs_stay(name: str) -> None:
+    function, args = ALMOST[name]
+    jitted = jit(function)
+    with torch.no_grad():
+        expected = function(*args)
+        for _ in range(2):
+            found = jitted(*args)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+
+
+def test_rms_norm_of_narrow_floats_is_left_in_steps(steps: list[list[str]]) -> None:
+    """Torch would warn of a weight that is narrower than the sums."""
+    with torch.no_grad():
+        jit(lambda x, w: F.rms_norm(x, (8,), w))(X.bfloat16(), G.bfloat16())
+    assert "rms_norm" not in steps[0]
+
+
+def test_constants_are_made_without_the_autocast_of_the_caller() -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            c = torch.arange(64.0).view(8, 8) * 0.1
+            return x + c @ c
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(jit(function)(X[0, :1]), function(X[0, :1]))
+
+
 def test_where_autograd_follows_values_steps_stay(steps: list[list[str]]) -> None:
     """There `matmul` looks at `requires_grad`, which values of a replay lack."""
     w = W.clone().requires_grad_()

@@ -6,21 +6,15 @@ made of differentiable functions of them, so derivatives of any order are right.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.nn.parts import PartialAttention
-from fspmd.ops.traits import autocasts
-
-Q = ParamSpec("Q")
-R = TypeVar("R")
+from fspmd.ops.traits import without_autocast
 
 
 class Met(NamedTuple):
@@ -64,22 +58,9 @@ def attention(
     return PartialAttention(out, lse)
 
 
-def _full_precision(function: Callable[Q, R]) -> Callable[Q, R]:
-    """Run a function without autocast, which would make bfloat16 of float32."""
-
-    @functools.wraps(function)
-    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        with ExitStack() as stack:
-            for kind, _ in autocasts():
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            return function(*args, **kwargs)
-
-    return run
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
-    @_full_precision
+    @without_autocast()  # which would make bfloat16 of float32
     def forward(
         query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sinks: Tensor | None, way: Way
     ) -> tuple[Tensor, ...]:
@@ -97,7 +78,7 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @_full_precision
+    @without_autocast()  # which would make bfloat16 of float32
     def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None, *kept_grads: Any) -> tuple[Any, ...]:
         query, keys, values, allowed, sinks, out, lse = ctx.saved_tensors
         out_grad = torch.zeros_like(out) if out_grad is None else out_grad

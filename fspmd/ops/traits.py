@@ -6,6 +6,7 @@ Traits are data, by name. Most torch functions need no entry.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -382,3 +383,12 @@ def autocasts() -> tuple[Any, ...]:
     if not is_any_autocast_enabled():
         return ()
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run functions of torch in the dtypes of their operands."""
+    with ExitStack() as stack:
+        for kind, _ in autocasts():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from fspmd.errors import RecordError
 from fspmd.inspection.agreements import agree
 from fspmd.inspection.histories import History
 from fspmd.inspection.watch import Communication
-from fspmd.ops.traits import autocasts
+from fspmd.ops.traits import autocasts, without_autocast
 from fspmd.programs.backward import Halves, halves_of, replay
 from fspmd.programs.cache_misses import Facts
 from fspmd.programs.capture import Capture
@@ -256,12 +255,9 @@ def with_reuse(captured: Capture, donation: Donation, make: Maker) -> Donation:
 
 def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run`` without autocast, whose casts are steps of the record."""
-    kinds = [kind for kind, _ in autocasts()]
 
     def without(*values: Any) -> Any:
-        with ExitStack() as stack:
-            for kind in kinds:
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        with without_autocast():
             return run(*values)
 
     return without

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fspmd.ops.traits import without_autocast
 from fspmd.programs.passes.aliases import is_of_one_rank, made_once, written
-from fspmd.programs.program import copy_node, owner
+from fspmd.programs.program import copy_node, device_of, owner
 from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.steps import is_aten, is_collective
 from fspmd.torch_internals import DisableTorchFunction
@@ -94,7 +95,7 @@ class _Shorter:
         return (
             owner(x) in self.place
             and is_aten(owner(x))
-            and x.meta["value"].dtype in FLOATS
+            and _dtype(x) in FLOATS
             and x.meta.get("strides") is None
             and self.ends.isdisjoint(inner)
             and all(user is node or user in inner for value in inner for user in value.users)
@@ -103,7 +104,7 @@ class _Shorter:
     def values(self) -> dict[fx.Node, Any]:
         """The values of steps that need not run again."""
         found: dict[fx.Node, Any] = {}
-        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction():
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(), DisableTorchFunction():
             for node in made_once(self.given.steps, self.ends):
                 if found.keys() >= set(node.all_input_nodes):
                     args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
@@ -130,9 +131,10 @@ class _Shorter:
     def calls(self, node: fx.Node) -> Iterator[Joined]:
         """Calls that may stand in the place of a step and those before it that it alone needs.
 
-        Where autograd follows values, some functions run other steps than where it does not.
+        Where autograd follows values, some functions run other steps than where it does not. A value whose shape
+        changes in place has another one at a later step.
         """
-        if is_of_one_rank(node) and (self.given.infers or node.target in _VIEWS):
+        if is_of_one_rank(node) and not self.reshapes and (self.given.infers or node.target in _VIEWS):
             for match in _MATCHES.get(node.target, ()):
                 if (one := match(self, node)) is not None and not self.is_interrupted(one.first, node):
                     yield one
@@ -164,7 +166,7 @@ def _itself(x: Any) -> Any:
 def _unchanged(steps: _Shorter, node: fx.Node) -> Joined | None:
     """A view of the shape that its operand has. Strides of dims of size 1, which may differ, decide how torch adds."""
     x = node.args[0]
-    if steps.reshapes or node in steps.ends or not isinstance(x, fx.Node) or not _is_alike(x, node) or 1 in _shape(x):
+    if node in steps.ends or not isinstance(x, fx.Node) or not _is_alike(x, node) or 1 in _shape(x):
         return None
     return Joined(_itself, (x,), node)
 
@@ -176,6 +178,11 @@ def _is_alike(x: fx.Node, y: fx.Node) -> bool:
 def _shape(node: fx.Node) -> tuple[int, ...]:
     shape: tuple[int, ...] = node.meta["value"].shape
     return shape
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["value"].dtype
+    return dtype
 
 
 def _matmul(steps: _Shorter, node: fx.Node) -> Joined | None:
@@ -198,11 +205,13 @@ def _are_rows(x: fx.Node, rows: Any, result: fx.Node) -> bool:
 
 
 def _linear(steps: _Shorter, node: fx.Node) -> Joined | None:
-    """``linear(x, v, b)`` for ``view(addmm(b, view(x), t(v)))``."""
+    """``linear(x, v, b)`` for ``view(addmm(b, view(x), t(v)))``. For other strides or biases it is no such product."""
     product: Any = node.args[0]
     b, rows, w = steps.only(product, aten.addmm.default) or (None, None, None)
     (x, _), (v,) = steps.of(rows, aten.view.default) or (None, None), steps.of(w, aten.t.default) or (None,)
     if not isinstance(x, fx.Node) or v is None or not _are_rows(x, rows, node):
+        return None
+    if x.meta.get("strides") is not None or _shape(b) != _shape(v)[:1]:
         return None
     return Joined(F.linear, (x, v, b), product)
 
@@ -227,23 +236,27 @@ def _below(steps: _Shorter, x: Any) -> fx.Node | None:
 
 
 def _rms_norm(steps: _Shorter, node: fx.Node) -> Joined | None:
-    """``rms_norm(x, shape, w, eps)`` for its six steps."""
+    """``rms_norm(x, shape, w, eps)`` for its six steps, which it runs on CPUs for values of one wide dtype."""
     normed, w = node.args
     x, root = steps.only(normed, aten.mul.Tensor) or (None, None)
     (sums,) = steps.only(root, aten.rsqrt.default) or (None,)
-    mean, eps = steps.only(sums, aten.add_.Scalar, aten.add.Scalar, aten.add_.Tensor) or (None, None)
-    (square, dims, keep) = steps.only(mean, aten.mean.dim) or (None, (), False)
+    mean, eps, *scale = steps.only(sums, aten.add_.Scalar, aten.add.Scalar, aten.add_.Tensor) or (None, None)
+    square, dims, *keep = steps.only(mean, aten.mean.dim) or (None, None)
     (base, power) = steps.only(square, aten.pow.Tensor_Scalar) or (None, None)
-    if base is None or base is not x or power != 2 or keep is not True or not isinstance(w, fx.Node):
+    if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or base is not x or power != 2:
         return None
-    shape = _shape(w)
-    ndim = len(_shape(x))
+    if type(eps) is not float or scale or keep != [True] or not dims:
+        return None
+    if (dtype := _dtype(x)) not in _WIDE or _dtype(w) != dtype or getattr(device_of(x), "type", "") != "cpu":
+        return None
+    shape, ndim = _shape(w), len(_shape(x))
     ends = range(ndim - len(shape), ndim)
-    if sorted(d % ndim for d in dims) != [*ends] or _shape(x)[ends.start :] != shape or type(eps) is not float:
+    if not shape or _shape(x)[-len(shape) :] != shape or sorted(d % ndim for d in dims) != [*ends]:
         return None
     return Joined(torch.rms_norm, (x, shape, w, eps), square)
 
 
+_WIDE: Final = (torch.float32, torch.float64)
 _VIEWS: Final = (aten.view.default, aten.expand.default)
 _Match = Callable[[_Shorter, fx.Node], Joined | None]
 #: by the last of some steps, what may stand in their place
