@@ -186,6 +186,25 @@ def test_operands_and_cotangents_may_have_any_strides(order: tuple[int, ...], dt
         torch.testing.assert_close(a, b.to(a.dtype))
 
 
+def test_uneven_blocks_may_have_any_strides() -> None:
+    q, k, v, ct = torch.randn(4, 3, 17, 4, dtype=F64)
+    ids = torch.arange(17) // 9
+    layout = contiguous(17, 5)
+
+    def body(*blocks: Tensor) -> tuple[Tensor, ...]:
+        *leaves, ct = (x.detach().mT.contiguous().mT.requires_grad_() for x in blocks)
+        out = ring_attention(*leaves, axis="s", mask=Documents(ids), layout=layout)
+        return out.detach(), *torch.autograd.grad(out, leaves, ct)
+
+    spec = P(None, "s")
+    found = shard_map(body, mesh=make_mesh((5,), ("s",)), in_specs=spec, out_specs=(spec,) * 4)(q, k, v, ct)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    scores = (q @ k.mT / 2).masked_fill(ids[:, None] != ids, -torch.inf)
+    right = scores.softmax(-1) @ v
+    for mine, expected in zip(found, (right, *torch.autograd.grad(right, leaves, ct)), strict=True):
+        torch.testing.assert_close(device_get(mine), expected.detach(), rtol=1e-11, atol=1e-11)
+
+
 def test_gradients_of_parts_are_those_of_autograd() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, 3, dtype=F64, requires_grad=True) for n in (4, 5, 5))

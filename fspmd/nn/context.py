@@ -178,8 +178,8 @@ def _checked(
 
 
 def _padded(blocks_of_rank: Iterable[Tensor], length: int) -> Iterator[Tensor]:
-    """Blocks with zeros up to a length."""
-    return (F.pad(x, (0, 0, 0, length - x.shape[-2])) for x in blocks_of_rank)
+    """Blocks with zeros up to a length, dense: a block that is padded would have other strides than one that is not."""
+    return (F.pad(x, (0, 0, 0, length - x.shape[-2])).contiguous() for x in blocks_of_rank)
 
 
 def _attend(way: Way, operands: Iterable[Tensor], sinks: Tensor | None, like: Tensor) -> Tensor:
