@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ def check_keys(treedef: optree.PyTreeSpec) -> None:
 @cached(maxsize=1024)
 def has_dicts(treedef: optree.PyTreeSpec) -> bool:
     """Return whether a tree has a dict of several keys, which may be in another order on another rank."""
-    if treedef.type in (dict, defaultdict) and treedef.num_children > 1:
+    if treedef.type in (dict, OrderedDict, defaultdict) and treedef.num_children > 1:
         return True
     return treedef.num_nodes > treedef.num_leaves + 1 and any(map(has_dicts, treedef.children()))
 

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -605,8 +607,18 @@ def another_order_of_keys(port: int) -> tuple[str, float]:
     return outcome(act, debug())
 
 
-def _keys_of_one_rank(port: int, keys: str, call: Callable[[Mesh], Callable[[Any], Any]], *more: str) -> Any:
-    """Calls of trees with the same keys in another order on rank 1, and in ``more`` orders that all ranks share."""
+def _keys_of_one_rank(
+    port: int,
+    keys: str,
+    call: Callable[[Mesh], Callable[[Any], Any]],
+    *more: str,
+    kind: Any = dict,
+    again: bool = False,
+) -> Any:
+    """Calls of trees with the same keys in another order on rank 1, and in ``more`` orders that all ranks share.
+
+    ``again``: whether rank 1 catches the error, and calls once more.
+    """
     mesh, rank = fresh(port)
 
     def act() -> None:
@@ -615,7 +627,11 @@ def _keys_of_one_rank(port: int, keys: str, call: Callable[[Mesh], Callable[[Any
             step({key: _x(mesh) for key in of_all})
         if rank == 1:
             time.sleep(0.5)
-        step({"w": [{key: _x(mesh) for key in (keys if rank != 1 else keys[::-1])}]})
+        tree = {"w": [kind({key: _x(mesh) for key in (keys if rank != 1 else keys[::-1])})]}
+        if again and rank == 1:
+            with suppress(fspmd.LockstepError):
+                step(tree)
+        step(tree)
 
     return outcome(act, nullcontext())
 
@@ -642,6 +658,23 @@ def keys_in_another_order_after_others(port: int) -> tuple[str, float]:
 
 def keys_in_another_order_in_a_record(port: int) -> tuple[str, float]:
     return _keys_of_one_rank(port, "abc", _of_records, "ab", "ba")
+
+
+def keys_of_an_ordered_dict_in_another_order(port: int) -> tuple[str, float]:
+    return _keys_of_one_rank(port, "ab", _of_bodies, kind=OrderedDict)
+
+
+def keys_of_a_default_dict_in_another_order(port: int) -> tuple[str, float]:
+    """The function that makes missing values is written otherwise on each rank."""
+    return _keys_of_one_rank(port, "ab", _of_bodies, kind=partial(defaultdict, partial(int, os.environ["RANK"])))
+
+
+def keys_in_another_order_once_more(port: int) -> tuple[str, float]:
+    return _keys_of_one_rank(port, "ab", _of_bodies, again=True)
+
+
+def keys_in_another_order_in_a_record_once_more(port: int) -> tuple[str, float]:
+    return _keys_of_one_rank(port, "ab", _of_records, again=True)
 
 
 def keys_in_many_orders(port: int) -> tuple[str, float]:

@@ -285,6 +285,10 @@ def test_another_value_is_told(four: Processes, program: Callable[[int], Any], r
         (fault_programs.keys_in_another_order, "shard_map(<lambda>)"),
         (fault_programs.keys_in_another_order_after_others, "shard_map(<lambda>)"),
         (fault_programs.keys_in_another_order_in_a_record, "jit(<lambda>)"),
+        (fault_programs.keys_of_an_ordered_dict_in_another_order, "shard_map(<lambda>)"),
+        (fault_programs.keys_of_a_default_dict_in_another_order, "shard_map(<lambda>)"),
+        (fault_programs.keys_in_another_order_once_more, "shard_map(<lambda>)"),
+        (fault_programs.keys_in_another_order_in_a_record_once_more, "jit(<lambda>)"),
     ],
 )
 def test_keys_in_another_order_are_told(four: Processes, program: Callable[[int], Any], name: str) -> None:

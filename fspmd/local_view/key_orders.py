@@ -27,7 +27,7 @@ from fspmd.trees import Label, has_dicts
 
 _SHOWN: Final = 64  # leaves of an order in the store
 _comparing: Final = threading.Lock()  # threads of a rank may come to one call
-_seen: Final[dict[str, list[str]]] = {}  # the orders of this process, by mesh, call and structure
+_seen: Final[dict[str, list[str]]] = {}  # the orders of this process, by mesh, call and leaves
 world.at_new_world(_seen.clear)
 
 
@@ -51,7 +51,7 @@ def check_order(
     for mesh in meshes:
         if mesh.transport == "process_group" and mesh.coordinate() is not None and world.has_peers():
             with _comparing:
-                _compare(mesh, f"{name}{_line_of(function)}", tree, order, labels)
+                _compare(mesh, f"{name}{_line_of(function)}", order, list(map(str, labels)))
 
 
 def _line_of(function: Any) -> str:
@@ -60,23 +60,25 @@ def _line_of(function: Any) -> str:
     return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def _compare(mesh: Mesh, call: str, tree: PyTreeSpec, order: list[int] | None, labels: Sequence[Label]) -> None:
-    key, digest = _digest(mesh.ranks, mesh.axis_names, call, tree), _digest(order)
+def _compare(mesh: Mesh, call: str, order: list[int] | None, leaves: list[str]) -> None:
+    # not by the structure, which has the order of some keys, and of a defaultdict the address of its function
+    key = _digest(mesh.ranks, mesh.axis_names, call, sorted(leaves))
+    if order is not None:
+        leaves = [leaf for _, leaf in sorted(zip(order, leaves, strict=True))]
+    digest, mine = _digest(leaves), leaves[:_SHOWN]
     known = _seen.setdefault(key, [])
     if digest in known:
         return
-    me, leaves = world.process_rank(), range(len(labels))
-    mine = list(leaves if order is None else sorted(leaves, key=order.__getitem__))[:_SHOWN]
-    found = ""
+    me, found = world.process_rank(), ""
     with contextlib.suppress(RuntimeError):  # the store has ended
         store = store_here("fspmd.key_orders")
         found = store.compare_set(f"{key}/{len(known)}", "", json.dumps([me, digest, mine])).decode()
-    known.append(digest)
     rank, theirs, first = json.loads(found) if found else (me, digest, mine)
     if theirs == digest:
+        known.append(digest)
         return
-    places = next(((a, b) for a, b in zip(first, mine, strict=True) if a != b), None)
-    at, ours = ("another leaf", "one leaf") if places is None else (str(labels[place]) for place in places)
+    differ = ((a, b) for a, b in zip(first, mine, strict=True) if a != b)
+    at, ours = next(differ, ("another leaf", "one leaf"))
     error = LockstepError(
         f"{call}: the keys of a dict in its arguments have another order on rank {me} than on rank {rank}, so code "
         f"that iterates over it takes other leaves: rank {rank} comes to {at} where rank {me} comes to {ours}; make "

@@ -240,7 +240,6 @@ class _Records(Cache[Any, Record]):
             record = self.made((around, kinds), args, kwargs)
             if record is None:
                 return self.recordable.plain(*args, **kwargs)
-            check_orders(record, self.recordable.function, args, kwargs)
         else:
             self.hits += 1
         if watched:
@@ -258,7 +257,9 @@ class _Records(Cache[Any, Record]):
             return None
         self.misses += 1
         try:
-            record = self[key] = self.recordable.record(args, kwargs, self.values(), self.get(key))
+            record = self.recordable.record(args, kwargs, self.values(), self.get(key))
+            check_orders(record, self.recordable.function, args, kwargs)
+            self[key] = record
         finally:
             recording.release()
         return record
