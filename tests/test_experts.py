@@ -11,7 +11,7 @@ from processes import Processes
 from torch import Tensor
 
 from fspmd import P, TensorSpec, communication_log, device_get, device_put, grad, jit, make_mesh, shard_map
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.errors import ArgumentError, RecordError, ShapeError
 from fspmd.nn import balance, combine, dispatch, experts, grouped_matmul, route
 
 
@@ -312,6 +312,9 @@ def test_mistakes_are_told_before_anything_moves() -> None:
 
     told(ArgumentError, "capacity=-1", capacity=-1)
     told(ArgumentError, "a capacity decides", capacity=1, rows=2)
+    call = shard_map(lambda x: dispatch(x, route(x, 1), "ep").rows, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    with pytest.raises(RecordError, match="give rows="):
+        jit(call)(torch.randn(6, 4))
     with pytest.raises(ArgumentError, match="from 1 to 4"):
         route(torch.randn(2, 4), 5)
     with pytest.raises(ShapeError, match="for logits"):

@@ -15,7 +15,7 @@ from torch import Tensor
 from fspmd.body import bound_body
 from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, pmax
 from fspmd.collectives.ragged import exchanged_rows
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.errors import ArgumentError, RecordError, ShapeError
 from fspmd.messages import described
 from fspmd.nn.parameters import moved
 from fspmd.nn.parts import wide
@@ -24,6 +24,7 @@ from fspmd.nn.sequences import Axes
 from fspmd.rules.grouped import rows_by_groups
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.tracing import recorder
 from fspmd.variance import get_variance
 
 
@@ -235,6 +236,11 @@ def _own(counts: Tensor, axis: Axes) -> Tensor:
 def _fullest(rows: Tensor, axis: Axes) -> int:
     """The most rows of any rank, as a number of the host. So blocks have one shape on all ranks."""
     body = bound_body("dispatch")
+    if recorder() is not None:
+        raise RecordError(
+            "dispatch reads how many rows the fullest rank gets, which jit cannot record; give rows=, at most the "
+            "choices of all ranks, or capacity="
+        )
     others = get_variance(rows).varying if body.checked else {*body.mesh.axis_names}.difference(_names(axis))
     return int(pmax(rows, tuple(sorted(others))) if others else rows)
 
