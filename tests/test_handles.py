@@ -152,6 +152,40 @@ def test_a_write_into_the_operand_before_wait_is_an_error_on_every_transport(poo
     assert pool.run(writes_before_wait, "process_group") == [simulated] * 4
 
 
+#: both ranks send to each other, wait for no message, and end
+NOT_WAITED_FOR = """
+import torch, fspmd
+from fspmd import P
+mesh = fspmd.make_mesh((2,), ("x",))
+kept = []
+def body(x):
+    kept.append(fspmd.ppermute(x, "x", [(0, 1), (1, 0)], wait=False))
+    return x
+fspmd.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(torch.ones(2))
+"""
+
+
+def test_messages_that_have_come_do_not_hold_up_the_end_of_a_program() -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", NOT_WAITED_FOR],
+            env=os.environ | place | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=300)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [0, 0], told
+        assert not any("under way" in each for each in told), told
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait(20)
+
+
 #: rank 0 begins a collective and ends. Rank 1 never joins it, and ends after rank 0, when its input does.
 LEFT_ALONE = """
 import sys, torch, fspmd

@@ -59,7 +59,7 @@ _groups_of: weakref.ref[ProcessGroup] | None = None  # the default group under w
 _locks: Final[dict[tuple[int, ...], threading.Lock]] = {}  # for each set of ranks: who makes its group
 _binding = threading.Lock()
 _unbound: Final[list[torch.device | None]] = []  # for each group that is being made: the device of the default group
-_collectives: Callable[[], list[Any]] = list  # returns those that have begun and are not over
+_rest: Callable[[float], list[Any]] = lambda seconds: []  # noqa: E731
 _meet: Callable[[Callable[[], Any]], Any] = lambda make: make()  # noqa: E731
 _PATIENCE = 10.0  # how many seconds the end of the process waits for them
 _TRIES: Final = 5  # how often a process looks for the store of its next world
@@ -342,17 +342,10 @@ def meet_with(meet: Callable[[Callable[[], ProcessGroup]], ProcessGroup]) -> Non
     _meet = meet
 
 
-def end_after(under_way: Callable[[], list[Any]]) -> None:
-    """Let the end of the process wait, for some seconds, until ``under_way`` returns no collectives."""
-    global _collectives
-    _collectives = under_way
-
-
-def _under_way() -> list[Any]:
-    end = time.monotonic() + _PATIENCE
-    while (under_way := _collectives()) and time.monotonic() < end:
-        time.sleep(0.02)
-    return under_way
+def end_after(rest: Callable[[float], list[Any]]) -> None:
+    """At the end of the process let ``rest`` wait for some seconds, and return the collectives that are not over."""
+    global _rest
+    _rest = rest
 
 
 def abandon_groups(*others: object) -> None:
@@ -393,7 +386,7 @@ def _leave_world() -> None:
     The end of a group waits for the collectives that have begun, and a rank that does not join them would hold up the
     end of this process. Then the groups, and the tensors that their threads use, stay until the process is gone.
     """
-    if _began and initialised() and (under_way := _under_way()):
+    if _began and initialised() and (under_way := _rest(_PATIENCE)):
         abandon_groups(under_way)
         print(
             f"fspmd: rank {process_rank()} ends with {len(under_way)} collective(s) under way that other ranks have "

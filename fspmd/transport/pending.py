@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Final, NoReturn
 
@@ -203,4 +204,33 @@ def under_way() -> list[Pending]:
     return list(_begun.values())
 
 
-world.end_after(under_way)
+def _rest(seconds: float) -> list[Pending]:
+    """Wait some seconds for the collectives of handles, and return those that are not over.
+
+    A message of Gloo ends by a wait alone. One that does not come in time ends its group, which nobody uses any more.
+    """
+    end = time.monotonic() + seconds
+    gloo = under_way() if _slice else []
+    lost = [pending for pending in gloo if not all(_comes(each, end) for each in list(_messages(pending)))]
+    while (left := under_way()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return left or lost
+
+
+def _messages(pending: Pending) -> Iterator[Message]:
+    for work in (*pending._works, pending._value):
+        if type(work) is Message:
+            yield work
+        elif type(work) is Pending:
+            yield from _messages(work)
+
+
+def _comes(message: Message, end: float) -> bool:
+    try:
+        message.work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))
+    except RuntimeError:
+        return False
+    return True
+
+
+world.end_after(_rest)
