@@ -87,7 +87,7 @@ def rows_of_steps(label: str, steps: Mapping[str, Callable[[], Any]], repeats: i
     """A row for each way to take a step.
 
     The time is the least processor time of a process, of all its threads, Gloo's too. The memory is the most above what
-    is held between steps, by torch's profiler: the least of five, since threads of Gloo's let go of blocks when they can.
+    is held between steps, by torch's profiler: the least of five, since threads of Gloo's let go of blocks late.
     """
     least = dict.fromkeys(steps, float("inf"))
     for step in steps.values():
