@@ -1012,6 +1012,22 @@ def killed(port: int) -> None:
     raise AssertionError(outcome(act, deadline(1.5)))
 
 
+def killed_before_a_message(port: int) -> None:
+    """One rank ends without a word. Another sends to it some time later."""
+    mesh, rank = fresh(port)
+    x, there = _x(mesh), [(1, 2), (2, 1)]
+
+    def act() -> None:
+        swap = shard_map(lambda b: ppermute(b, "x", there), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        swap(x)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.5)
+        swap(x)
+
+    raise AssertionError(outcome(act, nullcontext()))
+
+
 def left_alone() -> None:
     """A program: rank 1 is stopped for good, and rank 0 ends by an error."""
     mesh = make_mesh((2,), ("x",), device="cpu")

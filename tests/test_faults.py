@@ -527,6 +527,14 @@ def test_a_rank_that_is_lost_under_debug_is_told_of() -> None:
     assert told.count("it was last at psum over 'x' of mesh(x=4), f64[2] (fault_programs.py:") >= 3, told
 
 
+def test_a_message_to_a_lost_rank_is_a_peer_error() -> None:
+    with Processes(4) as pool, pytest.raises(AssertionError) as caught:
+        pool.run(fault_programs.killed_before_a_message, free_port())
+    told = str(caught.value)
+    assert "PeerError: rank 1 failed at ppermute over 'x' of mesh(x=4), f64[2] (fault_programs.py:" in told, told
+    assert "  * rank 2 has ended" in told.replace("\\n", "\n"), told
+
+
 def test_a_process_ends_although_another_is_stopped() -> None:
     """Its group has a collective that never ends. The environment has begun `debug`, too."""
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

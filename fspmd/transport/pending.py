@@ -157,11 +157,11 @@ def _late(work: Any, error: RuntimeError) -> None:
     """Go on with a wait whose first slice is over, or raise the error of a work that has failed."""
     is_whole = not _slice or type(work) in (Pending, Message, Meeting)
     if _go_on is None or _waiter is not None or is_whole:
-        _fail(error)
+        fail(error)
     try:
         _go_on(work)
     except RuntimeError as failure:
-        _fail(failure)
+        fail(failure)
 
 
 def is_over(work: Any, limit: timedelta) -> bool:
@@ -175,8 +175,8 @@ def is_over(work: Any, limit: timedelta) -> bool:
     return True
 
 
-def _fail(error: RuntimeError) -> NoReturn:
-    """Raise the error of a work that has failed."""
+def fail(error: RuntimeError) -> NoReturn:
+    """Raise the error of a work that has failed, or that has not begun."""
     if _explain is None or (explained := _explain(error)) is None:
         raise error
     raise explained from error

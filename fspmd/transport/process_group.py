@@ -18,7 +18,7 @@ from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
 from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits, neutral_like, nothing
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
-from fspmd.transport.pending import Message, Pending, wait_for
+from fspmd.transport.pending import Message, Pending, fail, wait_for
 from fspmd.transport.windows import flow, is_idle
 
 _OPS: dict[str, Any] = {
@@ -379,7 +379,10 @@ def _moved(
             if operation is dist.irecv:
                 x.copy_(there)
 
-    works = tuple(map(Message, dist.batch_isend_irecv(operations))) if operations else ()
+    try:
+        works = tuple(map(Message, dist.batch_isend_irecv(operations))) if operations else ()
+    except RuntimeError as error:  # the peer has ended
+        fail(error)
     return Pending(None, works, land if hosted else None)
 
 
