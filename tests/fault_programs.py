@@ -42,7 +42,7 @@ from fspmd import (
     reshard,
     shard_map,
 )
-from fspmd.inspection import replays
+from fspmd.inspection import long_waits, replays
 
 
 def fresh(port: int, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("x",)) -> tuple[Mesh, int]:
@@ -1026,6 +1026,22 @@ def killed_before_a_message(port: int) -> None:
         swap(x)
 
     raise AssertionError(outcome(act, nullcontext()))
+
+
+def waits_that_the_end_of_a_process_ends() -> list[bool]:
+    """A rank waits for a message in vain. Whether the threads that wait on are alive at the end, before and after."""
+    mesh = make_mesh((2,), ("x",), device="cpu")
+    x, there = _x(mesh), [(0, 1), (1, 0)]
+    swap = shard_map(lambda b: ppermute(b, "x", there), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    swap(x)
+    if mesh.coordinate() == (1,):
+        time.sleep(4)
+        return [True, False]
+    with suppress(fspmd.DeadlineError), deadline(1):
+        swap(x)
+    before = [thread.is_alive() for thread in long_waits._left]
+    long_waits._end_waits()
+    return before + [thread.is_alive() for thread in long_waits._left]
 
 
 def left_alone() -> None:

@@ -527,6 +527,11 @@ def test_a_rank_that_is_lost_under_debug_is_told_of() -> None:
     assert told.count("it was last at psum over 'x' of mesh(x=4), f64[2] (fault_programs.py:") >= 3, told
 
 
+def test_no_thread_waits_for_a_message_while_the_interpreter_ends() -> None:
+    with Processes(2) as pool:
+        assert pool.run(fault_programs.waits_that_the_end_of_a_process_ends) == [[True, False]] * 2
+
+
 def test_a_message_to_a_lost_rank_is_a_peer_error() -> None:
     with Processes(4) as pool, pytest.raises(AssertionError) as caught:
         pool.run(fault_programs.killed_before_a_message, free_port())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import sys
@@ -26,6 +27,7 @@ _PERIOD: Final = 0.5  # seconds between two looks
 _GRACE: Final = 3.0
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _SKEW: Final = 5.0  # seconds before the wait in which a failure counts
+_PATIENCE: Final = 1.0  # seconds for the end of a thread, which a store that is gone may hold up
 
 
 class Lookout:
@@ -51,6 +53,11 @@ class Lookout:
     def is_vain(self) -> bool:
         """Whether this rank waits in vain."""
         return bool(self.parted or self.news)
+
+    def end(self) -> None:
+        """End the thread. One that is in a call of C++ when the interpreter ends would abort the process."""
+        self.over.set()
+        self.thread.join(_PATIENCE)
 
     def check(self) -> None:
         """Raise an error if this rank waits in vain."""
@@ -101,7 +108,7 @@ def wait_long(work: Any) -> None:
         world.abandon_groups()
         raise
     finally:
-        lookout.over.set()
+        lookout.end()
 
 
 class _MessageWait:
@@ -141,7 +148,7 @@ def wait_whole(work: Message | Meeting) -> None:
     finally:
         del _message_waits[threading.get_ident()]
         if watched.lookout is not None:
-            watched.lookout.over.set()
+            watched.lookout.end()
 
 
 def _watch() -> None:
@@ -180,7 +187,7 @@ def _meet(meeting: Meeting) -> None:
         raise
     finally:
         if lookout is not None:
-            lookout.over.set()
+            lookout.end()
 
 
 def wait_beside(work: Any, check: Callable[[], None], period: float) -> None:
@@ -196,11 +203,30 @@ def wait_beside(work: Any, check: Callable[[], None], period: float) -> None:
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     thread.join(period)
-    while thread.is_alive():
-        check()
-        thread.join(period)
+    try:
+        while thread.is_alive():
+            check()
+            thread.join(period)
+    except BaseException:
+        for over in [each for each in _left if not each.is_alive()]:
+            del _left[over]
+        _left[thread] = work
+        raise
     if failed:
         raise failed[0]
+
+
+_left: Final[dict[threading.Thread, Any]] = {}  # threads that still wait for a work, which nobody else does
+
+
+@atexit.register
+def _end_waits() -> None:
+    """End the waits of threads for messages. One that ended with the interpreter would abort the process."""
+    for thread, work in _left.items():
+        if thread.is_alive() and type(work) is Message:
+            with contextlib.suppress(RuntimeError):
+                work.work.wait(_AT_ONCE)  # this ends all works of the group
+            thread.join(_PATIENCE)
 
 
 def waits(ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
