@@ -148,16 +148,23 @@ def exchanged_rows(
     with DisableTorchFunction():
         after = _result_type(body, (x, slices), axes, what)
         with outside_transforms():
-            numbers, held = unwrapped(slices), None
-            if body.mesh.transport == "simulation":
-                values = (unwrapped(value) for value in (slices, x, rows) if isinstance(value, Tensor))
-                held = functools.reduce(union, (frame_of(value, body.mesh) for value in values), frame(body.mesh, axes))
-            lengths = list(zip(*(_lengths(value, held) for value in (x, rows)), strict=True))
-            wanted = None if needed is None else unwrapped(needed)
+            numbers, wanted = unwrapped(slices), None if needed is None else unwrapped(needed)
+            held, lengths = _frame_and_rows(body, axes, [numbers], x, rows)
             routes = _known_routes(body, axes, numbers, wanted, held, lengths, what)
         exchange = Call("ragged_all_to_all", body.mesh, axes, Options(routes=routes))
         result = apply(as_varying(body, x, after), exchange)
         return set_variance(result, after) if body.checked else result
+
+
+def _frame_and_rows(
+    body: Body, axes: tuple[str, ...], numbers: list[Tensor], x: Tensor, out: int | Tensor
+) -> tuple[Frame | None, list[tuple[int, int]]]:
+    """The frame of all values, in a simulation, and how many rows each of its ranks has before and after."""
+    held: Frame | None = None
+    if body.mesh.transport == "simulation":
+        values = (*numbers, *(unwrapped(value) for value in (x, out) if isinstance(value, Tensor)))
+        held = functools.reduce(union, (frame_of(value, body.mesh) for value in values), frame(body.mesh, axes))
+    return held, list(zip(_lengths(x, held), _lengths(out, held), strict=True))
 
 
 def _lengths(x: int | Tensor, held: Frame | None) -> list[int]:
@@ -261,13 +268,8 @@ def _plan(
     """The routes of rows, and a mask of the rows of the result that arrive. A simulation has a route per rank."""
     with outside_transforms():
         plain = [unwrapped(value) for value in numbers]
-        held: Frame | None = None
-        if body.mesh.transport == "simulation":
-            values = (*plain, unwrapped(operand), unwrapped(output))
-            held = functools.reduce(union, (frame_of(x, body.mesh) for x in values), frame(body.mesh, axes))
-        lengths = list(zip(*(_lengths(x, held) for x in (operand, output)), strict=True))
-        routes, mask = _routes(body, axes, o, plain, held, lengths, n, operand.device)
-        return routes, mask
+        held, lengths = _frame_and_rows(body, axes, plain, operand, output)
+        return _routes(body, axes, o, plain, held, lengths, n, operand.device)
 
 
 def _even_routes(

@@ -88,10 +88,11 @@ def dispatch(
         return _with_capacity(x, axis, capacity, own, chosen, counts, starts, tokens, position)
     table = all_gather(counts, axis, to="invarying").view(n, n, total // n)  # of the source, of the rank and expert
     ordered = table.permute(1, 2, 0).flatten(1)  # rows lie by expert, then by source
-    needed = None if rows is None else ordered.sum(1).max()
+    fullest = ordered.sum(1).max()
+    needed = None if rows is None else fullest
     if rows is None:
         is_abstract = bound_body("dispatch").mesh.transport == "abstract"
-        rows = len(tokens) if is_abstract else _fullest(ordered.sum(1).max(), axis)
+        rows = len(tokens) if is_abstract else _fullest(fullest, axis)
     here = axis_index(axis).view(1)
     got = table.index_select(1, here).flatten()
     lies = _before(ordered).view(n, -1, n).index_select(0, here)[0].T.flatten()

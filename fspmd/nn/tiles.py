@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fspmd.nn import block
 from fspmd.nn.masks import Mask
-from fspmd.nn.parts import PartialAttention, merge, nothing
+from fspmd.nn.parts import PartialAttention, merge
 from fspmd.tracing import hidden
 
 MOST_TILES = 8  # of a block of queries
@@ -101,7 +101,8 @@ class Tiles:
             out = (weights.movedim(-3, -1).unsqueeze(-2) @ out.movedim(-4, -2).unsqueeze(-5)).squeeze(-2)
             part = PartialAttention(self._joined(out), total.movedim(-3, -2).flatten(-2))
             whole = part if whole is None else merge(whole, part)
-        return nothing(query, value.shape[-1]) if whole is None else whole
+        assert whole is not None  # `Turns` leaves out steps without pairs
+        return whole
 
     def backward(
         self,
@@ -133,7 +134,7 @@ class Tiles:
                 for gradient, of_tile in zip(parts, (of_query, of_key, of_key), strict=True)
             ]
             totals = [total + part for total, part in zip(totals, sums, strict=True)] if totals else sums
-        return totals or [torch.zeros_like(x, dtype=dtype) for x in (query, key, value)]
+        return totals
 
     def _each(
         self, device: torch.device, at: int | Tensor, mask: Mask
