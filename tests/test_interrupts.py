@@ -104,6 +104,9 @@ def test_interrupts_leave_nothing_behind(name: str) -> None:
         assert pool.run(_interrupted, name, 10000 if FULL else 400, seconds=500)[0] > 10
 
 
+_CONTEXTS = {"contextlib.py", "_python_dispatch.py", "fake_tensor.py", "overrides.py", "refusals.py"}
+
+
 class _Lines:
     """Counts the lines of contexts that a call runs, and raises at one of them."""
 
@@ -111,7 +114,7 @@ class _Lines:
         self.at, self.count = at, 0
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if Path(frame.f_code.co_filename).name not in {"contextlib.py", "_python_dispatch.py", "fake_tensor.py"}:
+        if Path(frame.f_code.co_filename).name not in _CONTEXTS:
             return None
         self.count += event == "line"
         if self.count == self.at:
@@ -139,7 +142,7 @@ def test_a_recording_ends_between_any_two_lines_of_contexts() -> None:
             _Lines(at).run(call)
         except _Interrupt:
             interrupted += 1
-        assert not count_dispatch_modes(), at
+        assert not count_dispatch_modes() + count_function_modes(), at
         assert not is_recording(), at
         torch.testing.assert_close(device_get(call()), expected)
     assert interrupted > 60

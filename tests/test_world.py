@@ -527,7 +527,9 @@ def _worlds_of_one_store(port: int, from_launcher: bool, late: int) -> list[int]
             _new_world(port)
             if attempt == "1":
                 world._initialised = 0  # a process that was started anew
-            sums.append(_all_reduce(make_mesh((2, 2), ("dp", "tp")).process_group("tp"), 10 ** world.rank()))
+            mesh = make_mesh((2, 2), ("dp", "tp"))
+            sums.append(_all_reduce(mesh.process_group("tp"), 10 ** world.rank()))
+            dist.barrier()  # no rank ends this world, and rank 0 its store, before all have made their groups
         _new_world(port)
         return sums
 

@@ -16,9 +16,13 @@ from typing import ParamSpec, TypeVar
 from fspmd import tracing
 from fspmd.torch_internals import (
     count_dispatch_modes,
+    count_function_modes,
     dispatch_mode_stack,
+    function_mode_at,
     pop_dispatch_mode,
+    pop_function_mode,
     push_dispatch_mode,
+    push_function_mode,
 )
 
 Q = ParamSpec("Q")
@@ -33,7 +37,7 @@ def unwound(record: Callable[Q, R]) -> Callable[Q, R]:
 
     @functools.wraps(record)
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        modes, depth, handled = dispatch_mode_stack(), tracing.depth(), sys.exc_info()[1]
+        modes, depth, handled = _modes(), tracing.depth(), sys.exc_info()[1]
         try:
             return record(*args, **kwargs)
         except BaseException as error:
@@ -66,11 +70,21 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__context__
 
 
-def _restore(modes: list[object], depth: int) -> None:
+def _modes() -> tuple[list[object], list[object]]:
+    """Return the dispatch modes and the function modes that are entered."""
+    return dispatch_mode_stack(), [function_mode_at(i) for i in range(count_function_modes())]
+
+
+def _restore(modes: tuple[list[object], list[object]], depth: int) -> None:
     tracing.go_back(depth)
-    if list(map(id, dispatch_mode_stack())) == list(map(id, modes)):
-        return
-    while count_dispatch_modes():
-        pop_dispatch_mode()
-    for mode in modes:
-        push_dispatch_mode(mode)
+    dispatch, function = ([*map(id, now)] == [*map(id, then)] for now, then in zip(_modes(), modes, strict=True))
+    if not dispatch:
+        while count_dispatch_modes():
+            pop_dispatch_mode()
+        for mode in modes[0]:
+            push_dispatch_mode(mode)
+    if not function:
+        while count_function_modes():
+            pop_function_mode()
+        for mode in modes[1]:
+            push_function_mode(mode)
