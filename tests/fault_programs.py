@@ -574,6 +574,41 @@ def another_tensor(port: int) -> tuple[str, float]:
     return outcome(act, debug(every=5))
 
 
+def another_global_shape(port: int) -> tuple[str, float]:
+    """One rank passes a `Sharded` of another global shape. The collective has the same shape on all ranks."""
+    mesh, rank = fresh(port)
+    x = device_put(torch.ones(8 if rank != 1 else 16), P("x"), mesh=mesh)
+    total = shard_map(lambda given: psum(given.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P())
+    return outcome(lambda: total(x), debug())
+
+
+def another_spec(port: int) -> tuple[str, float]:
+    """After some steps one rank cuts an argument of an unchecked body that the others have whole."""
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    trees = {"w": _x(mesh), "b": device_put(torch.ones(8), P(), mesh=mesh)}
+
+    def act() -> None:
+        for i in range(40):
+            in_specs = {"w": P("x"), "b": P("y") if i == 4 and rank == 2 else P()}
+            step = shard_map(
+                lambda tree: psum(tree["b"].sum() + tree["w"].sum(), "x"),
+                mesh=mesh,
+                in_specs=(in_specs,),
+                out_specs=P(),
+                check_vma=False,
+            )
+            step(trees)
+
+    return outcome(act, debug(every=5))
+
+
+def another_global_shape_in_a_record(port: int) -> tuple[str, float]:
+    """As `another_global_shape`, of a jitted function. Nothing is sent."""
+    mesh, rank = fresh(port)
+    x = device_put(torch.ones(8 if rank != 1 else 16), P("x"), mesh=mesh)
+    return outcome(lambda: jit(lambda given: given * 2)(x), debug())
+
+
 def another_leaf(port: int) -> tuple[str, float]:
     """One rank lays out another plain tensor. Nothing is sent."""
     mesh, rank = fresh(port)

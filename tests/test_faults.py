@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import fault_programs
 import pytest
@@ -34,7 +35,10 @@ from fspmd import (
 )
 from fspmd.inspection import monitor
 from fspmd.inspection.histories import parting_text
+from fspmd.inspection.lines import line_of
+from fspmd.inspection.sites import CallSites, parted, site_text
 from fspmd.transport import pending
+from fspmd.transport.known_values import ArgumentRow
 
 HERE = Path(__file__).parent
 
@@ -277,6 +281,41 @@ def test_another_value_is_told(four: Processes, program: Callable[[int], Any], r
     assert all(len(text) == 16 for text in bits), first
     assert [text == bits[rank] for text in bits] == [i == rank for i in range(4)]
     assert len({*bits}) == 2
+
+
+@pytest.mark.parametrize(
+    ("program", "rank", "label", "layouts"),
+    [
+        (
+            fault_programs.another_global_shape,
+            1,
+            "given of shard_map(<lambda>)",
+            ("f32[8@x] on mesh(x=4) as P('x')", "f32[16@x] on mesh(x=4) as P('x')"),
+        ),
+        (
+            fault_programs.another_spec,
+            2,
+            "tree['b'] of shard_map(<lambda>)",
+            ("f32[8] on mesh(x=2, y=2) as P()", "f32[8] on mesh(x=2, y=2) as P('y')"),
+        ),
+        (
+            fault_programs.another_global_shape_in_a_record,
+            1,
+            "given of jit(<lambda>)",
+            ("f32[8@x] on mesh(x=4)", "f32[16@x] on mesh(x=4)"),
+        ),
+    ],
+)
+def test_another_layout_is_told(
+    four: Processes, program: Callable[[int], Any], rank: int, label: str, layouts: tuple[str, str]
+) -> None:
+    """Also where the collectives of all ranks have one shape."""
+    first, *rest = _run(four, program, within=10)
+    assert rest == [first] * 3
+    head, *lines, _ = first.splitlines()
+    assert head == "LockstepError: ranks pass values of other layouts:"
+    for i, line in enumerate(lines):
+        assert line.startswith(f"  * rank {i}: {label}, {layouts[i == rank]} (fault_programs.py:"), first
 
 
 @pytest.mark.parametrize(
@@ -592,6 +631,48 @@ def test_a_slow_rank_is_not_the_one_that_differs() -> None:
     del values[0][2], values[2][2]
     head, *lines, _ = parting_text(values).splitlines()
     assert head == "ranks ran different collectives, from collective number 2 of their group in this block on:"
+
+
+def _passed(*values: str) -> CallSites:
+    """The sites of a rank that comes to two lines: to one with each of these values, and to the other each time."""
+    sites, mesh = CallSites(), make_mesh((4,), ("x",), transport="simulation")
+    for value in values:
+        rows = [ArgumentRow(f"{name} of f", f", {value}", True) for name in "abcdefg"]
+        sites.come(mesh, "f", (line_of("train.py:1"), 0), crc32(value.encode()), lambda rows=rows: rows)
+        sites.come(mesh, "g", (line_of("train.py:2"), 0), 7, lambda: [ArgumentRow("t of g", ", 1.5", False)])
+    return sites
+
+
+def _told(*ranks: CallSites | None) -> str:
+    """The error for the first two ranks, and others."""
+    key = parted(*(each.table() for each in ranks[:2] if each))
+    found = [each and each.find(key) for each in ranks]
+    return site_text({rank: site.text() if site else "" for rank, site in enumerate(found)})
+
+
+def test_lines_are_compared_where_ranks_have_come_equally_often() -> None:
+    same = [_passed(*values).table() for values in (["i", "i"], ["i", "i"], ["j"])]
+    assert parted(same[0], same[1]) == parted(same[0], same[2]) == parted({}, same[0]) == ""
+    assert parted(_passed("i", "j", "j").table(), _passed("i", "i", "j").table())
+    assert _passed("i").table((1, 3)) == _passed("i").table()
+    assert _passed("i").table((3, 4)) == {}  # rank 4 is not on the mesh
+
+
+def test_the_first_difference_of_a_line_is_told() -> None:
+    head, *lines, advice = _told(_passed("i", "i", "k"), _passed("i", "j", "k"), None).splitlines()
+    assert head == "ranks pass values of other layouts:"
+    assert lines == [
+        "  * rank 0: a of f, i; b of f, i; c of f, i; d of f, i; and 3 more (train.py:1)",
+        "  * rank 1: a of f, j; b of f, j; c of f, j; d of f, j; and 3 more (train.py:1)",
+        "  * rank 2: has told of no such call",
+    ]
+    assert advice.startswith("the layout of a value must not depend on the rank: ")
+
+
+def test_a_difference_of_a_line_long_ago_is_told() -> None:
+    after = [str(i) for i in range(100)]
+    _, *lines, _ = _told(_passed("i", *after), _passed("j", *after)).splitlines()
+    assert lines == [f"  * rank {i}: other values before its last 64 (train.py:1)" for i in range(2)]
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "1", float("nan"), None])

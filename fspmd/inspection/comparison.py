@@ -1,7 +1,8 @@
 """The comparison of ranks: a running hash for each group of the collectives that this rank has come to.
 
 The first rank of a group tells its hash after every N-th collective, and the other ranks compare. If one differs, all
-ranks of the group tell their last collectives, which show where they parted.
+ranks of the group tell their last collectives, which show where they parted. They also compare what they have passed at
+each line: see `sites.py`.
 
 A rank that has never come to a collective after the seven before it waits for the other ranks of the group first, so
 none gets a message of a size that it does not expect. Steps of training repeat, so later ones wait for nobody.
@@ -13,12 +14,13 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from torch import Tensor
 
-from fspmd.digests import digests
+from fspmd.cache import cached
+from fspmd.digests import digests, of_bytes
 from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
 from fspmd.inspection.agreements import Gathering
 from fspmd.inspection.circles import circle
@@ -36,8 +38,9 @@ from fspmd.inspection.histories import (
     ring_of,
     ring_text,
 )
-from fspmd.inspection.lines import user_line
+from fspmd.inspection.lines import user_line, user_place
 from fspmd.inspection.presence import PERIOD, Presence
+from fspmd.inspection.sites import CallSites, Table, parted, site_text
 from fspmd.inspection.values import is_told, number_of
 from fspmd.inspection.watch import Communication, Noted
 from fspmd.meshes import world
@@ -46,16 +49,33 @@ from fspmd.messages import counted
 from fspmd.spec import describe
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import is_recording
+from fspmd.transport.known_values import ArgumentRow
 from fspmd.transport.pending import wait_for
 
 _KEPT: Final = 64  # hashes of each group that stay in the store
 _CONTEXTS: Final = 65536  # contexts of each group that are kept
 _SILENT: Final = 2.0  # seconds after which ranks do not wait for one that gives no sign of life
 _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
+_AT_SITE: Final = "parted at"  # a key of the store: the site at which ranks have parted
+_SITES: Final = "sites"  # a topic of the store
 LATE: Final = (
     "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
     "lockstep() the first line where they part"
 )
+
+
+def _is_compared(mesh: Mesh) -> bool:
+    """Whether other processes pass what this one does, now and on this mesh."""
+    return mesh.transport == "process_group" and mesh.coordinate() is not None and mesh.size > 1 and not is_recording()
+
+
+@cached
+def _number_of_rows(rows: tuple[ArgumentRow, ...]) -> int:
+    return of_bytes(repr(rows).encode())
+
+
+def _number_of_table(table: Table) -> int:
+    return zlib.crc32(json.dumps(sorted(table.items())).encode())
 
 
 class _Assembly(Gathering):
@@ -89,6 +109,7 @@ class Comparison(Presence):
         self.seconds, self.every = seconds, every
         self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
         self.failure = ""  # ranks have parted
+        self.sites = CallSites()
 
     def call(self, call: Noted, x: Tensor) -> None:
         number, plain = call.number, call.plain
@@ -112,13 +133,17 @@ class Comparison(Presence):
             self.outer.call(call, x)
         if self.every:
             if not count % self.every:
-                group.due.append((count, now))
+                self._set_due(group)
             if group.context not in group.known:
                 self._meet_first(group)
 
+    def _set_due(self, group: History) -> None:
+        """Let the thread compare what this rank has come to."""
+        group.due.append((group.count, group.hash, self.sites.table(group.ranks)))
+
     def value(self, mesh: Mesh, label: str, x: Any) -> None:
         """A value that must be equal on all processes of a mesh comes in. Its digest counts as a collective."""
-        if mesh.transport != "process_group" or mesh.coordinate() is None or mesh.size == 1 or is_recording():
+        if not _is_compared(mesh):
             return
         if isinstance(x, Tensor):
             if not is_told(x) or transforms_active():
@@ -137,7 +162,20 @@ class Comparison(Presence):
         value = f"{text}, {DIGEST} {number & (1 << 64) - 1:016x}"
         group.ring.append((count, now, value, line, None, (), time.monotonic()))
         if not count % self.every:
-            group.due.append((count, now))
+            self._set_due(group)
+
+    def layouts(self, mesh: Mesh, to: str, rows: tuple[ArgumentRow, ...]) -> None:
+        """The layouts of arguments, of which all processes of a mesh pass the same to a function."""
+        if _is_compared(mesh):
+            self._pass(mesh, to, _number_of_rows(rows), lambda: rows)
+
+    def _pass(self, mesh: Mesh, to: str, number: int, rows: Callable[[], Iterable[ArgumentRow]]) -> None:
+        """Pass arguments to a function at the user's line."""
+        if self.failure:
+            raise LockstepError(self.failure)
+        if self.thread is None:
+            self.begin()
+        self.sites.come(mesh, to, user_place(sys._getframe(2)), number, rows)
 
     def record(self, communications: Sequence[Communication]) -> None:
         known = self.facts.get((id(communications),))
@@ -159,7 +197,7 @@ class Comparison(Presence):
             group.ring.append(entry)
             if self.every:
                 if not count % self.every:
-                    group.due.append((count, now))
+                    self._set_due(group)
                 if group.context not in group.known:
                     self._meet_first(group)
         if self.outer is not None:
@@ -212,15 +250,20 @@ class Comparison(Presence):
         for group in list(self.groups.values()):
             parts = False
             while group.due:
-                count, mine = group.due[0]
+                count, mine, table = group.due[0]
                 key = f"hash/{group.key}/{count}"
                 if group.ranks[0] == me:
-                    store.set(key, str(mine))
-                    store.delete_key(f"hash/{group.key}/{count - _KEPT * self.every}")
+                    store.set(f"{_SITES}/{group.key}/{count}", json.dumps(table))
+                    store.set(key, json.dumps([mine, _number_of_table(table)]))
+                    for topic in (_SITES, "hash"):
+                        store.delete_key(f"{topic}/{group.key}/{count - _KEPT * self.every}")
                 elif not store.check([key]):
                     break
-                elif int(store.get(key)) != mine:
-                    parts = True
+                else:
+                    theirs, number = json.loads(store.get(key))
+                    parts = parts or theirs != mine
+                    if not parts and number != _number_of_table(table):
+                        self._compare_sites(table, f"{_SITES}/{group.key}/{count}")
                 group.due.popleft()
             if is_long:  # perhaps for a rank that waits in another group
                 if group.told != group.count:
@@ -229,6 +272,33 @@ class Comparison(Presence):
                 parts = parts or self._has_parted(group, me)
             if parts or store.check([f"parted/{group.key}"]):
                 self._part(group, me)
+        if not self.failure and store.check([_AT_SITE]):
+            self._part_at_site(me)
+
+    def _compare_sites(self, mine: Table, key: str) -> bool:
+        """Compare with the sites that another rank has told under a key. Let all tell of the first that differs."""
+        found = parted(mine, json.loads(self.store.get(key))) if self.store.check([key]) else ""
+        if found:
+            self.store.compare_set(_AT_SITE, "", found)
+        return bool(found)
+
+    def _part_at_site(self, me: int) -> None:
+        """Tell what was passed at the site where ranks have parted, and make the error of what all tell."""
+        site = self.sites.find(self.store.get(_AT_SITE).decode())
+        if site is not None:  # else the ranks that have it make the error
+            told = self._exchange("site", site.ranks, site.text(), me)
+            self.failure = self.store.compare_set("parting", "", site_text(told)).decode()
+
+    def _exchange(self, topic: str, ranks: Sequence[int], text: str, me: int) -> dict[int, str]:
+        """Tell a text, and wait a while for those of other ranks. Return all; "" where a rank has told none."""
+        store = self.store
+        store.set(f"{topic}/{me}", text)
+        keys = {rank: f"{topic}/{rank}" for rank in ranks}
+        end = time.monotonic() + 6 * PERIOD
+        while time.monotonic() < end and not store.check(list(keys.values())):
+            store.set(f"at/{me}", self._told())
+            time.sleep(0.02)
+        return {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
 
     def _circle_text(self, me: int) -> str:
         """The error for ranks that wait for each other in a circle; "" if this rank waits for none."""
@@ -263,17 +333,10 @@ class Comparison(Presence):
         store = self.store
         for each in list(self.groups.values()):  # other groups may part as well, when this rank has left
             store.set(f"ring/{each.key}/{me}", ring_text(each))
-            store.set(f"told/{each.key}/{me}", "")
+            store.set(f"told/{each.key}/{me}", "told")
         store.set(f"parted/{group.key}", "")
-        keys = {rank: f"told/{group.key}/{rank}" for rank in group.ranks}
-        end = time.monotonic() + 6 * PERIOD
-        while time.monotonic() < end and not store.check(list(keys.values())):
-            store.set(f"at/{me}", self._told())
-            time.sleep(0.02)
-        rings = {
-            rank: ring_of(store.get(f"ring/{group.key}/{rank}")) if store.check([keys[rank]]) else {}
-            for rank in group.ranks
-        }
+        told = self._exchange(f"told/{group.key}", group.ranks, "told", me)
+        rings = {rank: ring_of(store.get(f"ring/{group.key}/{rank}")) if word else {} for rank, word in told.items()}
         self.failure = store.compare_set("parting", "", parting_text(rings)).decode()  # all tell the first text
 
     def _raise_if_parted(self) -> None:
@@ -281,7 +344,7 @@ class Comparison(Presence):
 
         A rank that has left with it is then no news.
         """
-        keys = ["parting", *(f"parted/{group.key}" for group in list(self.groups.values()))]
+        keys = ["parting", _AT_SITE, *(f"parted/{group.key}" for group in list(self.groups.values()))]
         if self.every and any(self.store.check([key]) for key in keys):
             end = time.monotonic() + 10 * PERIOD
             while not self.failure and time.monotonic() < end:
@@ -293,12 +356,15 @@ class Comparison(Presence):
         """Wait for all ranks of this rank's groups, and compare once more."""
         me, limit = world.process_rank(), self.seconds or _MEETING
         counts = {group.key: (group.count, group.hash) for group in self.groups.values()}
-        ranks = sorted({rank for group in self.groups.values() for rank in group.ranks} - {me})
+        table = self.sites.table()
+        in_groups = {rank for group in self.groups.values() for rank in group.ranks}
+        ranks = sorted((in_groups | self.sites.ranks()) - {me})
         end = time.monotonic() + limit
         store = self._await_store(end)
         if store is None:
             return
-        store.set(f"end/{me}", json.dumps(counts))
+        store.set(f"{_SITES}/{me}", json.dumps(table))
+        store.set(f"end/{me}", json.dumps({**counts, _SITES: _number_of_table(table)}))
         self._await_all("end", ranks, end)
         ends = {rank: json.loads(store.get(f"end/{rank}")) for rank in ranks}
         for group in list(self.groups.values()):
@@ -306,6 +372,10 @@ class Comparison(Presence):
             if any(ends[rank].get(group.key, [0, 0]) != mine for rank in group.ranks if rank != me):
                 self._part(group, me)
                 raise LockstepError(self.failure)
+        others = [rank for rank in ranks if ends[rank][_SITES] != _number_of_table(table)]
+        if any(self._compare_sites(table, f"{_SITES}/{rank}") for rank in others):
+            self._part_at_site(me)
+            self._raise_if_parted()
         store.set(f"agreed/{me}", "")
         self._await_all("agreed", ranks, end)  # their other groups may have parted
 

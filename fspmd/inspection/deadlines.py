@@ -82,6 +82,10 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     that is equal to itself alone, or that cannot be pickled, by its type. The order of keys in arguments is compared,
     too, since a body iterates over dicts in the order of its rank.
 
+    Layouts are compared, too: the global shapes, dtypes and specs of the arguments of `shard_map` and `jit`, and the
+    ``in_specs``. They are no collectives, so they wait for the next comparison of a group. Ranks compare them line by
+    line, where they have come to a line equally often: a call that one rank makes alone is none that others miss.
+
     A rank that the backend fails says which ranks of the group have given no sign of life.
 
     All ranks enter the block at the same line, around the same calls. In a simulation it does nothing. Collectives

@@ -33,7 +33,7 @@ PARTED: Final = (
     "all ranks must make the same calls in the same order, on equal shapes: take the calls of one rank alone out of "
     "their `if`, or make them on all ranks"
 )
-_VALUES: Final = (
+VALUES: Final = (
     "give all ranks the same seed and the same tensors: broadcast(tree, src=0), device_put(tree, specs, src=0), or "
     "from_process_local for parts that each rank has loaded; take out of closures what differs by rank"
 )
@@ -48,7 +48,7 @@ class History:
         self.key, self.ranks = key, ranks
         self.count = self.hash = self.told = 0
         self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape
-        self.due: deque[tuple[int, int]] = deque()  # counts and hashes that were not compared yet
+        self.due: deque[tuple[int, int, Any]] = deque()  # counts, hashes and sites that were not compared yet
         self.context = 0  # the last eight collectives
         self.known: set[int] = set()  # contexts in which the ranks of the group have met
         self.met: Any = None  # where they met last
@@ -169,7 +169,7 @@ def parting_text(
         lines.append(f"rank {rank}: {text}")
     if known and other and all(DIGEST in ring[first][1] for ring in told.values() if first in ring):
         head = "ranks pass other values where all must pass one global value:"
-        return join_failures(head, lines, _VALUES)
+        return join_failures(head, lines, VALUES)
     return join_failures(head, lines, PARTED)
 
 

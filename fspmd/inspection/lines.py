@@ -37,15 +37,20 @@ is_library: Final = _Libraries()  # by file
 
 def user_line(frame: FrameType | None) -> UserLine:
     """The nearest line of the user at a frame or above it."""
+    return user_place(frame)[0]
+
+
+def user_place(frame: FrameType | None) -> tuple[UserLine, int]:
+    """The nearest line of the user at a frame or above it, and the instruction there."""
     while frame is not None and is_library[frame.f_code.co_filename]:
         frame = frame.f_back
     if frame is None:
-        return _UNKNOWN
+        return _UNKNOWN, 0
     code = frame.f_code
     known = _lines.get((id(code), frame.f_lasti))
     if known is None:
         known = _lines[id(code), frame.f_lasti] = (code, line_of(f"{Path(code.co_filename).name}:{frame.f_lineno}"))
-    return known[1]
+    return known[1], frame.f_lasti
 
 
 @cached

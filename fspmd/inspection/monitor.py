@@ -98,7 +98,10 @@ class Monitor(Comparison):
         monitor = _active
         while monitor is not None and not monitor.every:
             monitor = monitor.outer
-        hear_with(None if monitor is None else monitor.value)
+        if monitor is None:
+            hear_with(None)
+        else:
+            hear_with(monitor.value, monitor.layouts)
 
     def begin(self) -> None:
         """Start the thread."""

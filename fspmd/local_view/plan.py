@@ -26,6 +26,7 @@ from fspmd.pairs import Call, call
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import known_values
+from fspmd.transport.known_values import ArgumentRow, layout_row
 from fspmd.trees import Label, check_keys, labels, order_of, parameter_names, prefix_over
 
 
@@ -46,6 +47,7 @@ class Plan:
     widen: Call | None  # unchecked bodies: the cast of tensors closed over, whose gradients are summed
     order: list[int] | None  # the place of each leaf if dicts keep their own order; None if it is the same
     keys: int  # a number for the order of keys, in which a body iterates over dicts
+    layouts: Callable[[], tuple[ArgumentRow, ...]]  # of the arguments, for messages
     closes: bool = True  # False once a graph has shown that the function closes over no differentiable tensor
     enters_as_is: bool = False  # no entry does anything
     lent: dict[int, frozenset[str]] = field(default_factory=dict)  # axes over which arguments may differ, by place
@@ -65,6 +67,7 @@ class Plan:
         hear, mesh, name = known_values.hear, self.body.mesh, self.body.name
         if hear is None or mesh.transport != "process_group":
             return function
+        known_values.hear_layouts(mesh, name, self.layouts())
         if not flat:
             hear(mesh, f"the order of keys in the arguments of {name}", self.keys)
         for i in self.known:
@@ -195,9 +198,16 @@ def make_plan(
         widen=None if checked else call("invariant_to_varying", full_mesh, full_mesh.ordered(new_axes)),
         order=order,
         keys=zlib.crc32(repr(order).encode()),
+        layouts=_layouts(rows, name),
         enters_as_is=all(entry is static for entry in entries),
         lent=_lent(specs) if outer is None and not checked and not body.simulated else {},
     )
+
+
+def _layouts(rows: list[tuple[Any, Any, Label]], name: str) -> Callable[[], tuple[ArgumentRow, ...]]:
+    """Return what gives the layouts of arguments: those they have, and those that the body gets. It makes them once."""
+    given = [(label, x.spec if isinstance(x, Sharded) else None, p) for x, p, label in rows if p is not None]
+    return functools.cache(lambda: tuple(layout_row(label, name, layout, p) for label, layout, p in given))
 
 
 def _lent(specs: list[P | None]) -> dict[int, frozenset[str]]:

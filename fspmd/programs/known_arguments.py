@@ -13,6 +13,7 @@ from fspmd.programs.keys import Static
 from fspmd.programs.records import Record
 from fspmd.sharded import Sharded
 from fspmd.transport import known_values
+from fspmd.transport.known_values import layout_row
 from fspmd.trees import flatten_values, labels, leaf_paths, order_of, parameter_names
 
 
@@ -23,6 +24,7 @@ def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, .
         return
     name, meshes = _name_of(function), _meshes(record, args, kwargs)
     values: list[tuple[str, Any]] = []
+    layouts: list[known_values.ArgumentRow] = []
     for root, tree in _trees(function, args, kwargs):
         paths = leaf_paths(tree, root)
         if paths != [root]:
@@ -30,12 +32,15 @@ def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, .
             order = [places[path] for path in leaf_paths(tree, root, in_order=True)]
             values.append((f"the order of keys in {root} of {name}", zlib.crc32(repr(order).encode())))
         for path, leaf in zip(paths, flatten_values(tree)[0], strict=True):
-            if type(leaf) is not Sharded:
+            if type(leaf) is Sharded:
+                layouts.append(layout_row(path, name, leaf.spec))
+            else:
                 values.append((f"{path} of {name}", leaf.value if type(leaf) is Static else leaf))
     if not any(mesh.transport == "process_group" for mesh in meshes):
         return
     values += [(f"{label}, which {name} closes over", value) for label, value in held_values(function)]
     for mesh in meshes:
+        known_values.hear_layouts(mesh, name, tuple(layouts))
         for label, value in values:
             hear(mesh, label, value)
 
