@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 import optree
 import pytest
@@ -104,6 +105,30 @@ def test_losses_of_the_language_model_do_not_depend_on_the_mesh(
         assert other["validation"] == pytest.approx(alone["validation"], rel=1e-10)
         assert other["bigram"] == alone["bigram"]
     assert (tmp_path / "train_lm.png").stat().st_size > 1000
+
+
+def _trained(is_sharded: bool) -> tuple[float, float]:
+    """Losses of the example of the Trainer, or of the Trainer itself on an unsharded model."""
+    from transformers import Trainer
+
+    sys.path.insert(0, str(EXAMPLES))
+    torch.set_num_threads(1)
+    example = importlib.import_module("huggingface_trainer")
+    with contextlib.ExitStack() as stack:
+        if not is_sharded:
+            stack.enter_context(mock.patch.object(fspmd, "attach"))
+            stack.enter_context(mock.patch.object(example.ShardedTrainer, "_prepare_inputs", Trainer._prepare_inputs))
+            stack.enter_context(mock.patch.object(example.ShardedTrainer, "prediction_step", Trainer.prediction_step))
+        losses: tuple[float, float] = example.main(epochs=1)
+    return losses
+
+
+def test_the_trainer_of_transformers_gives_the_losses_of_an_unsharded_model(pool: Processes) -> None:
+    """Its losses are in float32."""
+    alone = _trained(False)
+    assert alone[1] < alone[0] - 0.1
+    for found in (_trained(True), *pool.run(_trained, True)):
+        assert found == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.fixture

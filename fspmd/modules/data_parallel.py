@@ -39,5 +39,6 @@ def _refuse(what: str, x: Sharded) -> NoReturn:
     raise ArgumentError(
         f"{what} got a module with the parameter {x!r}, whose gradient is already summed over the ranks; call the "
         "module as it is: leave it out of accelerator.prepare, or write accelerator.prepare_model(m, "
-        "evaluation_mode=True)"
+        "evaluation_mode=True); rows that differ from process to process become one batch by "
+        "from_process_local(batch, spec)"
     )

@@ -147,8 +147,8 @@ ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
 }
 _BLOCK: Final = "x.local.{0}(...), of this rank's block, or device_get(x).{0}(...), of the whole"
 _SAVED: Final = (
-    f"{_BLOCK}; to save it, write fspmd.save(path, tree), with asynchronous=True in the background, or "
-    "torch.distributed.checkpoint.save, or save device_get(tree)"
+    f"{_BLOCK}; to save it, write fspmd.save(path, tree), with asynchronous=True in the background, "
+    "fspmd.save_huggingface(folder, params, model), torch.distributed.checkpoint.save, or save device_get(tree)"
 )
 _NEW: Final = "x.new_empty(size)"
 #: methods about the memory of a tensor, of which a rank has only a block -> the code to write instead
