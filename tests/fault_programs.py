@@ -609,6 +609,60 @@ def another_global_shape_in_a_record(port: int) -> tuple[str, float]:
     return outcome(lambda: jit(lambda given: given * 2)(x), debug())
 
 
+def another_operand(port: int, what: str) -> tuple[str, float]:
+    """One rank gives another value to a torch function on `Sharded` values, once. Sizes agree."""
+    mesh, rank = fresh(port)
+    x = _x(mesh).requires_grad_()
+
+    def act() -> None:
+        for i in range(24):
+            wrong = i == 7 and rank == 2
+            match what:
+                case "a number":
+                    y = x * (0.25 if wrong else 0.5)
+                case "a zero":
+                    y = x * (-0.0 if wrong else 0.0)
+                case "a kind of number":
+                    y = x * (1.0 if wrong else 1)
+                case "a number by name":
+                    y = torch.add(x, x, alpha=2 + wrong)
+                case "a tensor":
+                    y = torch.full((8,), 1.5 + wrong) - x
+                case "a tensor in a list":
+                    y = torch.cat([x, torch.full((8,), 1.5 + wrong, dtype=torch.float64)])
+                case "a dim":
+                    y = x.view(2, 4).sum(int(wrong), keepdim=True)
+                case "a layout":
+                    y = (device_put(torch.ones(8), P() if wrong else P("x"), mesh=mesh) + 1) * x.detach()
+            if what != "a layout":
+                y.sum().backward()
+
+    return outcome(act, debug(every=4))
+
+
+def alone(port: int) -> tuple[str, float]:
+    """One rank makes calls that do not communicate: it prints, and warms up. Seeds and options are alike."""
+    mesh, rank = fresh(port)
+    x, w = _x(mesh).float(), device_put(torch.ones(8), P(), mesh=mesh).requires_grad_()
+    optimizer = torch.optim.AdamW([w], lr=0.1, foreach=True)
+
+    def scaled(x: Sharded, by: float) -> Sharded:
+        return x * by
+
+    def act() -> None:
+        for i in range(10):
+            loss = (torch.nn.functional.dropout(scaled(w, i) - 0.1 * x, 0.25) + torch.ones(8)).square().sum()
+            loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+            known = reshard(loss.detach(), P())
+            if rank == 1:
+                float(100 * known), str(scaled(w, 7.5 + i).local), w.detach().clamp(max=i), jit(lambda w: 2 * w)(w)
+            total = [scaled(w.detach(), 3.0) for _ in range(3 + rank)]
+            assert total[0].shape == (8,)
+
+    return outcome(act, debug(every=1))
+
+
 def another_leaf(port: int) -> tuple[str, float]:
     """One rank lays out another plain tensor. Nothing is sent."""
     mesh, rank = fresh(port)

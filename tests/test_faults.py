@@ -25,14 +25,17 @@ from fspmd import (
     ArgumentError,
     P,
     PeerError,
+    Sharded,
     communication_log,
     deadline,
     debug,
     device_get,
     device_put,
+    jit,
     make_mesh,
     reshard,
 )
+from fspmd.global_view.dispatch import dispatch
 from fspmd.inspection import monitor
 from fspmd.inspection.histories import parting_text
 from fspmd.inspection.lines import line_of
@@ -284,6 +287,33 @@ def test_another_value_is_told(four: Processes, program: Callable[[int], Any], r
 
 
 @pytest.mark.parametrize(
+    ("what", "label", "mine", "others"),
+    [
+        ("a number", "argument 2 of *", "0.25", "0.5"),
+        ("a zero", "argument 2 of *", "-0.0", "0.0"),
+        ("a kind of number", "argument 2 of *", "1.0", "1"),
+        ("a number by name", "alpha of add()", "3", "2"),
+        ("a tensor", "argument 1 of -", "f32[8], with the bits ", "f32[8], with the bits "),
+        ("a tensor in a list", "tensors[1] of cat()", "f64[8], with the bits ", "f64[8], with the bits "),
+        ("a dim", "dim of sum()", "1", "0"),
+        ("a layout", "argument 1 of +", "f32[8] on mesh(x=4)", "f32[8@x] on mesh(x=4)"),
+    ],
+)
+def test_another_operand_is_told(four: Processes, what: str, label: str, mine: str, others: str) -> None:
+    """The value comes in a torch function on `Sharded` values."""
+    first, *rest = _run(four, partial(fault_programs.another_operand, what=what), within=10)
+    assert rest == [first] * 3
+    head, *lines, _ = first.splitlines()
+    values = "ranks pass values of other layouts:" if what == "a layout" else "ranks pass other values where all must "
+    assert head.startswith(f"LockstepError: {values}"), first
+    for rank, line in enumerate(lines):
+        text = mine if rank == 2 else others
+        end = "" if text.endswith("bits ") else " (fault_programs.py:"
+        assert line.startswith(f"  * rank {rank}: {label}, {text}{end}"), first
+    assert len({line.partition(": ")[2] for line in lines}) == 2, first
+
+
+@pytest.mark.parametrize(
     ("program", "rank", "label", "layouts"),
     [
         (
@@ -501,6 +531,7 @@ def test_threads_leave_their_blocks_in_any_order() -> None:
     "program",
     [
         fault_programs.alike,
+        fault_programs.alone,
         fault_programs.in_step,
         fault_programs.slow,
         fault_programs.stopped_for_a_while,
@@ -605,6 +636,22 @@ def test_a_process_ends_although_another_is_stopped() -> None:
     assert ranks[0].returncode == 1, error
     assert "DeadlineError: rank 0 has waited 3." in error, error
     assert "  * rank 1 has given no sign of life for " in error
+
+
+def test_nothing_stands_before_a_call_outside_of_debug() -> None:
+    mesh = make_mesh((4,), ("x",), transport="simulation")
+    x = device_put(torch.arange(8.0), P("x"), mesh=mesh)
+    functions = []
+    with debug():
+        functions.append(Sharded.__torch_function__)
+        assert device_get(x * 2).tolist() == [2.0 * i for i in range(8)]
+        jit(lambda x: functions.append(Sharded.__torch_function__))(x)
+        with deadline(5):
+            functions.append(Sharded.__torch_function__)
+    assert dispatch not in [function.__func__ for function in functions]
+    assert Sharded.__torch_function__.__func__ is dispatch
+    with deadline(5):
+        assert Sharded.__torch_function__.__func__ is dispatch
 
 
 def test_backward_runs_after_a_log_has_ended() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from fspmd.cache import cached
 from fspmd.digests import digests, of_bytes
 from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
 from fspmd.inspection.agreements import Gathering
+from fspmd.inspection.calls import arguments, numbers_of, rows_of
 from fspmd.inspection.circles import circle
 from fspmd.inspection.histories import (
     DIGEST,
@@ -46,6 +48,8 @@ from fspmd.inspection.watch import Communication, Noted
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
+from fspmd.ops.traits import name_of
+from fspmd.sharded import Sharded
 from fspmd.spec import describe
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import is_recording
@@ -110,6 +114,7 @@ class Comparison(Presence):
         self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
         self.failure = ""  # ranks have parted
         self.sites = CallSites()
+        self.caller = threading.get_ident()  # calls in other threads may come in any order
 
     def call(self, call: Noted, x: Tensor) -> None:
         number, plain = call.number, call.plain
@@ -168,6 +173,15 @@ class Comparison(Presence):
         """The layouts of arguments, of which all processes of a mesh pass the same to a function."""
         if _is_compared(mesh):
             self._pass(mesh, to, _number_of_rows(rows), lambda: rows)
+
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The user calls a torch function on `Sharded` values, whose arguments must be alike on all processes."""
+        given = arguments(args, kwargs)
+        mesh = next((x.spec.mesh for x in given if type(x) is Sharded), None)
+        if mesh is None or threading.get_ident() != self.caller or not _is_compared(mesh):
+            return
+        numbers = numbers_of(given)
+        self._pass(mesh, name_of(func), hash(numbers), lambda: rows_of(func, args, kwargs, numbers))
 
     def _pass(self, mesh: Mesh, to: str, number: int, rows: Callable[[], Iterable[ArgumentRow]]) -> None:
         """Pass arguments to a function at the user's line."""

@@ -37,20 +37,32 @@ is_library: Final = _Libraries()  # by file
 
 def user_line(frame: FrameType | None) -> UserLine:
     """The nearest line of the user at a frame or above it."""
-    return user_place(frame)[0]
+    frame = _user_frame(frame)
+    return _UNKNOWN if frame is None else _line_at(frame)
 
 
 def user_place(frame: FrameType | None) -> tuple[UserLine, int]:
-    """The nearest line of the user at a frame or above it, and the instruction there."""
-    while frame is not None and is_library[frame.f_code.co_filename]:
-        frame = frame.f_back
+    """The nearest line of the user at a frame or above it, and a number for the instruction and that of its caller."""
+    frame = _user_frame(frame)
     if frame is None:
         return _UNKNOWN, 0
+    line, caller = _line_at(frame), _user_frame(frame.f_back)
+    called_at = (0, 0) if caller is None else (_line_at(caller).number, caller.f_lasti)
+    return line, hash((line.number, frame.f_lasti, *called_at))
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and is_library[frame.f_code.co_filename]:
+        frame = frame.f_back
+    return frame
+
+
+def _line_at(frame: FrameType) -> UserLine:
     code = frame.f_code
     known = _lines.get((id(code), frame.f_lasti))
     if known is None:
         known = _lines[id(code), frame.f_lasti] = (code, line_of(f"{Path(code.co_filename).name}:{frame.f_lineno}"))
-    return known[1], frame.f_lasti
+    return known[1]
 
 
 @cached

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from fspmd.errors import DeadlineError, FspmdError, LockstepError, PeerError, join_failures
+from fspmd.global_view.interceptors import hear_calls_with
 from fspmd.inspection.comparison import LATE, Comparison
 from fspmd.inspection.long_waits import Lookout, wait_beside
 from fspmd.inspection.lost_peers import told_by, what_failed
@@ -100,8 +101,10 @@ class Monitor(Comparison):
             monitor = monitor.outer
         if monitor is None:
             hear_with(None)
+            hear_calls_with(None)
         else:
             hear_with(monitor.value, monitor.layouts)
+            hear_calls_with(monitor.called)
 
     def begin(self) -> None:
         """Start the thread."""

@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 class CallSite:
-    """A line that passes values, and what it has passed."""
+    """A line that passes values, under one line that calls its function, and what it has passed."""
 
     __slots__ = ("changes", "count", "hash", "key", "number", "ranks", "where")
 
@@ -61,19 +61,20 @@ class CallSites:
     """All sites of a rank."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[Mesh, str, tuple[UserLine, int]], CallSite] = {}
+        self._by_place: dict[tuple[Mesh, str, int], CallSite] = {}
         self._by_ranks: dict[tuple[int, ...], dict[str, CallSite]] = {}
 
     def come(
         self, mesh: Mesh, to: str, place: tuple[UserLine, int], number: int, rows: Callable[[], Iterable[ArgumentRow]]
     ) -> None:
         """Come to a line that passes values on a mesh to a function."""
-        site = self._by_place.get((mesh, to, place))
+        line, number_of_place = place
+        site = self._by_place.get((mesh, to, number_of_place))
         if site is None:
-            ranks, (line, instruction) = tuple(sorted(mesh.ranks)), place
-            key = f"{of_bytes(f'{key_of(mesh, ())} {to} {line.where} {instruction}'.encode()):x}"
+            ranks = tuple(sorted(mesh.ranks))
+            key = f"{of_bytes(f'{key_of(mesh, ())} {to} {number_of_place}'.encode()):x}"
             site = self._by_ranks.setdefault(ranks, {}).setdefault(key, CallSite(key, ranks, line.where))
-            self._by_place[mesh, to, place] = site
+            self._by_place[mesh, to, number_of_place] = site
         site.come(number, rows)
 
     def find(self, key: str) -> CallSite | None:
@@ -93,7 +94,10 @@ class CallSites:
 
 def parted(mine: Table, theirs: Table) -> str:
     """The key of the first site at which two ranks have passed other values; "" if there is none."""
-    return min((k for k, (n, h) in mine.items() if k in theirs and theirs[k][0] == n and theirs[k][1] != h), default="")
+    for key, (count, number) in mine.items():
+        if key in theirs and theirs[key][0] == count and theirs[key][1] != number:
+            return key
+    return ""
 
 
 def site_text(told: dict[int, str]) -> str:

@@ -1,0 +1,77 @@
+"""What a torch function on `Sharded` values is given: layouts, and values that all processes must have alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from fspmd.cache import cached
+from fspmd.digests import digests
+from fspmd.global_view.refusals import shown
+from fspmd.inspection.histories import DIGEST
+from fspmd.inspection.values import is_told, number_of
+from fspmd.ops.signatures import parameters
+from fspmd.sharded import Sharded
+from fspmd.spec import describe
+from fspmd.torch_internals import transforms_active
+from fspmd.transport.known_values import ArgumentRow, layout_row
+
+_NUMBERS: Final = frozenset((bool, int, float, complex))
+_number_of: Final = cached(typed=True)(number_of)
+
+
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a call, and in the place of a list its entries."""
+    given: list[Any] = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if type(x) is list or type(x) is tuple:
+            given += x
+        else:
+            given.append(x)
+    return given
+
+
+def numbers_of(given: Sequence[Any]) -> tuple[int, ...]:
+    """Return a number for each argument. Processes that have equal arguments have equal numbers."""
+    return tuple([_number(x) for x in given])
+
+
+def _number(x: Any) -> int:
+    kind = type(x)
+    if kind is Sharded:
+        return _number_of(x.spec)
+    if kind in _NUMBERS and x:  # 0.0 == -0.0
+        return _number_of(x)
+    if isinstance(x, Tensor):
+        return digests([x])[0] if is_told(x) and not transforms_active() else 0
+    return number_of(x)
+
+
+def rows_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: tuple[int, ...]) -> list[ArgumentRow]:
+    """Return the arguments of a call, which have these numbers, in words."""
+    to, given = shown(func), arguments(args, kwargs)
+    return [
+        layout_row(label, to, x.spec)
+        if type(x) is Sharded
+        else ArgumentRow(f"{label} of {to}", _text(x, number), False)
+        for label, x, number in zip(_labels(func, args, kwargs), given, numbers, strict=True)
+    ]
+
+
+def _labels(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[str]:
+    names = parameters(func)
+    places = [names[i] if i < len(names) else f"argument {i + 1}" for i in range(len(args))]
+    for name, x in zip((*places, *kwargs), (*args, *kwargs.values()), strict=True):
+        if type(x) is list or type(x) is tuple:
+            yield from (f"{name}[{i}]" for i in range(len(x)))
+        else:
+            yield name
+
+
+def _text(x: Any, number: int) -> str:
+    if type(x) in _NUMBERS:
+        return f", {x!r}"
+    kind = f", {describe(x.dtype, x.shape)}" if isinstance(x, Tensor) else ""
+    return f"{kind}, {DIGEST} {number & (1 << 64) - 1:016x}"
