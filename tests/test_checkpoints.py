@@ -154,7 +154,7 @@ def test_processes_that_end_at_once_lose_nothing(tmp_path: Path) -> None:
     assert tree_bits(load(tmp_path, small_tree(MESH, 0), step=2)) == tree_bits(small_tree(MESH, 2))
 
 
-@pytest.mark.parametrize(("rank", "number"), [(0, 0), (0, 9), (1, 1)])
+@pytest.mark.parametrize(("rank", "number"), [(0, 0), (0, 9), (1, 1), (1, 2)])
 def test_a_kill_of_one_process_is_an_error_on_the_other(tmp_path: Path, rank: int, number: int) -> None:
     save(tmp_path, small_tree(MESH, 1), step=1)
     port = free_port()
@@ -168,7 +168,7 @@ def test_a_kill_of_one_process_is_an_error_on_the_other(tmp_path: Path, rank: in
     assert tree_bits(load(tmp_path, small_tree(MESH, 0))) == tree_bits(small_tree(MESH, step or 0))
 
 
-@pytest.mark.parametrize(("name", "codes"), [("lost", [7, -9]), ("slow", [0, 0])])
+@pytest.mark.parametrize(("name", "codes"), [("lost", [7, -9]), ("lost elsewhere", [7, -9]), ("slow", [0, 0])])
 def test_a_process_that_is_lost_is_named_by_a_save_in_the_background(
     tmp_path: Path, name: str, codes: list[int]
 ) -> None:

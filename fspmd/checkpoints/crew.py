@@ -8,21 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fspmd.errors import ArgumentError, CheckpointError, FspmdError, RecordError
+from fspmd.inspection.lives import ended
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.outside import check_outside, the_mesh
 from fspmd.placement.source_rank import hear_all
 from fspmd.torch_internals import store_of_ranks
 from fspmd.tracing import is_recording
+from fspmd.transport.reports import own_store
 
 _PAUSES: Final = (0.0005, 0.05)  # the shortest and the longest pause in seconds between two looks into the store
 _SECONDS: Final = 1800.0  # how long a rank waits for the others' writes
 _PERIOD: Final = 1.0  # seconds between two signs of life
-_SILENCE: Final = 30.0  # seconds without one, after which a rank counts as gone
+_SILENCE: Final = 8.0  # seconds without one, after which a rank counts as gone
 _FAREWELL: Final = 30.0  # how long the first rank waits until the others have read the outcome
 
 
@@ -68,8 +70,9 @@ class Crew:
 
     def settlement(self, token: str) -> Settlement:
         """Return how the processes settle one save. All of them pass the same token."""
-        store = store_of_ranks(f"fspmd.checkpoint/{token}") if len(self.ranks) > 1 else None
-        return Settlement(self, store)
+        if len(self.ranks) == 1:
+            return Settlement(self, None, None)
+        return Settlement(self, own_store(f"fspmd.checkpoint/{token}"), store_of_ranks(""))
 
 
 def crew_of(mesh: Mesh | None, what: str) -> Crew:
@@ -96,7 +99,9 @@ class Settlement:
     """
 
     crew: Crew
-    store: Any
+    store: Any  # over a connection on which no other thread waits
+    kept: Any  # the store of torch, which the user may destroy meanwhile
+    gone: set[int] = field(default_factory=set)  # the places of processes that have ended or are stopped
 
     @contextmanager
     def signs_of_life(self) -> Iterator[None]:
@@ -132,7 +137,7 @@ class Settlement:
             else:
                 outcome = decide([json.loads(store.get(key)) for key in keys])
             store.set("outcome", json.dumps(outcome))
-            read = {f"read/{place}": place for place in keys.values() if place}
+            read = {f"read/{place}": place for place in keys.values() if place and place not in self.gone}
             if not self._wait(read, _FAREWELL):
                 for key in (*keys, *read, *(f"alive/{place}" for place in keys.values()), "outcome"):
                     store.delete_key(key)
@@ -149,17 +154,31 @@ class Settlement:
         heard: dict[int, tuple[int, float]] = {}  # by place the last sign of life, and when it came
         while keys and not self.store.check(list(keys)):
             now = time.monotonic()
-            late = {place for key, place in keys.items() if not self.store.check([key])} if now > looked else set()
-            if late and now - start > seconds:
-                return f"{self._named(late)} did not finish within {seconds:.0f} s"
-            for place in late:
-                sign = self.store.add(f"alive/{place}", 0)  # `get` would wait for a key that is deleted meanwhile
-                if place not in heard or heard[place][0] != sign:
-                    heard[place] = sign, now
-            if silent := {place for place in late if now - heard[place][1] > _SILENCE}:
-                return f"{self._named(silent)} gave no sign of life for {_SILENCE:.0f} s, and ended or was stopped"
-            looked = now + _PERIOD if late else looked
+            if now - looked > _PERIOD:
+                late = {place for key, place in keys.items() if not self.store.check([key])}
+                if late and now - start > seconds:
+                    return f"{self._named(late)} did not finish within {seconds:.0f} s"
+                if failure := self._lost(late, heard):
+                    return failure
+                looked = now
             time.sleep(min(max(_PAUSES[0], (now - start) / 20), _PAUSES[1]))
+        return ""
+
+    def _lost(self, late: set[int], heard: dict[int, tuple[int, float]]) -> str:
+        """Return a text about processes that have ended on this machine, or give no sign of life, or ""."""
+        ranks = {self.crew.ranks[place]: place for place in late}
+        if found := ended(ranks):
+            self.gone.update(ranks[rank] for rank in found)
+            return "; ".join(f"rank {rank} {text}" for rank, text in sorted(found.items()))
+        begin = time.monotonic()
+        signs = {place: self.store.add(f"alive/{place}", 0) for place in late}  # `get` would wait for a deleted key
+        now = time.monotonic()
+        for place, sign in signs.items():
+            if place not in heard or heard[place][0] != sign or now - begin > _PERIOD:  # the store has been slow
+                heard[place] = sign, now
+        if silent := {place for place in late if now - heard[place][1] > _SILENCE}:
+            self.gone |= silent
+            return f"{self._named(silent)} gave no sign of life for {_SILENCE:.0f} s, and ended or was stopped"
         return ""
 
     def _named(self, places: Iterable[int]) -> str:
