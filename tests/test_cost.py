@@ -151,6 +151,36 @@ def test_routes_on_three_axes_are_the_quickest_of_all(
             assert float(least[i, j]) - 1e-5 <= taken <= float(least[i, j]) * allowed + 1e-5, (found[i], target)
 
 
+def any_layout(draw: random.Random, ndim: int, first: tuple[str, ...] = (), reduced: tuple[str, ...] = ()) -> P:
+    """A layout over x, y and z. ``first`` cut the first dim before them."""
+    dims, words = [list(first), *([] for _ in range(ndim - 1))], {"unreduced": set[str](), "reduced": set(reduced)}
+    for axis in draw.sample("xyz", 3):
+        match draw.choice([*range(ndim), *range(ndim), "unreduced", "reduced", None]):
+            case int(dim):
+                dims[dim].append(axis)
+            case str(word):
+                words[word].add(axis)
+    return P(*map(tuple, dims), **words)
+
+
+@pytest.mark.parametrize("shape", [(9,), (4096, 64), (16, 4096, 8)])
+@pytest.mark.parametrize("sizes", [(64, 16, 8), (2, 3, 4)])
+def test_axes_of_one_rank_change_no_price_and_widen_no_search(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Beside the mesh without them. They cut the first dim before and after, or are reduced at the end, or neither."""
+    x, y, z = sizes
+    wide = make_mesh(sizes, ("x", "y", "z"), transport="abstract")
+    thin = make_mesh((1, x, 1, y, 1, z), ("a", "x", "b", "y", "c", "z"), transport="abstract")
+    for seed in range(8):
+        wanted = way(*(any_layout(random.Random(2 * seed + i), len(shape)) for i in (0, 1)), wide, shape)
+        for first, reduced in (((), ()), (("a",), ()), ((), ("b", "c"))):
+            source = any_layout(random.Random(2 * seed), len(shape), first)
+            target = any_layout(random.Random(2 * seed + 1), len(shape), first, reduced)
+            found = way(source, target, thin, shape)
+            assert found.looked <= 4 * wanted.looked + 10, (source, target)
+            if wanted.bound is None and found.bound is None:
+                assert found.price.time == pytest.approx(wanted.price.time, abs=1e-5), (source, target)
+
+
 # --- published formulas ---------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from fspmd.cache import cached
 from fspmd.entries import Axes, Entry, blocks, entry_of
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import micros
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Price, Topology, price
@@ -79,7 +80,7 @@ def edges(
     """
     yield from _settlings(spec, target, anywhere)
     yield from gathers(spec, target)
-    yield from _slices(spec, None if anywhere else target)
+    yield from _slices(spec, target, anywhere)
     yield from exchanges(spec, target, anywhere)
     yield from reblocks(spec, target, anywhere, worth)
 
@@ -114,9 +115,13 @@ def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
     return None if len(set(cut)) == 1 else cut
 
 
-def _splits(axes: Axes, wanted: Axes, straight: bool) -> Iterator[tuple[Axes, Axes]]:
-    """Yield the axes that stay and the minor axes that go. ``straight``: only the split at the first unwanted axis."""
-    places: Iterable[int] = range(len(axes))
+def _splits(mesh: Mesh, axes: Axes, wanted: Axes, straight: bool) -> Iterator[tuple[Axes, Axes]]:
+    """Yield the axes that stay and the minor axes that go. ``straight``: only the split at the first unwanted axis.
+
+    Axes of one rank stay where they begin a dim of both layouts.
+    """
+    stays = next((i for i, axis in enumerate(axes) if mesh.shape[axis] > 1 or wanted[i : i + 1] != (axis,)), len(axes))
+    places: Iterable[int] = range(stays, len(axes))
     if straight:
         common = next((i for i, axis in enumerate(axes) if wanted[i : i + 1] != (axis,)), len(axes))
         places = (common,) if common < len(axes) else ()
@@ -126,19 +131,25 @@ def _splits(axes: Axes, wanted: Axes, straight: bool) -> Iterator[tuple[Axes, Ax
 def can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
     """Return whether the minor ``axes`` of a dim can be removed, or added, while ``kept`` stay.
 
-    That needs blocks of one length, with and without them. Without ``kept`` axes it is always possible.
+    That needs blocks of one length, with and without them. Where no ``kept`` axis cuts the dim it is always possible.
     """
-    return not kept or (lengths(spec, dim, kept) is None and lengths(spec, dim, (*kept, *axes)) is None)
+    cut = _wide(spec.mesh, kept)
+    return not cut or (lengths(spec, dim, kept) is None and lengths(spec, dim, (*kept, *axes)) is None)
+
+
+def sizes_over(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> tuple[int, ...] | None:
+    """Return the lengths that a collective over the minor ``axes`` of a dim must know: of uneven blocks."""
+    return None if _wide(spec.mesh, kept) else lengths(spec, dim, axes)
 
 
 def gathers(spec: TensorSpec, target: TensorSpec, straight: bool = False) -> Iterator[tuple[Call, TensorSpec]]:
     """Yield gathers of minor axes of a dim. ``straight``: only of all axes that do not cut it in the target."""
     for dim, (now, wanted) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
-        for kept, gone in _splits(now, wanted, straight):
+        for kept, gone in _splits(spec.mesh, now, wanted, straight):
             if not can_part(spec, dim, kept, gone):
                 yield reblock(spec, moved(spec, {dim: kept}))
                 continue
-            options = Options(dim=dim, sizes=None if kept else lengths(spec, dim, gone))
+            options = Options(dim=dim, sizes=sizes_over(spec, dim, kept, gone))
             yield call("all_gather_invariant", spec.mesh, gone, options), moved(spec, {dim: kept})
             if target.partition.reduced.issuperset(gone):
                 reduced = spec.partition.reduced.union(gone)
@@ -160,7 +171,7 @@ def _cuts(
             news = tuple(wanted[i:j] for i, j in itertools.combinations(range(len(wanted) + 1), 2))
         for new in news:
             if (new == free or not whole) and not set(now).intersection(new) and can_part(spec, dim, now, new):
-                yield dim, now, new, Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
+                yield dim, now, new, Options(dim=dim, sizes=sizes_over(spec, dim, now, new))
 
 
 def free_axes(spec: TensorSpec) -> Axes:
@@ -168,9 +179,22 @@ def free_axes(spec: TensorSpec) -> Axes:
     return spec.mesh.ordered(frozenset(spec.mesh.axis_names) - spec.partition.mentioned)
 
 
-def _slices(spec: TensorSpec, target: TensorSpec | None) -> Iterator[tuple[Call, TensorSpec]]:
-    for dim, now, new, options in _cuts(spec, free_axes(spec), target):
-        yield call("slice", spec.mesh, new, options), moved(spec, {dim: (*now, *new)})
+def _wide(mesh: Mesh, axes: Iterable[str]) -> Axes:
+    """Return the axes of more than one rank. An axis of one rank goes where the target has it: elsewhere is no gain."""
+    return tuple([axis for axis in axes if mesh.shape[axis] > 1])
+
+
+def _slices(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator[tuple[Call, TensorSpec]]:
+    free, mesh = free_axes(spec), spec.mesh
+    cuts: Iterable[tuple[int, Axes, Axes, Options]]
+    if anywhere:
+        wide = _wide(mesh, free)
+        towards = (cut for cut in _cuts(spec, free, target) if len(_wide(mesh, cut[2])) < len(cut[2]))
+        cuts = itertools.chain(_cuts(spec, wide, None), towards if wide != free else ())
+    else:
+        cuts = _cuts(spec, free, target)
+    for dim, now, new, options in cuts:
+        yield call("slice", mesh, new, options), moved(spec, {dim: (*now, *new)})
 
 
 def exchanges(
@@ -181,10 +205,10 @@ def exchanges(
     ``straight``: only of all axes that do not cut the first dim in the target.
     """
     for source, (present, wanted) in enumerate(zip(spec.partition.dim_axes, target.partition.dim_axes, strict=True)):
-        for kept, gone in _splits(present, wanted, straight):
+        for kept, gone in _splits(spec.mesh, present, wanted, straight):
             if not can_part(spec, source, kept, gone):
                 continue
-            concat_sizes = None if kept else lengths(spec, source, gone)
+            concat_sizes = sizes_over(spec, source, kept, gone)
             for dim, now, new, cut in _cuts(spec, gone, None if anywhere else target, True):
                 options = Options(dim=dim, sizes=cut.sizes, concat_dim=source, concat_sizes=concat_sizes)
                 yield call("all_to_all", spec.mesh, gone, options), moved(spec, {source: kept, dim: (*now, *new)})
@@ -200,11 +224,11 @@ def _settlings(spec: TensorSpec, target: TensorSpec, anywhere: bool) -> Iterator
         for dim, now, new, options in _cuts(spec, axes, None, True):
             yield scatter(spec, dim, now, new, options)
     free = frozenset(free_axes(spec))
-    for axes in _some(mesh.ordered(have.reduced if anywhere else have.reduced - want.reduced), anywhere):
+    for axes in _some(mesh, have.reduced if anywhere else have.reduced - want.reduced, anywhere):
         yield call("reduced_to_invariant", mesh, axes), moved(spec, {}, None, have.reduced.difference(axes))
-    for axes in _some(mesh.ordered(free & want.reduced), anywhere):
+    for axes in _some(mesh, free & want.reduced, anywhere):
         yield call("invariant_to_reduced", mesh, axes), moved(spec, {}, None, have.reduced.union(axes))
-    for axes in _some(mesh.ordered(free & want.unreduced), anywhere):
+    for axes in _some(mesh, free & want.unreduced, anywhere):
         yield call("invariant_to_unreduced", mesh, axes), moved(spec, {}, have.unreduced.union(axes))
 
 
@@ -228,10 +252,14 @@ def _orders(axes: Axes) -> tuple[Axes, ...]:
     return tuple(itertools.chain.from_iterable(itertools.permutations(axes, n + 1) for n in range(len(axes))))
 
 
-def _some(axes: Axes, any_of_them: bool) -> list[Axes]:
-    """Return every choice of axes, or only the choice of all."""
-    counts = range(1 if any_of_them else max(1, len(axes)), len(axes) + 1)
-    return list(itertools.chain.from_iterable(itertools.combinations(axes, n) for n in counts))
+def _some(mesh: Mesh, axes: frozenset[str], any_of_them: bool) -> Iterator[Axes]:
+    """Yield the choice of all axes, or every choice. Axes of one rank are in each."""
+    wide = _wide(mesh, mesh.ordered(axes)) if any_of_them else ()
+    rest = axes.difference(wide)
+    for count in range(len(wide) + 1):
+        for chosen in itertools.combinations(wide, count):
+            if chosen or rest:
+                yield mesh.ordered(rest.union(chosen))
 
 
 def reblocks(
@@ -249,7 +277,8 @@ def reblocks(
     # a dict keeps the order: of equal routes every rank must take the same
     goals = dict.fromkeys(moved(spec, dict(enumerate(axes))) for axes in (goal, stay))
     if anywhere:
-        goals |= _placements(spec.with_partition(P(unreduced=spec.partition.unreduced, reduced=spec.partition.reduced)))
+        whole = spec.with_partition(P(unreduced=spec.partition.unreduced, reduced=spec.partition.reduced))
+        goals |= _placements(whole, tuple([_leading(spec.mesh, axes) for axes in goal]))
     for after in goals:
         if after is spec or not worth(after):
             continue
@@ -261,16 +290,24 @@ def reblocks(
 _MANY = 500  # of more placements, only those that lead towards the target are considered
 
 
+def _leading(mesh: Mesh, axes: Axes) -> Axes:
+    """Return the axes of one rank before all others."""
+    return tuple(itertools.takewhile(lambda axis: mesh.shape[axis] == 1, axes))
+
+
 @cached(maxsize=64)
-def _placements(spec: TensorSpec) -> dict[TensorSpec, None]:
-    """Return every cut of the dims of a whole tensor by free axes, in every order, or none if there are too many."""
-    axes, ndim = free_axes(spec), spec.ndim
+def _placements(spec: TensorSpec, begin: tuple[Axes, ...]) -> dict[TensorSpec, None]:
+    """Return every cut of the dims of a whole tensor by free axes, in every order, or none if there are too many.
+
+    ``begin``: the axes of one rank that cut each dim before.
+    """
+    axes, ndim = _wide(spec.mesh, free_axes(spec)), spec.ndim
     placements: dict[TensorSpec, None] = {}
     few = sum(perm(len(axes), n) * comb(n + max(ndim, 1) - 1, n) for n in range(len(axes) + 1)) <= _MANY
     for order in itertools.permutations(axes) if few else ():
         for places in itertools.product([*range(ndim), None], repeat=len(order)):
-            cuts = (tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim))
-            placements[moved(spec, dict(enumerate(cuts)))] = None
+            cuts = [tuple(a for a, p in zip(order, places, strict=True) if p == dim) for dim in range(ndim)]
+            placements[moved(spec, {dim: (*begin[dim], *cut) for dim, cut in enumerate(cuts)})] = None
     return placements
 
 

@@ -31,6 +31,7 @@ from fspmd.redistribution.edges import (
     priced,
     reblocks,
     scatter,
+    sizes_over,
     sums,
 )
 from fspmd.spec import TensorSpec
@@ -88,7 +89,7 @@ def leaving(spec: TensorSpec, target: TensorSpec) -> Iterator[tuple[Call, Tensor
         yield from sums(spec, target, spec.mesh.ordered(frozenset(run)))
         for dim in _for_parts(spec, target, run):
             now = spec.partition.dim_axes[dim]
-            options = Options(dim=dim, sizes=None if now else lengths(spec, dim, run))
+            options = Options(dim=dim, sizes=sizes_over(spec, dim, now, run))
             yield scatter(spec, dim, now, run, options)
     if not pending:
         yield from gathers(spec, target, True)
@@ -145,7 +146,7 @@ def _free_steps(spec: TensorSpec, target: TensorSpec, topology: Topology) -> tup
             continue
         new = tuple(itertools.takewhile(free.__contains__, then[len(now) :]))
         if new and can_part(spec, dim, now, new):
-            options = Options(dim=dim, sizes=None if now else lengths(spec, dim, new))
+            options = Options(dim=dim, sizes=sizes_over(spec, dim, now, new))
             take("slice", new, moved(spec, {dim: (*now, *new)}), options)
     have = spec.partition
     if axes := mesh.ordered(free & want.reduced):
