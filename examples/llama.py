@@ -177,9 +177,9 @@ def stage(c: Config, layout: SequenceLayout, first: bool, last: bool) -> Callabl
             table = use(c, {"embedding": params["embedding"]}, specs)["embedding"]
             place, mine = own_rows(x, table.shape[0])
             x = fspmd.psum(F.embedding(place, table) * mine[..., None], "tp")
-        for i in range(params["layers"]["wq"].shape[0]):
-            own = {name: w[i] for name, w in params["layers"].items()}
-            x = fspmd.checkpoint(layer)(c, own, of_layer, x, layout)
+        stacks = params["layers"]
+        for own in zip(*[w.unbind() for w in stacks.values()], strict=True):  # the gradient is one stack, not a sum
+            x = fspmd.checkpoint(layer)(c, dict(zip(stacks, own, strict=True)), of_layer, x, layout)
         if last:
             p = use(c, {name: params[name] for name in ("norm", "head")}, specs)
             x = F.rms_norm(x, (c.D,), p["norm"], EPSILON) @ p["head"]

@@ -4,7 +4,7 @@
     python examples/pretrain.py --mesh cp=2,ep=2,tp=2 --experts 4
     torchrun --nproc-per-node 8 examples/pretrain.py --mesh pp=2,fsdp=2,tp=2 --checkpoint steps --resume
     python examples/pretrain.py --plan --mesh dp=64,fsdp=16,tp=8 --layers 32 --width 4096 --heads 32 --kv-heads 8 \
-        --hidden 14336 --length 8192 --batch 2048 --dtype bfloat16 --accelerator 989
+        --hidden 14336 --length 8192 --batch 4096 --dtype bfloat16 --accelerator 989
 
 The model, and what the axes cut, is in llama.py. Axes that --mesh does not name have size 1. Losses do not depend on
 the mesh: in float64 they are equal to 1e-10, unless experts have a capacity. With --checkpoint the state is saved every
@@ -22,7 +22,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llama
 import optree
@@ -225,47 +225,72 @@ def validate(c: Config, mesh: Mesh, args: argparse.Namespace, alone: Callable, p
 # ---------------------------------------------------------------- a plan for ranks that do not exist
 
 
+class Predicted(NamedTuple):
+    """Time and memory of a step. Layers are alike, so each beyond the second adds the same time and the same bytes."""
+
+    time: float  # µs
+    exposed: float  # µs that wait for communication
+    held: dict[str, list[int]]  # for each line of the program, the bytes of a rank at each of its steps
+
+    def with_layers(self, count: int, following: Predicted) -> Predicted:
+        """The prediction for ``count`` layers more. ``following``: that for one layer more."""
+        time, exposed = (now + count * (then - now) for now, then in zip(self[:2], following[:2], strict=True))
+        held = {}
+        for line in following.held:
+            now, then = self.held[line], following.held[line]
+            if len(now) < len(then):  # a line of each layer: the first or the last layer holds most
+                now, then = [max(now)], [max(then)]
+            held[line] = [x + count * (y - x) for x, y in zip(now, then, strict=True)]
+        return Predicted(time, exposed, held)
+
+
+def laid(c: Config, mesh: Mesh, dtype: torch.dtype) -> Any:
+    """The layouts of the parameters of a stage."""
+    return optree.tree_map(lambda leaf: TensorSpec(mesh, leaf.spec, leaf.shape, dtype), llama.leaves(c))
+
+
+def recorded(c: Config, mesh: Mesh, args: argparse.Namespace) -> Predicted:
+    """What the record of a step says, for one stage and one microbatch."""
+    params = laid(c, mesh, getattr(torch, args.dtype))
+    state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
+    ids = TensorSpec(mesh, IDS, (args.batch // args.microbatches, c.S), torch.int64)
+    step = make_step(losses_of(c, mesh, args.schedule, 1)[0], optimizer(c, args.lr, args.steps).update)
+    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
+    cost = program.cost()
+    return Predicted(cost.time, cost.exposed, program.memory().by_line)
+
+
 def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
     """What the record of a step says: of one stage, and of one microbatch; the schedule says the rest."""
     stages, microbatches = sizes["pp"], args.microbatches
     mesh = fspmd.make_mesh(tuple({**sizes, "pp": 1}.values()), AXES, transport="abstract")
     rows = args.batch // microbatches * c.S // math.prod(sizes[axis] for axis in llama.TOKENS)  # tokens of a rank
     part = dataclasses.replace(c, layers=c.layers // stages)
-    dtype = getattr(torch, args.dtype)
-
-    def laid(leaf: llama.Leaf) -> TensorSpec:
-        return TensorSpec(mesh, leaf.spec, leaf.shape, dtype)
-
-    params = optree.tree_map(laid, llama.leaves(part))
-    state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
-    ids = TensorSpec(mesh, IDS, (args.batch // microbatches, c.S), torch.int64)
-    step = make_step(losses_of(part, mesh, args.schedule, 1)[0], optimizer(part, args.lr, args.steps).update)
+    params = laid(part, mesh, getattr(torch, args.dtype))
     begun = time.perf_counter()
-    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
-    cost, memory = program.cost(), program.memory()
+    cost = recorded(dataclasses.replace(part, layers=min(part.layers, 2)), mesh, args)
+    if part.layers > 2:
+        cost = cost.with_layers(part.layers - 2, recorded(dataclasses.replace(part, layers=3), mesh, args))
     took = time.perf_counter() - begun
     bubble, live = 0.0, 1
     if stages > 1:
         schedule = SCHEDULES[args.schedule](stages, microbatches)
         bubble, live = schedule.bubble(), max(schedule.peaks())
-    kept = (live - 1) * part.layers * rows * c.D * dtype.itemsize
+    kept = (live - 1) * part.layers * rows * c.D * getattr(torch, args.dtype).itemsize
     seconds = microbatches * cost.time / 1e6 / (1 - bubble)
     tokens, ranks = args.batch * c.S, math.prod(sizes.values())
     print(f"{ranks:,} ranks: {', '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)}")
     print(f"{c.parameters() / 1e9:,.2f} billion parameters; one stage has {part.layers} layers, and lies so:")
     for path, spec in zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True):
         name, layout = ".".join(map(str, path)), str(spec).partition(" on ")[0]
-        print(f"  {name:<16} {layout:<44}{math.prod(spec.block_shape) * dtype.itemsize:>14,} B a rank")
-    print(
-        f"\nMemory of a rank: {(memory.peak + kept) / 1e9:.2f} GB at the peak, {kept / 1e9:.2f} of it for microbatches"
-    )
+        print(f"  {name:<16} {layout:<44}{math.prod(spec.block_shape) * spec.dtype.itemsize:>14,} B a rank")
+    peak = max(map(max, cost.held.values())) + kept
+    print(f"\nMemory of a rank: {peak / 1e9:.2f} GB at the peak, {kept / 1e9:.2f} of it for microbatches")
     print(f"A microbatch: {cost.time / 1e3:,.1f} ms, of which {cost.exposed / 1e3:,.1f} wait for communication")
     print(f"A step of {microbatches} microbatches: {seconds:,.2f} s, of which {bubble:.1%} is the bubble")
     speed = tokens / seconds
-    peak = ranks * fspmd.topology().flops * 1e6
-    print(
-        f"{speed:,.0f} tokens/s, MFU {speed * c.flops() / peak:.1%}; recorded in {took:.1f} s. Predicted, not measured."
-    )
+    utilization = speed * c.flops() / (ranks * fspmd.topology().flops * 1e6)
+    print(f"{speed:,.0f} tokens/s, MFU {utilization:.1%}; recorded in {took:.1f} s. Predicted, not measured.")
 
 
 # ---------------------------------------------------------------- the program around it

@@ -456,6 +456,8 @@ def test_memory_is_let_go_after_its_last_use() -> None:
     memory = jit(chain).lower(x).memory()
     assert str(memory.holds[0]).endswith("f64[1024]                 x")
     assert (memory.given, memory.peak) == (8 * 1024, 3 * 8 * 1024)  # the argument, an operand and a result
+    (held,) = (held for line, held in memory.by_line.items() if line.startswith("x = x.exp() + 1"))
+    assert held == [2 * 8 * 1024, *[3 * 8 * 1024] * 9]  # of exp and + in turn; the first has no other operand
 
 
 def test_results_that_nobody_takes_are_held_with_the_others() -> None:

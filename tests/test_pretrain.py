@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -237,6 +238,19 @@ def test_a_plan_for_ranks_that_do_not_exist() -> None:
     assert " ".join(gate.split()[1:]) == "f64[2, 16@ep, 64@fsdp, 32@tp] 2,048 B a rank"
     assert "A step of 2 microbatches" in printed
     assert "60.0% is the bubble" in printed  # (p - 1) / (m + p - 1)
+
+
+@pytest.mark.parametrize("text", ["fsdp=2,tp=2 --vocabulary=64000", f"ep=2,cp=2 {MOE}"])
+def test_a_plan_of_many_layers_is_that_of_a_record_of_all(text: str) -> None:
+    """Time and memory at each moment, from records of two and three layers. A large vocabulary: the peak moves."""
+    module = pretrain()
+    args = module.parse(arguments(f"{text} --plan --layers=6"))
+    c, mesh = module.config(args), fspmd.make_mesh(tuple(args.mesh.values()), module.AXES, transport="abstract")
+    two, three, six = (module.recorded(dataclasses.replace(c, layers=n), mesh, args) for n in (2, 3, 6))
+    predicted = two.with_layers(4, three)
+    assert predicted[:2] == pytest.approx(six[:2], rel=1e-9)
+    assert {line: max(held) for line, held in predicted.held.items()} == {k: max(v) for k, v in six.held.items()}
+    assert max(map(max, two.held.values())) < max(map(max, six.held.values()))
 
 
 @pytest.mark.parametrize(("text", "word"), [("tp=3", "kv-heads"), ("pp=3", "layers")])

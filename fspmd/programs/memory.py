@@ -14,7 +14,7 @@ from fspmd.programs.passes.aliases import made_once
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import made_by
 from fspmd.programs.steps import is_wait, moved_by
-from fspmd.programs.text import given_as, line_of
+from fspmd.programs.text import caused_by, given_as, line_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,14 @@ class Memory:
         given: the bytes of arguments and constants.
         at: the step that runs at the peak; None for a program without steps.
         holds: the tensors at the peak, the largest first.
+        by_line: for each line of the user, the bytes at each of its steps in turn. "<- " marks its steps in backward.
     """
 
     peak: int
     given: int
     at: fx.Node | None
     holds: tuple[Held, ...]
+    by_line: dict[str, list[int]]
 
     def __str__(self) -> str:
         rest = self.holds[10:]
@@ -75,7 +77,10 @@ def memory_of_program(program: Program, donated: Collection[fx.Node] = (), argum
         if start <= at <= end
     ]
     tensors.sort(key=lambda tensor: -tensor.nbytes)
-    return Memory(nbytes[at] if steps else given, given, steps[at] if steps else None, tuple(tensors))
+    by_line: dict[str, list[int]] = {}
+    for node, held in zip(steps, nbytes, strict=True):
+        by_line.setdefault(caused_by(node), []).append(held)
+    return Memory(nbytes[at] if steps else given, given, steps[at] if steps else None, tuple(tensors), by_line)
 
 
 def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, tuple[int, int]]:

@@ -64,6 +64,11 @@ def line_of(node: fx.Node) -> str:
     return f"{cause.text}  ({cause.where})" if cause.file else cause.what
 
 
+def caused_by(node: fx.Node) -> str:
+    """The user's line that caused a step, marked where the step is of backward."""
+    return f"{'<- ' if node.meta['backward'] else ''}{line_of(node)}"
+
+
 def _table(rows: Iterable[Row], widths: list[int], notes: Iterable[Sequence[str]] = ()) -> list[str]:
     """Rows in columns. The notes of a row stand below it."""
     lines = []
@@ -90,8 +95,7 @@ class _Text:
         arguments = [self.value(arg) for arg in node.args]
         arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
         moves = "" if price is None else f"{price.moved:,.0f} B, {micros(price.time)}"
-        line = f"{'<- ' if node.meta['backward'] else ''}{line_of(node)}"
-        return (*self.typed(node), f"{does(node)}({', '.join(arguments)})", moves, line)
+        return (*self.typed(node), f"{does(node)}({', '.join(arguments)})", moves, caused_by(node))
 
     def left(self, node: fx.Node) -> list[str]:
         """The notes of passes that have not changed a step."""
