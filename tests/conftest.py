@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = spread([item.name for item in those], [[*_values(item)] for item in those], -(-len(those) // n))
         left.update(item for i, item in enumerate(those) if i not in chosen)
     config.hook.pytest_deselected(items=list(left))
-    items[:] = [item for item in items if item not in left]
+    # those that wait for seconds to pass, on a machine that is not too busy, begin: one worker has them all
+    items[:] = sorted((item for item in items if item not in left), key=lambda item: item.path.name != "test_faults.py")
 
 
 def _values(item: pytest.Item) -> Iterator[Hashable]:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import secrets
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final, Self
 
@@ -28,10 +30,15 @@ _IMPORTED: Final = [
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of the loopback interface that nobody uses now.
+
+    It is none of those that the system gives to connections, one of which would take it before a server listens there.
+    """
+    for port in secrets.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port of a hundred is free")
 
 
 def forks() -> Any:
