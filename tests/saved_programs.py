@@ -1,4 +1,4 @@
-"""What processes run in `test_gloo`: blocks that are pickled, and global tensors in checkpoints."""
+"""What processes run in `test_gloo` and `test_mesh`: pickled meshes and blocks, and global tensors in checkpoints."""
 
 from __future__ import annotations
 
@@ -135,3 +135,8 @@ def pickled_blocks() -> list[Any]:
     told = [_complaint(lambda: sorted(torch.load(io.BytesIO(of_first[0]), weights_only=True)))]
     told += [_complaint(lambda raw=raw: pickle.loads(raw).shape) for raw in of_first[1:]]
     return [same and kept, of_first[0], *told]
+
+
+def pickled_mesh(data: bytes) -> tuple[Any, ...]:
+    mesh = pickle.loads(data)
+    return str(mesh), mesh.groups("tp"), mesh.coordinate(3), mesh == pickle.loads(pickle.dumps(mesh))

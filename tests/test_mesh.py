@@ -7,8 +7,6 @@ import gc
 import itertools
 import math
 import pickle
-import subprocess
-import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -19,6 +17,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Processes
+from saved_programs import pickled_mesh
 
 from fspmd.errors import AxisError, FspmdError, MeshError
 from fspmd.meshes import grid, world
@@ -313,15 +313,9 @@ def test_pickles_hold_a_version_and_plain_numbers() -> None:
 
 def test_pickles_load_in_another_process() -> None:
     mesh = make_mesh((2, 4), ("dp", "tp"), ranks=[7, 6, 5, 4, 3, 2, 1, 0])["tp", "dp"]
-    program = (
-        "import pickle, sys\n"
-        "mesh = pickle.loads(sys.stdin.buffer.read())\n"
-        "print(mesh, mesh.groups('tp'), mesh.coordinate(3), mesh == pickle.loads(pickle.dumps(mesh)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=pickle.dumps(mesh), capture_output=True, timeout=300, check=True
-    )
-    assert done.stdout.decode().strip() == "mesh(tp=4, dp=2) [(7, 6, 5, 4), (3, 2, 1, 0)] (0, 1) True"
+    with Processes(1) as pool:
+        (found,) = pool.run(pickled_mesh, pickle.dumps(mesh))
+    assert found == ("mesh(tp=4, dp=2)", [(7, 6, 5, 4), (3, 2, 1, 0)], (0, 1), True)
 
 
 # ----------------------------------------------------------------------------------------------------------- big meshes

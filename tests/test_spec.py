@@ -6,8 +6,6 @@ import copy
 import itertools
 import pickle
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from collective_cases import chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Processes
 
 from fspmd import FspmdError, Mesh, P, Sharded, TensorSpec, make_mesh
 from fspmd.entries import blocks, entry_axes
@@ -222,24 +221,19 @@ def test_five_on_four() -> None:
     assert blocks(0, (2, 3)) == ((0, 0),) * 6
 
 
-PROGRAM = """
-import pickle, sys
-spec, partition = pickle.loads(sys.stdin.buffer.read())
-from fspmd import P, TensorSpec, make_mesh
-import torch
-mesh = make_mesh((2, 3), ("x", "y"), ranks=[5, 4, 3, 2, 1, 0])
-assert partition is P(("y", "x"), reduced=())
-assert spec is TensorSpec(mesh, partition, (7, 2), torch.bfloat16), spec
-print(spec, spec.local_shape((1, 1)))
-"""
+def _loaded(data: bytes) -> Any:
+    spec, partition = pickle.loads(data)
+    mesh = make_mesh((2, 3), ("x", "y"), ranks=[5, 4, 3, 2, 1, 0], transport="simulation")
+    same = partition is P(("y", "x"), reduced=()) and spec is TensorSpec(mesh, partition, (7, 2), torch.bfloat16)
+    return same, str(spec), spec.local_shape((1, 1))
 
 
 def test_pickles_load_in_another_process() -> None:
     mesh = make_mesh((2, 3), ("x", "y"), ranks=[5, 4, 3, 2, 1, 0])
     partition = P(("y", "x"))
     data = pickle.dumps((TensorSpec(mesh, partition, (7, 2), torch.bfloat16), partition))
-    out = subprocess.run([sys.executable, "-c", PROGRAM], input=data, capture_output=True, check=False)
-    assert out.stdout.decode().strip() == "bf16[7@(y,x), 2] on mesh(x=2, y=3) (1, 2)", out.stderr.decode()
+    with Processes(1) as pool:
+        assert pool.run(_loaded, data) == [(True, "bf16[7@(y,x), 2] on mesh(x=2, y=3)", (1, 2))]
 
 
 @pytest.mark.parametrize("coordinate", [(), (0,), (0, 0, 0)])
