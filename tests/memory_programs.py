@@ -6,6 +6,7 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
+from full import FULL
 
 from fspmd import P, checkpoint, device_put, jit, make_mesh
 from fspmd.nn import accumulate, adamw, gathered
@@ -50,7 +51,7 @@ def compare(name: str, way: str, passes: Any, donate: bool, microbatches: int) -
     """The peak that the program says, the least of three that were measured, and the bytes of the arguments."""
     torch.manual_seed(0)
     mesh = make_mesh((4,), ("s",), device="cpu")
-    loss, shapes, rows = models(128, 3)[name]
+    loss, shapes, rows = models(128, 3 if FULL else 2)[name]
     values = optree.tree_map(lambda shape: torch.randn(shape) / 16, shapes, is_leaf=lambda x: isinstance(x, tuple))
     params = device_put(values, P("s"), mesh=mesh)
     batches = [device_put(torch.randn(rows), P("s"), mesh=mesh) for _ in range(microbatches)]

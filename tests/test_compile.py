@@ -24,7 +24,7 @@ MESH = make_mesh((4,), ("x",))
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_functions_in_simulated_bodies() -> None:
-    assert compiled_functions("simulation", sample=1 if FULL else 5) == []
+    assert compiled_functions("simulation", sample=1 if FULL else 9) == []
 
 
 def test_the_compiler_is_as_it_was_after_a_body() -> None:

@@ -33,12 +33,12 @@ from fspmd.nn.parts import PartialAttention
 BOTH = P(None, "tp", "cp")
 
 
-@pytest.mark.parametrize(("case", "chunk"), [(c, n) for n in (1, 3) for c in sample(CASES, 6, str(n))], ids=str)
+@pytest.mark.parametrize(("case", "chunk"), [(c, n) for n in (1, 3) for c in sample(CASES, 4, str(n))], ids=str)
 def test_tokens_are_those_of_one_device(case: Case, chunk: int) -> None:
     assert run(case, "simulation", False, chunk) == right(case)
 
 
-@pytest.mark.parametrize(("case", "chunk"), [(c, n) for n in (1, 3) for c in sample(CASES, 4, f"r{n}")], ids=str)
+@pytest.mark.parametrize(("case", "chunk"), [(c, n) for n in (1, 3) for c in sample(CASES, 3, f"r{n}")], ids=str)
 def test_a_record_gives_the_tokens_of_one_device(case: Case, chunk: int) -> None:
     assert run(case, "simulation", True, chunk) == right(case)
 
@@ -56,10 +56,10 @@ def test_processes_give_the_tokens_of_one_device() -> None:
     of_four = [case for case in CASES if math.prod(case.sizes) == 4]
     with Processes(4) as pool:
         for jitted in (False, True):
-            for found in pool.run(wrong, sample(of_four, 2, str(jitted)), jitted, seconds=3000 if FULL else 300):
+            for found in pool.run(wrong, sample(of_four, 1, str(jitted)), jitted, seconds=3000 if FULL else 300):
                 assert not found
-        for found in pool.run(all_drawn, (2, 2), "process_group", torch.float32):
-            assert found == all_drawn((1, 1), "simulation", torch.float32)
+        drawn = pool.run(all_drawn, (2, 2), "process_group", torch.float32)
+        assert drawn == [all_drawn((1, 1), "simulation", torch.float32)] * 4
         first, *others = pool.run(refusals, "process_group")
         assert all(other == first for other in others)
         check_refusals(first)

@@ -66,7 +66,7 @@ def spread(index: Any, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.one_of(6)
+@pytest.mark.one_of(10)
 @pytest.mark.parametrize("f", [taken, put, filled, put_of_others, spread])
 @pytest.mark.parametrize("name", INDICES)
 def test_a_place_that_a_tensor_holds(name: str, f: Callable[..., Tensor]) -> None:
@@ -88,7 +88,7 @@ def test_a_place_that_a_tensor_holds(name: str, f: Callable[..., Tensor]) -> Non
         recorded(X, torch.tensor(9), torch.tensor(9))
 
 
-@pytest.mark.one_of(6)
+@pytest.mark.one_of(10)
 @pytest.mark.parametrize("partition", [P("x"), P(None, None, "x"), P(None, "x")])
 @pytest.mark.parametrize("name", list(INDICES)[::2])
 def test_places_of_global_tensors(name: str, partition: P) -> None:

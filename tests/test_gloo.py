@@ -149,7 +149,7 @@ def test_every_collective_on_four_processes(four: Processes) -> None:
 
 
 def test_every_collective_on_six_processes(six: Processes) -> None:
-    check(six, every_case(6) if FULL else some_cases(6)[::3])
+    check(six, every_case(6) if FULL else some_cases(6)[::6])
 
 
 def test_the_sample_has_every_dtype_of_every_call() -> None:
@@ -225,7 +225,7 @@ def exchange_on_gloo(cases: list[Ragged]) -> list[Any]:
 
 
 def test_ragged_exchanges_are_those_of_the_loop(four: Processes) -> None:
-    cases = some_ragged(2000 if FULL else 60, seed=1)
+    cases = some_ragged(2000 if FULL else 30, seed=1)
     failures = []
     on_gloo = four.run(exchange_on_gloo, cases)
     for i, case in enumerate(cases):
@@ -299,7 +299,7 @@ def test_leaves_of_a_tree_are_global(four: Processes) -> None:
 
 
 def test_values_put_on_a_mesh_come_back_as_they_were(four: Processes) -> None:
-    cases = some_placements(2000 if FULL else 30)
+    cases = some_placements(2000 if FULL else 20)
     failures = []
     for start in range(0, len(cases), _CHUNK):
         part = cases[start : start + _CHUNK]
@@ -315,7 +315,7 @@ def test_torch_functions_with_other_numbers(four: Processes) -> None:
 
 
 def test_compiled_functions_in_bodies_of_processes(four: Processes) -> None:
-    assert four.run(compiled_functions, "process_group", ("eager", "aot_eager"), 1 if FULL else 5) == [[]] * 4
+    assert four.run(compiled_functions, "process_group", ("eager", "aot_eager"), 1 if FULL else 9) == [[]] * 4
 
 
 def test_compiled_functions_with_collectives_of_all_processes(four: Processes) -> None:
@@ -428,7 +428,7 @@ def test_gradients_of_tables_are_summed(four: Processes) -> None:
 
 
 def test_values_move_in_one_dtype_and_gradients_in_another(four: Processes) -> None:
-    four.run(reshard_programs.run, list(range(30 if FULL else 3)), (2, 2))
+    four.run(reshard_programs.run, list(range(30 if FULL else 1)), (2, 2))
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -101,7 +101,7 @@ def test_a_written_folder_is_that_of_save_pretrained(name: str, folders: Path, t
 # --- what is read ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "styles"])
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPT2"])
 def test_a_rank_reads_no_more_than_its_blocks(name: str, layout: str, folders: Path, mesh: Mesh) -> None:

@@ -56,7 +56,7 @@ def test_values_and_types(name: str) -> None:
         assert m.types == GOLDEN[name]["types"]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_gradients_by_backward(name: str) -> None:
     run, inputs, chosen = prepared(PROGRAMS[name])
@@ -65,7 +65,7 @@ def test_gradients_by_backward(name: str) -> None:
     agree("gradient", grads, GOLDEN[name]["grads"])
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_gradients_by_grad(name: str) -> None:
     program = PROGRAMS[name]
@@ -74,7 +74,7 @@ def test_gradients_by_grad(name: str) -> None:
     agree("gradient", grads, GOLDEN[name]["grads"])
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("name", TWICE)
 def test_second_gradients_by_backward(name: str) -> None:
     run, inputs, chosen = prepared(PROGRAMS[name])
@@ -86,7 +86,7 @@ def test_second_gradients_by_backward(name: str) -> None:
     agree("second gradient", second, GOLDEN[name]["second"])
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8)
 @pytest.mark.parametrize("name", TWICE)
 def test_second_gradients_by_grad_of_grad(name: str) -> None:
     program = PROGRAMS[name]

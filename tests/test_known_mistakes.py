@@ -36,7 +36,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("name", LOSSES)
@@ -45,7 +45,7 @@ def test_mean_losses(name: str, mesh: fspmd.Mesh, shape: tuple[int, int]) -> Non
     check_case(name, (lambda x, y: loss(x, y) + 0 * y.sum(), (shape, shape)), mesh, 12)
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("loss", [F.l1_loss, F.mse_loss, F.huber_loss], ids=lambda f: f.__name__)
 def test_weighted_losses(loss: Callable[..., Any], reduction: str) -> None:
@@ -78,7 +78,7 @@ def _classes(rows: int, classes: int) -> Tensor:
     return found
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -96,7 +96,7 @@ def test_cross_entropy(mesh: fspmd.Mesh, shape: tuple[int, int], reduction: str,
 LABELS = torch.tensor([[0, 2, -1], [1, -1, 0], [-1, 0, 0], [2, 1, 0], [0, -1, 1]])
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("rows", [5, 1, None])
 def test_multilabel_margin_loss(reduction: str, rows: int | None) -> None:
@@ -109,7 +109,7 @@ def test_multilabel_margin_loss(reduction: str, rows: int | None) -> None:
     check_case("multilabel", (loss, (tuple(target.shape),)), GRID, 12)
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN])
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("order", [0.5, 1, 2, 3, math.inf])
@@ -195,7 +195,7 @@ SPACES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("mesh", [LINE, GRID])
 @pytest.mark.parametrize("name", SPACES)
 def test_spaces(name: str, mesh: fspmd.Mesh) -> None:

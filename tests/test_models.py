@@ -1,6 +1,6 @@
 """Models of transformers as they are, beside themselves unsharded; `model_cases` is the table of models.
 
-All of it runs with FSPMD_FULL=1, else each model eagerly, and half of them in each other mode.
+All of it runs with FSPMD_FULL=1, else each model eagerly, and a sample of them in each other mode.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_a_step_is_that_of_the_unsharded_model(name: str, styled: bool, mesh: Me
     assert all(n <= most for n, most in zip(count, COUNTS[name][not styled], strict=True)), count
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @models(styles=SAMPLE)
 def test_a_step_in_bfloat16_is_as_exact_as_that_of_the_unsharded_model(name: str, styled: bool, mesh: Mesh) -> None:
     step, _ = Placed(CASES[name], mesh, torch.bfloat16, styled).step()
@@ -91,7 +91,7 @@ def test_a_step_in_bfloat16_is_as_exact_as_that_of_the_unsharded_model(name: str
     assert step.deviation(exact) < 1.5 * alone.deviation(exact) + 0.01
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @models(styles=EVERY if FULL else (False,), but="Mixtral, a loop")
 def test_jit_records_the_step(name: str, styled: bool, mesh: Mesh) -> None:
     step, count = Placed(CASES[name], mesh, styled=styled).recorded()
@@ -136,7 +136,7 @@ def test_the_log_of_a_loop_over_experts_says_what_to_write(mesh: Mesh) -> None:
     assert max(step.error(unsharded(name))) < CLOSE
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @models("checkpoints", SAMPLE)
 def test_gradient_checkpointing_as_the_library_switches_it_on(name: str, styled: bool, mesh: Mesh) -> None:
     placed = Placed(CASES[name], mesh, styled=styled)
@@ -144,7 +144,7 @@ def test_gradient_checkpointing_as_the_library_switches_it_on(name: str, styled:
     assert max(placed.step()[0].error(unsharded(name))) < CLOSE
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @models("generate", SAMPLE)
 def test_generate_gives_the_tokens_of_the_unsharded_model(name: str, styled: bool, mesh: Mesh) -> None:
     assert torch.equal(generated(name, mesh, styled), generated(name))

@@ -23,7 +23,7 @@ def _number(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-@pytest.mark.one_of(12)
+@pytest.mark.one_of(20)
 @pytest.mark.parametrize("name", ops())
 def test_values_and_gradients(name: str) -> None:
     sizes, mesh = MODES[_number(name) % len(MODES)]
@@ -36,7 +36,7 @@ def test_values_and_gradients(name: str) -> None:
         assert report.status in ("clean", "no samples"), report.notes
 
 
-@pytest.mark.one_of(12)
+@pytest.mark.one_of(20)
 @pytest.mark.parametrize("name", [name for name in ops() if name not in REFUSED and (FULL or _number(name) % 2)])
 def test_calls_that_are_written_otherwise(name: str) -> None:
     number = _number(name)
@@ -78,7 +78,7 @@ def _on_processes(names: list[str], mesh: str) -> list[str]:
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize(("count", "meshes"), [(4, ("line", "grid")), (6, ("six", "wide"))])
 def test_on_processes(count: int, meshes: tuple[str, str]) -> None:
-    chosen = [name for name in ops() if name not in REFUSED][count * 3 :: 47 if FULL else 282]
+    chosen = [name for name in ops() if name not in REFUSED][count * 3 :: 47 if FULL else 564]
     with Processes(count) as pool:
         for i, mesh in enumerate(meshes):
             for failures in pool.run(_on_processes, chosen[i::2], mesh):

@@ -82,12 +82,17 @@ def with_passes(passes: Any) -> Function:
 
 def programs_of(f: Function, *args: Any, passes: Any) -> tuple[Program, Program]:
     """The program of a function as it was recorded, and as passes have changed it."""
-    before, after = (capture(f, args, {}).program for _ in range(2))
-    transform(after, passes_of(passes))
-    after.graph.lint()
-    alive = set(after.graph.nodes)
+    return capture(f, args, {}).program, program_of(f, *args, passes=passes)
+
+
+def program_of(f: Function, *args: Any, passes: Any) -> Program:
+    """The program of a function as passes have changed it."""
+    program = capture(f, args, {}).program
+    transform(program, passes_of(passes))
+    program.graph.lint()
+    alive = set(program.graph.nodes)
     assert all(owner(node) in alive for node in alive if "memory" in node.meta)
-    return before, after
+    return program
 
 
 def collectives(program: Program) -> list[str]:
@@ -180,7 +185,7 @@ def some_passes(seed: int) -> list[Any]:
 @pytest.mark.parametrize("mesh", [MESH, GRID], ids=["x4", "x2y3"])
 @pytest.mark.parametrize("seed", range(0, 1000 if FULL else 5, 5))
 def test_generated_programs(mesh: Mesh, seed: int) -> None:
-    for one in range(seed, seed + 5):
+    for one in range(seed, seed + (5 if FULL else 3)):
         chosen = None if one % 3 == 0 else list(PASSES) if one % 3 == 1 else some_passes(one)
         try:
             check_generated(one, mesh, chosen)
@@ -195,7 +200,7 @@ def test_cotangents_of_uneven_blocks_that_differ_over_more_axes(seed: int) -> No
 
 
 @settings(
-    max_examples=1000 if FULL else 10,
+    max_examples=1000 if FULL else 6,
     deadline=None,
     derandomize=not FULL,
     database=None,
@@ -208,7 +213,7 @@ def test_random_bodies(drawn: Any) -> None:
 
 
 def test_chains_of_torch_calls_on_sharded_values() -> None:
-    chains.check_seeds(range(2000 if FULL else 3), None, with_passes(list(PASSES)))
+    chains.check_seeds(range(2000 if FULL else 2), None, with_passes(list(PASSES)))
 
 
 def on_processes(seeds: range) -> None:
@@ -216,7 +221,7 @@ def on_processes(seeds: range) -> None:
     x = device_put(torch.arange(32, dtype=F64).reshape(16, 2).sin(), P("x"), mesh=make_mesh((4,), ("x",)))
     before = topology()
     set_topology(SLOW)
-    for body, _, _ in PRODUCTS.values():
+    for body, _, _ in [*PRODUCTS.values()][:: 1 if FULL else 3]:
         f = shard_map(body, mesh=x.spec.mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
         y = device_put(torch.arange(384, dtype=F64).reshape(16, 3, 8).sin(), P("x"), mesh=x.spec.mesh)
         torch.testing.assert_close(device_get(with_passes(["chunked"])(f, y, W)), device_get(f(y, W)))
@@ -235,18 +240,19 @@ def collectives_in_order(seeds: range) -> list[Any]:
     for seed in seeds:
         f, leaves, specs = generated(seed, mesh)
         args = [device_put(x, spec, mesh=mesh).requires_grad_() for x, spec in zip(leaves, specs, strict=True)]
-        for one in (Overlap(512, overtake=True), Recompute(256, collectives=True), "chunked"):
+        alone: list[Any] = [Overlap(512, overtake=True), Recompute(256, collectives=True), "chunked"]
+        for one in alone if FULL else alone[seed % 3 :][:1]:
             lowered = jit(f, passes=[one, Overlap(overtake=True)]).lower(*args)
             found.append([(c.kind, c.axes) for c in lowered.collectives()])
     bodies = (_own_operand, _own_use, _own_need, _equal_by_size)
     every = list(itertools.product(bodies, (8, 9), (None, ["coalesce"], [Overlap(overtake=True)])))
-    for body, rows, passes in every[:: 1 if FULL else 5]:
+    for body, rows, passes in every[:: 1 if FULL else 7]:
         x = device_put(torch.ones(rows, 2, dtype=F64).cumsum(0), P(("x", "y")), mesh=mesh)
         f = shard_map(body, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(("x", "y")), check_vma=False)
         torch.testing.assert_close(device_get(with_passes(passes)(f, x)), device_get(f(x)))
         found.append([(c.kind, c.axes) for c in jit(f, passes=passes).lower(x).collectives()])
     rows = device_put(torch.ones(8, 2, dtype=F64).cumsum(0), P(("x", "y")), mesh=mesh)
-    for checked in (False, True):
+    for checked in (False, True) if FULL else (True,):
         f = shard_map(_own_place, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(("x", "y")), check_vma=checked)
         step = value_and_grad(lambda x, f=f: f(x).square().sum())
         for passes in ([], list(PASSES)):
@@ -470,9 +476,14 @@ def test_a_pass_finds_nothing_in_what_it_has_changed(name: str) -> None:
     for seed in range(12 if FULL else 1):
         f, leaves, specs = generated(seed, MESH)
         args = [device_put(x, spec, mesh=MESH).requires_grad_() for x, spec in zip(leaves, specs, strict=True)]
-        _, after = programs_of(f, *args, passes=[name])
-        assert not PASSES[name](after)
-        programs_of(f, *args, passes=some_passes(seed))
+        assert not PASSES[name](program_of(f, *args, passes=[name]))
+
+
+@pytest.mark.parametrize("seed", range(12 if FULL else 1))
+def test_passes_in_any_order_leave_a_sound_program(seed: int) -> None:
+    f, leaves, specs = generated(seed, MESH)
+    args = [device_put(x, spec, mesh=MESH).requires_grad_() for x, spec in zip(leaves, specs, strict=True)]
+    program_of(f, *args, passes=some_passes(seed))
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -1048,7 +1059,7 @@ def test_a_layer_whose_sequence_is_cut_is_computed_in_chunks(mesh: Mesh) -> None
 
     mine = [device_put(x, spec, mesh=mesh) for x, spec in zip(leaves, specs, strict=True)]
     step = value_and_grad(lambda *given: layer(*given).sin().sum(), argnums=tuple(range(len(leaves))))
-    for passes in (["overlap", "chunked", "coalesce"], [*PASSES], ["chunked"])[: 3 if FULL else 2]:
+    for passes in ([*PASSES], ["overlap", "chunked", "coalesce"], ["chunked"])[: 3 if FULL else 1]:
         value, gradients = with_passes(passes)(step, *mine)
         expected, wanted = step(*leaves)
         torch.testing.assert_close(whole(value), expected)

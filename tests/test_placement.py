@@ -89,7 +89,7 @@ def inexact_dtypes(transport: str) -> list[str]:
     mesh, wrong = line(transport), []
     layouts = ((8, P("x")), (5, P("x")), (0, P("x")), (2, P(None, "x")), (1, P()))
     every = list(itertools.product(every_dtype(), layouts))
-    for dtype, (rows, spec) in every[:: 1 if FULL or transport == "simulation" else 3]:
+    for dtype, (rows, spec) in every[:: 1 if FULL else 2 if transport == "simulation" else 4]:
         whole = drawn(dtype, rows)
         put = device_put(whole, spec, mesh=mesh)
         values = {
@@ -145,8 +145,8 @@ def misplaced(moves: list[tuple[Placement, Placement]], transport: str) -> list[
 
 
 def test_a_moved_value_is_as_if_put_there_at_once(four: Processes) -> None:
-    assert misplaced(some_moves(600 if FULL else 250), "simulation") == []
-    assert four.run(misplaced, some_moves(100 if FULL else 40, seed=1), "process_group") == [[]] * 4
+    assert misplaced(some_moves(600 if FULL else 120), "simulation") == []
+    assert four.run(misplaced, some_moves(100 if FULL else 20, seed=1), "process_group") == [[]] * 4
 
 
 def test_what_lies_right_is_not_moved() -> None:

@@ -25,7 +25,7 @@ from processes import Processes
 import fspmd
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-STEPS = 20 if FULL else 3
+STEPS = 20 if FULL else 2
 TINY = {
     "layers": 4 if FULL else 2,
     "width": 24,
@@ -216,7 +216,7 @@ def test_a_step_whose_gradients_overflow_is_left_out(jitted: str, tmp_path: Path
     """Then losses are those of parameters that do not change."""
     found = run_losses(f"fsdp=2 {jitted} --compute=float16 --loss-scale={2.0**100}", tmp_path)
     assert found == pytest.approx(expected("--lr=0"), rel=1e-4)
-    assert found != pytest.approx(expected(""), rel=1e-2)
+    assert found != pytest.approx(expected(""), rel=3e-3)
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:

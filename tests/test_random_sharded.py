@@ -107,14 +107,14 @@ def check_layouts(f: Callable[[Any], Any], mesh: Mesh, specs: list[P]) -> None:
             torch.testing.assert_close(device_get(out), want, rtol=1e-12, atol=1e-12, msg=lambda m, s=spec: f"{s}: {m}")
 
 
-@pytest.mark.one_of(8)
+@pytest.mark.one_of(12)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_do_not_depend_on_the_layout(name: str, mesh: Mesh) -> None:
     check_layouts(CASES[name], mesh, layouts(mesh, 2)[:: 7 if mesh is CUBE else 1])
 
 
-@pytest.mark.one_of(6)
+@pytest.mark.one_of(9)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place(name: str, mesh: Mesh) -> None:
@@ -124,7 +124,7 @@ def test_in_place(name: str, mesh: Mesh) -> None:
     assert IN_PLACE[name](x) is x
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", [name for name in CASES if "dropout" in name or "rrelu" in name or "gumbel" in name])
 def test_gradients(name: str) -> None:
     """Beside a function of plain tensors that draws the same numbers: what one rank does."""
@@ -392,7 +392,7 @@ def test_noise_in_functions_that_become_graphs(spec: P) -> None:
 NO_TANGENTS = ("binomial", "gamma", "dirichlet")
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", [name for name in (*CASES, *IN_PLACE) if name not in NO_TANGENTS])
 def test_transforms_see_the_numbers_that_are_drawn_outside_of_them(name: str) -> None:
     """Of even blocks, each of which a transform would wrap."""
@@ -415,7 +415,7 @@ def tensors(out: Any) -> list[Any]:
 NOT_MAPPED = {"binomial", "gamma", "dirichlet", "laplace", "multinomial, counted"}
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_MAPPED])
 def test_mapped_draws_are_those_of_each_element(name: str) -> None:
     """``torch.vmap`` with ``randomness="same"`` beside calls one by one, with fewer rows than ranks, too."""

@@ -8,9 +8,9 @@ from processes import Processes
 
 STEPS: list[tuple[str, str, Any, bool, int]] = [
     ("transformer", "gathers", None, False, 2),
+    ("mlp", "waits", None, True, 3),
     ("mlp", "gathers", None, True, 2),
     ("transformer", "waits", None, True, 2),
-    ("mlp", "waits", None, False, 3),
     ("transformer", "gathers", None, True, 1),
 ]
 
@@ -18,7 +18,7 @@ STEPS: list[tuple[str, str, Any, bool, int]] = [
 def test_predicted_peaks_are_those_measured() -> None:
     """A thread of Gloo frees the operand of a collective some time after it. So the least of several peaks counts."""
     with Processes(4) as pool:
-        for step in STEPS if FULL else STEPS[:3]:
+        for step in STEPS if FULL else STEPS[:2]:
             found = pool.run(compare, *step)
             (predicted,), measured = {row[0] for row in found}, min(row[1] for row in found)
             assert abs(predicted / measured - 1) < 0.05, (step, predicted, measured)

@@ -105,7 +105,7 @@ def _check(name: str, found: list[Tensor]) -> None:
     torch.testing.assert_close(found, [x.detach() for x in tree_leaves(CALLS[name](X, W))], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(6)
 @pytest.mark.parametrize("name", CALLS)
 def test_values_given_and_closed_over(name: str) -> None:
     for specs in SPECS:
@@ -115,7 +115,7 @@ def test_values_given_and_closed_over(name: str) -> None:
 
 def _on_processes() -> None:
     mesh = make_mesh((2, 2), ("x", "y"), transport="process_group")
-    for name in list(CALLS)[:: 1 if FULL else 2]:
+    for name in list(CALLS)[:: 1 if FULL else 4]:
         for found in _found(name, mesh, SPECS[1]):
             _check(name, found)
 

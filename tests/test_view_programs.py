@@ -21,7 +21,7 @@ LINE = make_mesh((4,), ("x",), transport="simulation")
 
 
 @pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded")
-@pytest.mark.parametrize("seed", range(0, 6000 if FULL else 50, 25))
+@pytest.mark.parametrize("seed", range(0, 6000 if FULL else 25, 25))
 def test_a_write_is_seen_by_all_views_or_refused(seed: int) -> None:
     check_seeds(seed, seed + 25)
 
@@ -31,11 +31,11 @@ def test_a_write_is_seen_by_all_views_or_refused(seed: int) -> None:
 def test_ranks_agree_on_what_is_refused(ranks: int) -> None:
     """Blocks of one element, or of none, decide nothing."""
     with Processes(ranks) as pool:
-        for seed in range(0, 2000 if FULL else 5, 5):
-            first, *others = pool.run(check_seeds, seed, seed + 5, None, ranks)
+        for seed in range(0, 2000 if FULL else 2, 2):
+            first, *others = pool.run(check_seeds, seed, seed + 2, None, ranks)
             for other in others:
                 assert other == first
-            assert first == check_seeds(seed, seed + 5, "simulation", ranks)
+            assert first == check_seeds(seed, seed + 2, "simulation", ranks)
 
 
 EACH = (P("x"), P(None, "x"))
