@@ -17,11 +17,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # each worker has a core: two threads that wait for each other make a call on a few elements cost milliseconds
 torch.set_num_threads(1)
 
+# imports make hundreds of thousands of objects and little garbage: no collection walks them, now or later
+gc.disable()
+
 
 def pytest_collection_finish() -> None:
-    """No collection walks again what was imported: hundreds of thousands of objects."""
-    gc.collect()
+    """Garbage is collected from now on."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
