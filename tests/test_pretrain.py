@@ -232,7 +232,11 @@ def test_a_plan_for_ranks_that_do_not_exist() -> None:
     """Of 16,384 ranks, with experts. What a rank holds is counted by hand."""
     given = "pp=4,dp=8,fsdp=8,ep=8,cp=2,tp=4 --plan --experts=16 --accelerator=100"
     sizes = {"layers": 8, "batch": 1024, "length": 64, "width": 64, "heads": 8, "microbatches": 2}
-    printed = train([*arguments(given, **sizes), "--kv-heads=4"])
+    before = fspmd.topology()
+    try:
+        printed = train([*arguments(given, **sizes), "--kv-heads=4"])
+    finally:
+        fspmd.set_topology(before)  # other tests of this process have no such accelerator
     assert "16,384 ranks: pp=4, dp=8, fsdp=8, ep=8, cp=2, tp=4" in printed
     (gate,) = (line for line in printed.splitlines() if " layers.gate " in line)
     assert " ".join(gate.split()[1:]) == "f64[2, 16@ep, 64@fsdp, 32@tp] 2,048 B a rank"
