@@ -910,7 +910,7 @@ def in_backward(port: int) -> tuple[str, float]:
         y = (_x(mesh).float() * w).square()  # forward
         loss = y.sum()
         if rank != 2:
-            loss.backward()
+            loss.backward()  # backward
             [float(g) for g in w.grad.local[:1]]
         else:
             time.sleep(2.5)
