@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -1055,6 +1056,31 @@ def raised(port: int) -> tuple[str, float]:
         shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(_x(mesh))
 
     return outcome(act, deadline(30))
+
+
+def interrupted_in_a_message(port: int) -> tuple[str, float]:
+    """Ctrl-C on a rank that waits for a message."""
+    mesh, rank = fresh(port)
+    x, ring = _x(mesh), [(i, (i + 1) % 4) for i in range(4)]
+
+    def body(b: Tensor) -> Tensor:
+        return ppermute(b, "x", ring)  # waits for a message
+
+    step = shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    step(x)
+    if rank == 2:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def act() -> None:
+        try:
+            with deadline(30):
+                if rank == 1:
+                    _sum(mesh, x)
+                step(x)
+        except KeyboardInterrupt as error:
+            raise KeyError("interrupted") from error
+
+    return outcome(act, nullcontext())
 
 
 def raised_around(port: int) -> tuple[str, float]:

@@ -460,6 +460,16 @@ def test_an_error_of_one_rank_is_told(four: Processes) -> None:
         assert "  * rank 2 has left the block with KeyError: 'mine'" in error
 
 
+def test_an_interrupt_is_told_with_the_line_of_the_user(four: Processes) -> None:
+    """And not with that of Python's library, in which a wait for a message waits."""
+    errors = _run(four, fault_programs.interrupted_in_a_message, within=15)
+    assert errors.pop(2) == "KeyError: 'interrupted'"
+    line = _line("  # waits for a message")
+    assert errors.pop(2) == ""  # its message has come
+    for error in errors:
+        assert f"  * rank 2 has left the block with KeyboardInterrupt (fault_programs.py:{line})" in error, errors
+
+
 def test_the_first_error_is_told_also_around_a_block(four: Processes) -> None:
     errors = _run(four, fault_programs.raised_around, within=10)
     assert errors.pop(1) == "KeyError: 'mine'"

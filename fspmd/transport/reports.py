@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -24,6 +25,9 @@ from fspmd.torch_internals import store_of_ranks
 
 _HERE: Final = str(Path(__file__).parents[1])
 _LIBRARIES: Final = (_HERE, *(str(Path(module.__file__).parent) for module in (torch, optree) if module.__file__))
+#: the library of Python, and what is installed, which may lie within it
+_STANDARD: Final = (str(Path(threading.__file__).parent), "<frozen ")
+_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 PATIENCE: Final = 2.0  # seconds for an answer of the store
 _told: list[str] = []  # the last failure that this process told
 _clones: Final[list[tuple[Any, Any]]] = []  # a weak reference to the store, and a connection of our own to it
@@ -110,7 +114,8 @@ def user_line(error: BaseException) -> str:
     """``train.py:12``: the innermost line of the user in a traceback; "" if there is none."""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
+        is_standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
+        if not is_standard and not file.startswith(_LIBRARIES):
             return f"{Path(file).name}:{line}"
     return ""
 
