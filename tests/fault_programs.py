@@ -47,7 +47,8 @@ from fspmd.inspection import long_waits, replays
 
 
 def fresh(port: int, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("x",)) -> tuple[Mesh, int]:
-    """A mesh on a new default group, and this process's rank. The last program may have broken its groups."""
+    """A mesh on a new default group, and this process's rank. The last program may have broken its groups, or seeds."""
+    torch.manual_seed(0)
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
