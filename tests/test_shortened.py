@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from full import FULL
 from processes import Processes, free_port
 from torch import Tensor
 from torch.nn import functional as F
@@ -194,6 +196,79 @@ def test_where_autograd_follows_values_steps_stay(steps: list[list[str]]) -> Non
     assert torch.equal(y, z)
     assert torch.equal(*(torch.autograd.grad(one.sum(), w)[0] for one in (y, z)))
     assert "mm.default" in steps[0]
+
+
+# ------------------------------------------------------------------------------------------------- functions by chance
+
+_ROWS: list[Callable[..., Any]] = [
+    lambda x, w: torch.addmm(w[0], x.reshape(-1, x.shape[-1]), w.t()).view(*x.shape[:-1], -1),
+    lambda x, w: torch.ops.aten._unsafe_view(torch.mm(x.flatten(0, -2), w), [*x.shape[:-1], w.shape[-1]]),
+    lambda x, w: torch.bmm(x.flatten(0, -3), w.expand(x.shape[:-2].numel(), *w.shape)).view(*x.shape[:-1], -1),
+]
+_OF_TWO: list[Callable[..., Any]] = [
+    *(torch.matmul, F.linear, torch.mul, torch.add, *_ROWS),
+    lambda x, w: F.linear(x, w, w[0]),
+    lambda x, w: F.linear(x, w, w.sum()),
+    lambda x, w: F.rms_norm(x, w.shape, w, 1e-3),
+    lambda x, w: F.rms_norm(x, w[0].shape, w[0], 1e-3),
+    lambda x, w: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).add_(1e-3)) * w[0],
+    lambda x, w: x * torch.rsqrt(x.pow(2).mean((-1, -2), keepdim=True).add(1e-3)) * w,
+    lambda x, w: x.view(x.shape) + w,
+    lambda x, w: x.expand(x.shape).transpose(-1, -2) @ w,
+]
+_DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+
+
+def _by_chance(draw: random.Random) -> tuple[Callable[..., Any], list[Tensor]]:
+    """A function of some calls, and two operands of few, many or no dims, some empty, with gaps, or turned."""
+    calls = [draw.choice(_OF_TWO) for _ in range(draw.randint(1, 3))]
+    size = draw.choice([0, 1, 3, 8])
+    dtypes, operands = [draw.choice(_DTYPES)] * 2, []
+    for dims, dtype in zip((draw.choice([0, 1, 2, 3, 3, 4, 5]), draw.choice([0, 1, 2, 2, 2, 3])), dtypes, strict=True):
+        shape = [draw.choice([size, size, 1, 2, 0]) for _ in range(dims)]
+        shape[-2:] = [n if draw.random() < 0.1 else size for n in shape[-2:]]
+        x = torch.linspace(-3, 3, 4 * torch.Size(shape).numel()).sin().mul(5).to(dtype).view(4, *shape)
+        change = draw.choice(["none", "gaps", "turned"])
+        if change == "gaps":
+            x = x.repeat_interleave(2, -1)[..., ::2] if dims else x
+        elif change == "turned" and dims > 1:
+            x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+        operands.append(x[draw.randrange(4)])
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        for call in calls:
+            x = call(x, w)
+        return x
+
+    return function, operands
+
+
+def _outcome(function: Callable[..., Any], operands: list[Tensor]) -> Any:
+    """The bits of a result, its dtype, and its strides if it has elements; None for an error."""
+    try:
+        y = function(*operands)
+    except (RuntimeError, TypeError, IndexError, ValueError):
+        return None
+    bits = y.contiguous().view(getattr(torch, f"int{8 * y.dtype.itemsize}"))
+    return y.dtype, y.shape, y.stride() if y.numel() else None, bits.tolist()
+
+
+@pytest.mark.parametrize("seed", range(80 if FULL else 8))
+def test_what_functions_by_chance_give_is_that_of_eager_torch(seed: int) -> None:
+    """To the bit, with and without autocast; nan has one bit pattern here, since kernels are the same."""
+    draw = random.Random(seed)
+    tried = 0
+    while tried < 25:
+        function, operands = _by_chance(draw)
+        cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=draw.random() < 0.2)
+        with torch.no_grad(), cast:
+            expected = _outcome(function, operands)
+            if expected is None:
+                continue
+            tried += 1
+            jitted = jit(function)
+            for _ in range(2):
+                assert _outcome(jitted, operands) == expected, (seed, tried)
 
 
 # ------------------------------------------------------------------------------------- sums of values that nobody reads

@@ -1,14 +1,14 @@
 """Shorter replays: constants are made once, steps of one torch function are joined, and sums are written in place.
 
 Torch shows a recorder the steps of its functions: `matmul` is a view, a product and a view. A replay pays for each step
-on the host, so `in_few_steps` joins them again. Backends that compile steps get them one by one.
+on the host, so `in_few_steps` joins them again. Patterns propose calls; `torch_steps.runs` proves that torch would run
+the very steps. Backends that compile steps get them one by one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from fspmd.ops.traits import without_autocast
 from fspmd.programs.passes.aliases import is_of_one_rank, made_once, written
-from fspmd.programs.program import copy_node, device_of, owner
+from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.steps import is_aten, is_collective
+from fspmd.programs.torch_steps import runs
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.carriers import FLOATS
 
@@ -27,7 +28,7 @@ aten: Final = torch.ops.aten
 
 
 class Joined(NamedTuple):
-    """A call in place of steps. The last of them gives its result."""
+    """A call that may stand in place of steps. The last of them gives its result. None marks an operand not found."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -136,8 +137,13 @@ class _Shorter:
         """
         if is_of_one_rank(node) and not self.reshapes and (self.given.infers or node.target in _VIEWS):
             for match in _MATCHES.get(node.target, ()):
-                if (one := match(self, node)) is not None and not self.is_interrupted(one.first, node):
+                one = match(self, node)
+                if one is not None and self.is_call(one, node) and not self.is_interrupted(one.first, node):
                     yield one
+
+    def is_call(self, one: Joined, node: fx.Node) -> bool:
+        """Whether a call runs the very steps in whose place it shall stand, if any."""
+        return one.function is _itself or runs(one.function, one.args, node)
 
     def is_interrupted(self, first: fx.Node, last: fx.Node) -> bool:
         """Whether a step between two steps does more than compute a value, or write into one that lies between."""
@@ -190,29 +196,15 @@ def _matmul(steps: _Shorter, node: fx.Node) -> Joined | None:
     product: Any = node.args[0]
     rows, w = steps.only(product, aten.mm.default) or (None, None)
     (x, _) = steps.of(rows, aten.view.default) or (None, None)
-    if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or not _are_rows(x, rows, node):
-        return None
     (v,) = steps.of(w, aten.t.default) or (None,)
-    if v is not None:
-        return Joined(F.linear, (x, v), product)
-    return Joined(torch.matmul, (x, w), product)
-
-
-def _are_rows(x: fx.Node, rows: Any, result: fx.Node) -> bool:
-    """Whether a matrix has the rows of ``x``, and a result has the shape of ``x`` but for the last dim."""
-    shape = _shape(x)
-    return len(shape) > 2 and _shape(rows) == (prod(shape[:-1]), shape[-1]) and _shape(result)[:-1] == shape[:-1]
+    return Joined(torch.matmul, (x, w), product) if v is None else Joined(F.linear, (x, v), product)
 
 
 def _linear(steps: _Shorter, node: fx.Node) -> Joined | None:
-    """``linear(x, v, b)`` for ``view(addmm(b, view(x), t(v)))``. For other strides or biases it is no such product."""
+    """``linear(x, v, b)`` for ``view(addmm(b, view(x), t(v)))``."""
     product: Any = node.args[0]
     b, rows, w = steps.only(product, aten.addmm.default) or (None, None, None)
     (x, _), (v,) = steps.of(rows, aten.view.default) or (None, None), steps.of(w, aten.t.default) or (None,)
-    if not isinstance(x, fx.Node) or v is None or not _are_rows(x, rows, node):
-        return None
-    if x.meta.get("strides") is not None or _shape(b) != _shape(v)[:1]:
-        return None
     return Joined(F.linear, (x, v, b), product)
 
 
@@ -220,12 +212,7 @@ def _batched(steps: _Shorter, node: fx.Node) -> Joined | None:
     """``matmul(x, w)`` for ``_unsafe_view(bmm(x, expand(w)))``, which torch runs where ``x`` has unusual strides."""
     product: Any = node.args[0]
     a, b = steps.only(product, aten.bmm.default) or (None, None)
-    x, w = (_below(steps, operand) for operand in (a, b))
-    if x is None or w is None or len(_shape(x)) < 3 or len(_shape(w)) != 2 or _shape(node)[:-1] != _shape(x)[:-1]:
-        return None
-    if _shape(b)[1:] != _shape(w):
-        return None
-    return Joined(torch.matmul, (x, w), product)
+    return Joined(torch.matmul, (_below(steps, a), _below(steps, b)), product)
 
 
 def _below(steps: _Shorter, x: Any) -> fx.Node | None:
@@ -236,27 +223,19 @@ def _below(steps: _Shorter, x: Any) -> fx.Node | None:
 
 
 def _rms_norm(steps: _Shorter, node: fx.Node) -> Joined | None:
-    """``rms_norm(x, shape, w, eps)`` for its six steps, which it runs on CPUs for values of one wide dtype."""
+    """``rms_norm(x, shape, w, eps)`` for its six steps, which it runs on CPUs."""
     normed, w = node.args
     x, root = steps.only(normed, aten.mul.Tensor) or (None, None)
     (sums,) = steps.only(root, aten.rsqrt.default) or (None,)
-    mean, eps, *scale = steps.only(sums, aten.add_.Scalar, aten.add.Scalar, aten.add_.Tensor) or (None, None)
-    square, dims, *keep = steps.only(mean, aten.mean.dim) or (None, None)
-    (base, power) = steps.only(square, aten.pow.Tensor_Scalar) or (None, None)
-    if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or base is not x or power != 2:
+    mean, eps, *_ = steps.only(sums, aten.add_.Scalar, aten.add.Scalar, aten.add_.Tensor) or (None, None)
+    square, *_ = steps.only(mean, aten.mean.dim) or (None,)
+    if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or not isinstance(square, fx.Node):
         return None
-    if type(eps) is not float or scale or keep != [True] or not dims:
+    if _dtype(x) != _dtype(w):  # torch would warn
         return None
-    if (dtype := _dtype(x)) not in _WIDE or _dtype(w) != dtype or getattr(device_of(x), "type", "") != "cpu":
-        return None
-    shape, ndim = _shape(w), len(_shape(x))
-    ends = range(ndim - len(shape), ndim)
-    if not shape or _shape(x)[-len(shape) :] != shape or sorted(d % ndim for d in dims) != [*ends]:
-        return None
-    return Joined(torch.rms_norm, (x, shape, w, eps), square)
+    return Joined(torch.rms_norm, (x, _shape(w), w, eps), square)
 
 
-_WIDE: Final = (torch.float32, torch.float64)
 _VIEWS: Final = (aten.view.default, aten.expand.default)
 _Match = Callable[[_Shorter, fx.Node], Joined | None]
 #: by the last of some steps, what may stand in their place
