@@ -108,13 +108,17 @@ def compute(
 
 def worst(cases: list[tuple[Any, ...]]) -> list[float]:
     """The largest distance from the dense model, for each case."""
+    return [error for error, _ in errors_and_permutes(cases)]
+
+
+def errors_and_permutes(cases: list[tuple[Any, ...]]) -> list[tuple[float, int]]:
+    """The largest distance from the dense model, and the number of permutes, for each case."""
     found = []
     for case in cases:
-        value, grads, _, schedule = compute(*case)
+        value, grads, log, schedule = compute(*case)
         right_value, right = dense(*arguments(schedule.stages, schedule.microbatches))
-        found.append(
-            max(float((value - right_value).abs()), *(float((grads[n] - right[n]).abs().max()) for n in right))
-        )
+        error = max(float((value - right_value).abs()), *(float((grads[n] - right[n]).abs().max()) for n in right))
+        found.append((error, sum(call.kind == "ppermute" for call in log)))
     return found
 
 

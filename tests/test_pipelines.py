@@ -16,6 +16,7 @@ from pipeline_programs import (
     block,
     compute,
     dense,
+    errors_and_permutes,
     loss,
     separate,
     worst,
@@ -167,21 +168,18 @@ PASSES = [(), ("equal_steps", "rewrites", "dead_code"), ("equal_steps", "dead_co
 def test_a_record_is_the_dense_model(name: str, passes: tuple[str, ...]) -> None:
     """It has the permutes of the table, whatever the passes, and the first rank joins all of them."""
     for shape, repeated in (({"pp": 1}, False), ({"pp": 3}, False), ({"dp": 2, "pp": 2, "tp": 2}, True)):
-        assert worst([(name, shape, 3, repeated, 1, passes)]) < [1e-13]
-        _, _, log, schedule = compute(name, shape, 3, repeated, 1, passes)
-        assert sum(call.kind == "ppermute" for call in log) == sum(map(len, schedule.moves()))
-
-
-def permutes_of_ranks(cases: list[tuple[Any, ...]]) -> list[int]:
-    return [sum(call.kind == "ppermute" for call in compute(*case)[2]) for case in cases]
+        ((error, permutes),) = errors_and_permutes([(name, shape, 3, repeated, 1, passes)])
+        assert error < 1e-13
+        assert permutes == sum(map(len, SCHEDULES[name](shape["pp"], 3).moves()))
 
 
 def test_records_of_processes_are_the_dense_model() -> None:
     cases = [(name, {"pp": 2, "tp": 2}, 3, False, 1, PASSES[i % 3]) for i, name in enumerate(SCHEDULES)]
     permutes = [sum(map(len, SCHEDULES[name](2, 3).moves())) for name in SCHEDULES]
     with Processes(4) as pool:
-        assert all(max(found) < 1e-13 for found in pool.run(worst, cases))
-        assert pool.run(permutes_of_ranks, cases) == [permutes] * 4
+        for found in pool.run(errors_and_permutes, cases):
+            assert max(error for error, _ in found) < 1e-13
+            assert [count for _, count in found] == permutes
 
 
 SEPARATE = [({"pp": 3}, "one_f_one_b"), ({"pp": 2, "tp": 2}, "zbv"), ({"pp": 1}, "zbv")]
