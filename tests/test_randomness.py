@@ -175,6 +175,10 @@ def test_drawing_nothing_leaves_the_generator_alone() -> None:
         lambda x, w: attention(x, training=False),
         lambda x, w: torch.nn.Dropout(0.3).eval()(x),
         lambda x, w: F.rrelu(x, training=False),
+        lambda x, w: torch.native_dropout(x, 0.5, False)[0],
+        lambda x, w: torch.ops.aten.native_dropout(x, 0.5, train=False)[0],
+        lambda x, w: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[x.view(1, 1, *x.shape)] * 3)[0],
+        lambda x, w: fspmd.nn.ring_attention(*[x.view(1, 1, *x.shape)] * 3, "x", mask=fspmd.nn.Causal())[0, 0],
     ):
         _, state = drawn(body, P(("x", "y")))
         assert torch.equal(state, before)

@@ -20,20 +20,20 @@ class OpFacts:
 
     Attributes:
         asks: ``"value"`` or ``"sizes"``: the op gives Python such numbers of a tensor. Otherwise ``""``.
-        dropout: The place of ``dropout_p`` among the arguments, or None. Only aten ops promise to draw nothing without.
         dynamic_shape: The shape of the result may depend on values; `shape_of_values` answers for one call.
         elementwise: It takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
         gives_values: It gives Python values of a tensor.
         pure: Equal operands give equal results, and there are no other effects; `is_pure` answers for one call.
         random: It may draw random numbers.
         resizes: It may change the size of an operand.
+        switches: The arguments that are zero or False in calls that draw nothing, by position, name and default. Only
+            aten ops promise it.
         view: Its result aliases its first argument.
         writes: The arguments that it writes into, by position and name.
     """
 
     __slots__ = (
         "asks",
-        "dropout",
         "dynamic_shape",
         "elementwise",
         "gives_values",
@@ -43,6 +43,7 @@ class OpFacts:
         "random",
         "resizes",
         "strided",
+        "switches",
         "view",
         "writes",
     )
@@ -62,8 +63,9 @@ class OpFacts:
         written = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
         self.writes: list[tuple[int, str]] = [(i, arg.name) for i, arg in written]
         self.resizes: bool = name in _RESIZES or any(arg.kwarg_only for _, arg in written)
-        names = [arg.name for arg in schema.arguments] if func.namespace == "aten" else []
-        self.dropout: int | None = names.index("dropout_p") if "dropout_p" in names else None
+        arguments = schema.arguments if func.namespace == "aten" else ()
+        switches = [(i, arg.name, arg.default_value) for i, arg in enumerate(arguments) if arg.name in _SWITCHES]
+        self.switches: list[tuple[int, str, Any]] = switches
         self.view: bool = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -73,9 +75,10 @@ class OpFacts:
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call draws random numbers. Attention without dropout draws none."""
-        if not self.random or self.dropout is None:
+        if not self.random or not self.switches:
             return self.random
-        return bool(args[self.dropout] if self.dropout < len(args) else kwargs.get("dropout_p", 0.0))
+        values = [args[i] if i < len(args) else kwargs.get(name, default) for i, name, default in self.switches]
+        return all(value is None or bool(value) for value in values)
 
     def is_pure(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call only computes results from its operands."""
@@ -97,6 +100,9 @@ _BY_VALUES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
     "aten::repeat_interleave": lambda _, kwargs: kwargs.get("output_size") is None,
 }
 
+
+#: arguments of random ops that are zero or false in calls that draw nothing
+_SWITCHES = frozenset({"dropout_p", "train", "training"})
 
 FACTS: dict[Any, OpFacts] = {}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import LINEAR, WHEN, Predicate, argument, plain_name, words
+from fspmd.ops.schemas import facts_of
 from fspmd.torch_internals import (
     HigherOrderOperator,
     OpOverload,
@@ -208,8 +209,9 @@ def _draws(name: str, func: Any) -> Predicate | None:
     """Return the predicate that says which calls of a function draw random numbers, or None."""
     if name in _DRAWS:
         return _DRAWS[name]
-    tagged = _SEEDED in func.tags if isinstance(func, OpOverload) else is_tagged(name, _SEEDED)
-    return _ALWAYS if tagged else None
+    ops = [func] if isinstance(func, OpOverload) else _tagged(name, _SEEDED)
+    facts = next((facts for facts in map(facts_of, ops) if facts.random), None)
+    return None if facts is None else lambda *args, **kwargs: facts.draws(args, kwargs)
 
 
 _SEEDED: Final = torch.Tag.nondeterministic_seeded
@@ -339,11 +341,15 @@ def is_tagged(name: str, tag: torch.Tag) -> bool:
     >>> is_tagged("relu", torch.Tag.pointwise), is_tagged("mm", torch.Tag.pointwise)
     (True, False)
     """
+    return bool(_tagged(name, tag))
+
+
+def _tagged(name: str, tag: torch.Tag) -> list[OpOverload]:
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
     if not isinstance(packet, OpOverloadPacket):
-        return False
+        return []
     ops = [getattr(packet, overload) for overload in packet.overloads()]
-    return any(tag in op.tags and [str(out.type) for out in op._schema.returns[:1]] == ["Tensor"] for op in ops)
+    return [op for op in ops if tag in op.tags and [str(out.type) for out in op._schema.returns[:1]] == ["Tensor"]]
 
 
 def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
