@@ -207,7 +207,7 @@ def make_plan(
 def _layouts(rows: list[tuple[Any, Any, Label]], name: str) -> Callable[[], tuple[ArgumentRow, ...]]:
     """Return what gives the layouts of arguments: those they have, and those that the body gets. It makes them once."""
     given = [(label, x.spec if isinstance(x, Sharded) else None, p) for x, p, label in rows if p is not None]
-    return functools.cache(lambda: tuple(layout_row(label, name, layout, p) for label, layout, p in given))
+    return functools.cache(lambda: tuple(layout_row(str(label), name, layout, p) for label, layout, p in given))
 
 
 def _lent(specs: list[P | None]) -> dict[int, frozenset[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fspmd.cache import cached
 from fspmd.meshes.mesh import Mesh
 from fspmd.spec import P, TensorSpec
 
@@ -38,7 +39,8 @@ def hear_with(
     hear = function
 
 
-def layout_row(label: object, to: str, layout: TensorSpec | None, partition: P | None = None) -> ArgumentRow:
+@cached
+def layout_row(label: str, to: str, layout: TensorSpec | None, partition: P | None = None) -> ArgumentRow:
     """The row of an argument: its layout if it has one, and the spec under which a function takes it."""
     given = "" if layout is None else f", {layout!r}"
     return ArgumentRow(f"{label} of {to}", given if partition is None else f"{given} as {partition!r}", True)
