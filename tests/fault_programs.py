@@ -645,7 +645,6 @@ def another_operand(port: int, what: str) -> tuple[str, float]:
 def alone(port: int) -> tuple[str, float]:
     """One rank makes calls that do not communicate: it prints, and warms up. Seeds and options are alike."""
     mesh, rank = fresh(port)
-    torch.manual_seed(0)
     x, w = _x(mesh).float(), device_put(torch.ones(8), P(), mesh=mesh).requires_grad_()
     optimizer = torch.optim.AdamW([w], lr=0.1, foreach=True)
 
