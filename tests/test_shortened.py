@@ -44,6 +44,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = 
     "matmul": (torch.matmul, (X, W), ["matmul"]),
     "matmul of unusual strides": (torch.matmul, (X[:, :1], W), ["matmul"]),
     "matmul of a transposed value": (lambda x, w: x.transpose(0, 1) @ w, (X, W), ["transpose.int", "matmul"]),
+    "matmul of joined heads": (
+        lambda x, w: x.transpose(1, 2).flatten(2) @ w,
+        (X[:, :, None], W.repeat(3, 1)),
+        ["transpose.int", "view.default", "matmul"],
+    ),
     "two matmuls": (lambda x, w, v: (x @ w) + F.linear(x, v), (X, W, V), ["matmul", "linear", "add.Tensor"]),
     "linear": (F.linear, (X, V, B), ["linear"]),
     "linear of a matrix": (F.linear, (X[0], V, B), ["t.default", "addmm.default"]),

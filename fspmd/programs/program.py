@@ -5,7 +5,7 @@ The ``meta`` of its nodes has the facts for passes, prices and readers:
 ``value``     `Value` of the result; absent if the result is no tensor
 ``frame``     the frame of a simulated value, and whether its blocks differ in shape; None for other values
 ``device``    the device of the result; absent if a pass has made the step (`device_of`)
-``strides``   the strides of a result that is not contiguous; None for other results
+``strides``   the strides of a result if a new tensor has others, if only along dims of size 1; None for other results
 ``parts``     the bytes of each result of a step that returns a tuple or a list
 ``memory``    the node in whose memory the result lies: the node itself if the step makes a new tensor (`owner`)
 ``spec``      the spec of a result in the global view

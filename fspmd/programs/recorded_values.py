@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fspmd import tracing
 from fspmd.body import state
 from fspmd.errors import RecordError
+from fspmd.forms import packed
 from fspmd.inspection.causes import Cause, trace
 from fspmd.programs.fake_tensors import active_mode, stand_in
 from fspmd.programs.program import Value, memory_of, value_of
@@ -407,7 +408,9 @@ def _first_block(x: Tensor) -> Tensor:
 
 
 def _strides(block: Tensor) -> tuple[int, ...] | None:
-    return None if block.layout is not torch.strided or block.is_contiguous() else tuple(block.stride())
+    if block.layout is not torch.strided or (block.is_contiguous() and 1 not in block.shape):
+        return None
+    return None if (strides := tuple(block.stride())) == packed(tuple(block.shape)) else strides
 
 
 def _part(node: fx.Node, i: int) -> fx.Node:

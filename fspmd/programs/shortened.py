@@ -170,7 +170,7 @@ def _itself(x: Any) -> Any:
 
 
 def _unchanged(steps: _Shorter, node: fx.Node) -> Joined | None:
-    """A view of the shape that its operand has. Strides of dims of size 1, which may differ, decide how torch adds."""
+    """A view of the shape that its operand has. Records may be wrong about strides of dims of size 1 in views."""
     x = node.args[0]
     if node in steps.ends or not isinstance(x, fx.Node) or not _is_alike(x, node) or 1 in _shape(x):
         return None
