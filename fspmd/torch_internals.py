@@ -57,6 +57,8 @@ AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(()
 
 #: torch's functions in C, without their Python wrappers; instead: the functions of `torch`, at a little cost
 VariableFunctions: Any = torch._C._VariableFunctions
+#: those of `torch.nn.functional`
+nn_functions: Any = torch._C._nn
 #: the module of a scripted method
 wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
 #: the function in whose frame a module's `forward` runs

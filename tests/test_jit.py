@@ -1470,7 +1470,17 @@ M = torch.rand(3, 3, dtype=F64) + 0.5
 #: arguments by the names of aten functions, where two matrices will not do
 GIVEN: dict[str, tuple[Any, ...]] = {
     "addmm": (M, M, M),
+    "amax": (M, [1], True),
+    "amin": (M, [1], True),
+    "argmax": (M, 1, True),
     "bmm": (M[None], M[None]),
+    "clamp": (M, None, 1.0),
+    "constant_pad_nd": (M, [0, 1], 2.0),
+    "max.dim": (M, 1, True),
+    "mean.dim": (M, [1], True),
+    "scatter_.src": (M.clone(), 0, torch.zeros(2, 3, dtype=torch.int64), M),
+    "split.Tensor": (M, 2, 1),
+    "bitwise_not": (M > 1,),
     "cat": ([M, M], 1),
     "expand": (M, [2, 3, 3]),
     "gather": (M, 0, torch.zeros(2, 3, dtype=torch.int64)),
@@ -1492,7 +1502,7 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "_softmax_backward_data": (M, M, 1, F64),
     "_log_softmax_backward_data": (M, M, 1, F64),
 } | dict.fromkeys(("ge.Scalar", "gt.Scalar", "le.Scalar", "lt.Scalar"), (M, 1.0))
-BINARY = ("add", "add_", "div", "div_", "eq", "maximum", "mm", "mul", "mul_", "sub", "sub_", "copy_")
+BINARY = ("add", "add_", "div", "div_", "eq", "maximum", "minimum", "mm", "mul", "mul_", "sub", "sub_", "copy_")
 
 
 class Seen(TorchDispatchMode):

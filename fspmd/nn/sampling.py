@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.body import bound_body, resolve_axes
-from fspmd.collectives import all_gather, axis_index, pmax, psum
+from fspmd.collectives import all_gather, axis_index, axis_size, pmax, psum
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.axes import row_major
@@ -121,11 +121,15 @@ def sample(
     return _best(scores if allowed is None else scores.where(allowed, -torch.inf), first, block, axis)
 
 
-def _best(scores: Tensor, first: int | Tensor, block: int, axis: Axes) -> Tensor:
-    """The place in the vocabulary of the highest score of each sequence."""
+def _best(scores: Tensor, first: int | Tensor, block: int | None, axis: Axes) -> Tensor:
+    """The place in the vocabulary of the highest score of each sequence. ``block``: as `_places` returns it."""
     if not axis:
         return scores.argmax(1)
-    value, place = F.pad(scores, (0, block - scores.shape[1]), value=-torch.inf).max(1)
+    if axis_size(axis) == 1:
+        return psum(scores.argmax(1), axis)
+    if block is not None:
+        scores = F.pad(scores, (0, block - scores.shape[1]), value=-torch.inf)
+    value, place = scores.max(1)
     of_ranks = all_gather(torch.stack([value.double(), (first + place).double()]), axis, to="invarying")
     best = of_ranks[:, 0].argmax(0, keepdim=True)
     return of_ranks[:, 1].gather(0, best)[0].long()
@@ -160,18 +164,18 @@ def _over(collective: Callable[..., Tensor], x: Tensor, axis: Axes) -> Tensor:
     return collective(x, axis) if axis else x
 
 
-def _places(logits: Tensor, axis: Axes, vocabulary: int | None, what: str) -> tuple[int | Tensor, int]:
-    """The first token of this rank, and the length of the longest part. Raises alike on all ranks."""
+def _places(logits: Tensor, axis: Axes, vocabulary: int | None, what: str) -> tuple[int | Tensor, int | None]:
+    """The first token of this rank, and the length of the longest part if some are shorter. Raises on all ranks."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         raise ShapeError(f"{what} got {described(logits)} for logits; give it floats [slots, tokens]")
     if not axis:
-        return 0, logits.shape[1]
+        return 0, None
     body = bound_body(what)
     axes = resolve_axes(body, axis, what)
     sizes, mesh = body.sizes(axes), body.mesh
     lengths = {at: logits[1] for at, (logits,) in shapes_everywhere(what, logits).items()}
     if vocabulary is None and len(set(lengths.values())) == 1:
-        return axis_index(axis) * logits.shape[1], logits.shape[1]
+        return axis_index(axis) * logits.shape[1], None
     if type(vocabulary) is not int:
         raise ShapeError(
             f"{what} got parts of {', '.join(map(str, lengths.values()))} tokens and vocabulary={vocabulary!r}; pass "
@@ -186,7 +190,7 @@ def _places(logits: Tensor, axis: Axes, vocabulary: int | None, what: str) -> tu
                 f"{', '.join(str(n) for _, n in cuts)}; cut the logits so, or pass the size of their vocabulary"
             )
     first = torch.tensor([start for start, _ in cuts], device=logits.device)
-    return first[axis_index(axis)], cuts[0][1]
+    return first[axis_index(axis)], None if len({n for _, n in cuts}) == 1 else cuts[0][1]
 
 
 def _column(name: str, value: Number, x: Tensor, least: float, most: float) -> Tensor:
