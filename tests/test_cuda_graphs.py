@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fspmd
-from fspmd import ArgumentError, P, device_get, device_put, jit, make_mesh
+from fspmd import ArgumentError, P, device_get, device_put, jit, make_mesh, nn, psum, shard_map
 from fspmd.programs import backends, cuda_graphs
 from fspmd.programs.cuda_graphs import CudaGraphs, by_cuda_graphs, by_graphs
 from fspmd.programs.passes.table import PASSES
@@ -120,6 +120,32 @@ def _replayed(f: Any, *args: Any) -> Any:
 def test_values_gradients_and_draws(rows: int, device: str) -> None:
     others._check(make_mesh((4,), ("x",), transport="simulation", device=device), rows, "cudagraphs")
     assert device != "cpu" or Remembered.captured > 5
+
+
+def test_experts_with_a_capacity(device: str) -> None:
+    """Beside dense float64. Of the tokens of each rank, the later ones of a full expert count as 0."""
+    mesh = make_mesh((2,), ("ep",), transport="simulation", device=device)
+
+    def body(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        out, dropped = nn.experts(
+            x, nn.route(x, 1, axes="ep"), lambda rows, n: nn.grouped_matmul(rows, w, n), axis="ep", capacity=2
+        )
+        return out, psum(dropped, "ep")
+
+    layer = graphed(shard_map(body, mesh=mesh, in_specs=(P("ep"), P("ep")), out_specs=(P("ep"), P())))
+    w = torch.randn(4, 4, 3, dtype=torch.float64)
+    for _ in range(4):
+        x = torch.randn(16, 4, dtype=torch.float64)
+        chosen = x.argmax(1)
+        expected, full = torch.zeros(16, 3, dtype=torch.float64), [[0] * 4 for _ in range(2)]
+        for i, expert in enumerate(chosen.tolist()):
+            full[i // 8][expert] += 1
+            if full[i // 8][expert] <= 2:
+                expected[i] = x[i] @ w[expert]
+        out, dropped = layer(device_put(x, P("ep"), mesh=mesh), device_put(w, P("ep"), mesh=mesh))
+        torch.testing.assert_close(device_get(out), expected, rtol=1e-12, atol=1e-12)
+        assert int(device_get(dropped)) == sum(max(0, n - 2) for rank in full for n in rank)
+    assert device != "cpu" or Remembered.captured
 
 
 @pytest.mark.usefixtures("remembered")

@@ -152,16 +152,25 @@ def experts(
 
     Other arguments, communication and errors are those of `dispatch` and `combine`.
 
+    A body sees which tokens a rank has; a global value does not say it. On global values the experts are therefore a
+    function under `shard_map`, which takes `Sharded` values and gives some. Before and after it stand other functions.
+
     >>> import torch
-    >>> from fspmd import P, device_get, make_mesh, shard_map
+    >>> from fspmd import P, device_get, device_put, grad, make_mesh, shard_map
     >>> from fspmd.nn import experts, grouped_matmul, route
-    >>> def body(x, w):
+    >>> mesh = make_mesh((2,), ("ep",))
+    >>> @shard_map(mesh=mesh, in_specs=(P("ep"), P("ep")), out_specs=P("ep"))
+    ... def mixture(x, w):
     ...     f = lambda rows, counts: grouped_matmul(rows, w, counts)
     ...     return experts(x, route(x, 2, axes="ep"), f, axis="ep")[0]
-    >>> f = shard_map(body, mesh=make_mesh((2,), ("ep",)), in_specs=P("ep"), out_specs=P("ep"))
-    >>> x, w = torch.randn(6, 4), torch.eye(4).expand(4, 4, 4)
-    >>> torch.allclose(device_get(f(x, w)), x, atol=1e-6)
+    >>> x, w = device_put((torch.randn(6, 4), torch.eye(4).expand(4, 4, 4)), P("ep"), mesh=mesh)
+    >>> y = torch.relu(mixture(x, w))
+    >>> y
+    Sharded f32[6@ep, 4] on mesh(ep=2)
+    >>> torch.allclose(device_get(y), device_get(x).relu(), atol=1e-6)
     True
+    >>> grad(lambda w: mixture(x, w).sum())(w)
+    Sharded f32[4@ep, 4, 4] on mesh(ep=2)
     """
     sent = dispatch(x, routing, axis, capacity=capacity, rows=rows)
     return combine(f(sent.rows, sent.counts), sent, routing, axis), sent.dropped
@@ -253,7 +262,10 @@ def _names(axis: Axes) -> tuple[str, ...]:
 def _check(x: Tensor, routing: Routing, axis: Axes, capacity: int | None, rows: int | None) -> int:
     """Raise before anything moves unless arguments fit. The number of ranks."""
     if not isinstance(x, Tensor) or isinstance(x, Sharded) or x.dim() != 2:
-        raise ShapeError(f"dispatch got {described(x)}; give it this rank's tokens [tokens, width], in a body")
+        raise ShapeError(
+            f"dispatch got {described(x)}; give it this rank's tokens [tokens, width], in a body"
+            + (": shard_map(f, mesh=..., in_specs=..., out_specs=...)" if isinstance(x, Sharded) else "")
+        )
     if not isinstance(routing, Routing):
         raise ArgumentError(f"dispatch got {described(routing)} for routing; give it the result of route")
     for name, number in (("capacity", capacity), ("rows", rows)):
