@@ -338,3 +338,32 @@ def test_a_sum_writes_into_what_nobody_else_reads(two: Processes) -> None:
             total = {"of a view of a new value": total.view(2, 3), "of an argument": total / 2}.get(name, total)
             total = {"of a transposed value": total.t(), "of a sum": 2 * (total + 1)}.get(name, total)
             assert values[0] == total.tolist(), (rank, name)
+
+
+def _alone(port: int) -> tuple[list[list[str]], list[float], list[float]]:
+    """The steps of sums over one rank, their result, and the argument after a write into the result."""
+    os.environ["MASTER_PORT"] = str(port)
+    mesh = make_mesh((2, 1), ("x", "y"), device="cpu")
+    x, names = device_put(torch.arange(4.0), P("x"), mesh=mesh), []
+    plain = shortened.compiled
+
+    def compiled(part: ProgramPart) -> Callable[..., Any]:
+        names.append([getattr(step.target, "__name__", "") for step in part.steps])
+        return plain(part)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shortened, "compiled", compiled)
+        new, given = (
+            jit(shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+            for body in (lambda b: psum(b * 2, "y") + 1, lambda b: psum(b, "y"))
+        )
+        for _ in range(2):
+            found, result = new(x), given(x)
+            result.local.add_(5)
+    return names, device_get(found).tolist(), device_get(x).tolist()
+
+
+def test_a_sum_over_one_rank_is_no_step_if_nobody_else_reads_the_operand(two: Processes) -> None:
+    for names, found, given in two.run(_alone, free_port()):
+        assert names == [["mul.Tensor", "add.Tensor"], ["run"]]
+        assert (found, given) == ([1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 2.0, 3.0])

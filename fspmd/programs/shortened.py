@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fspmd.inspection.watch import communicates
 from fspmd.ops.traits import without_autocast
 from fspmd.programs.passes.aliases import is_of_one_rank, made_once, written
 from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.steps import is_aten, is_collective
 from fspmd.programs.torch_steps import runs
+from fspmd.redistribution.cost import moves
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.carriers import FLOATS
 
@@ -102,6 +104,14 @@ class _Shorter:
             and all(user is node or user in inner for value in inner for user in value.users)
         )
 
+    def unmoved(self, node: fx.Node) -> Joined | None:
+        """The operand of a sum over one rank."""
+        if not self.may_write(node) or node.meta["call"].writer() is None:
+            return None
+        call = node.meta["call"]
+        is_sum = moves(call.pair.kernel)  # other kernels give some ranks zeros
+        return Joined(_itself, (node.args[0],), node) if is_sum and not communicates(call) else None
+
     def values(self) -> dict[fx.Node, Any]:
         """The values of steps that need not run again."""
         found: dict[fx.Node, Any] = {}
@@ -123,7 +133,7 @@ class _Shorter:
             if self.uses[node] and not left[node]:
                 unused.add(node)
                 left.subtract(node.all_input_nodes)
-            elif (one := next(self.calls(node), None)) is not None:
+            elif (one := self.unmoved(node) or next(self.calls(node), None)) is not None:
                 found[node] = one
                 left.subtract(node.all_input_nodes)
                 left.update(x for x in one.args if isinstance(x, fx.Node))
