@@ -1084,6 +1084,37 @@ def interrupted_in_a_message(port: int) -> tuple[str, float]:
     return outcome(act, nullcontext())
 
 
+def interrupted_outside_blocks(port: int, when: str) -> tuple[str, float]:
+    """Ctrl-C on a rank before or in its wait for a message of a late rank, in a program that may handle it."""
+    mesh, rank = fresh(port)
+    x, ring = _x(mesh), [(i, (i + 1) % 4) for i in range(4)]
+    step = shard_map(lambda b: ppermute(b, "x", ring), mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    step(x)
+    before, interrupt = signal.getsignal(signal.SIGINT), partial(os.kill, os.getpid(), signal.SIGINT)
+    if rank == 2:
+        if when == "handled":
+            signal.signal(signal.SIGINT, lambda *_: None)
+        if when == "before":
+            with suppress(KeyboardInterrupt):
+                interrupt()
+                time.sleep(10)
+        else:
+            threading.Timer(1, interrupt).start()
+
+    def act() -> None:
+        try:
+            if rank == 1:
+                time.sleep(3)
+            step(x)
+        except KeyboardInterrupt as error:
+            raise KeyError("interrupted") from error
+
+    try:
+        return outcome(act, nullcontext())
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def raised_around(port: int) -> tuple[str, float]:
     """One rank has had blocks of its own before, and leaves the outer of two blocks, in which the others wait."""
     mesh, rank = fresh(port)

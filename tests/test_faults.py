@@ -470,6 +470,17 @@ def test_an_interrupt_is_told_with_the_line_of_the_user(four: Processes) -> None
         assert f"  * rank 2 has left the block with KeyboardInterrupt (fault_programs.py:{line})" in error, errors
 
 
+@pytest.mark.parametrize("when", ["within", "handled", "before"])
+def test_an_interrupt_ends_the_wait_for_a_message(four: Processes, when: str) -> None:
+    """Only where it raises ``KeyboardInterrupt``, and comes within the wait."""
+    found = four.run(partial(fault_programs.interrupted_outside_blocks, when=when), free_port())
+    if when == "within":
+        assert found[2][0] == "KeyError: 'interrupted'"
+        assert found[2][1] < 3
+    else:
+        assert [error for error, _ in found] == [""] * 4
+
+
 def test_the_first_error_is_told_also_around_a_block(four: Processes) -> None:
     errors = _run(four, fault_programs.raised_around, within=10)
     assert errors.pop(1) == "KeyError: 'mine'"

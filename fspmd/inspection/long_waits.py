@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -136,7 +138,10 @@ def wait_whole(work: Message | Meeting) -> None:
     if _watcher is None:
         _watcher = threading.Thread(target=_watch, name="fspmd-watch", daemon=True)
         _watcher.start()
-    watched = _message_waits[threading.get_ident()] = _MessageWait(time.monotonic(), work)
+    me = threading.get_ident()
+    if me == threading.main_thread().ident:
+        _forget_interrupts()
+    watched = _message_waits[me] = _MessageWait(time.monotonic(), work)
     try:
         work.wait()
     except RuntimeError:
@@ -146,7 +151,7 @@ def wait_whole(work: Message | Meeting) -> None:
             watched.lookout.check()
         raise
     finally:
-        del _message_waits[threading.get_ident()]
+        del _message_waits[me]  # no call comes before it: Python raises an interrupt after a call
         if watched.lookout is not None:
             watched.lookout.end()
 
@@ -159,15 +164,48 @@ def _watch() -> None:
 
 
 def _look_after(thread: int) -> None:
-    """Look out for a thread whose message takes long. If it waits in vain, end all works of the group."""
+    """Look out for a thread whose message takes long. If it waits in vain or is interrupted, end its group's works."""
     watched = _message_waits.get(thread)
-    if watched is None or (waited := time.monotonic() - watched.begin) < SLICE.total_seconds():
+    if watched is None:
         return
-    if watched.lookout is None:
+    if thread == threading.main_thread().ident and _is_interrupted():
+        with contextlib.suppress(RuntimeError):
+            watched.work.work.wait(_AT_ONCE)
+    elif (waited := time.monotonic() - watched.begin) < SLICE.total_seconds():
+        return
+    elif watched.lookout is None:
         watched.lookout = Lookout(waited, sys._current_frames().get(thread))
     elif watched.lookout.is_vain and _message_waits.get(thread) is watched:
         with contextlib.suppress(RuntimeError):
             watched.work.work.wait(_AT_ONCE)
+
+
+_signals: int | None = None  # the end of a pipe to which Python writes signals; -1 if it writes them elsewhere
+
+
+def _forget_interrupts() -> None:
+    """Hear of signals from now on, in the main thread. Python itself raises an interrupt only after a wait of torch."""
+    global _signals
+    if _signals is None:
+        _signals, into = os.pipe()
+        for end in (_signals, into):
+            os.set_blocking(end, False)
+        before = signal.set_wakeup_fd(into, warn_on_full_buffer=False)
+        if before != -1:  # an event loop hears of them
+            signal.set_wakeup_fd(before)
+            _signals = -1
+    _is_interrupted()
+
+
+def _is_interrupted() -> bool:
+    """Return whether Ctrl-C has come since the last question, and will raise ``KeyboardInterrupt``."""
+    if _signals is None or _signals == -1:
+        return False
+    try:
+        came = signal.SIGINT in os.read(_signals, 1 << 16)
+    except BlockingIOError:
+        return False
+    return came and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _meet(meeting: Meeting) -> None:
