@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import secrets
+import signal
 import socket
 import time
 import traceback
@@ -57,6 +58,7 @@ def _serve(rank: int, size: int, port: int, calls: Connection) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets jobs in the background ignore it
     import torch
 
     torch.set_num_threads(1)
