@@ -309,6 +309,14 @@ def _with(other: Callable[[Tensor], Tensor], b: Tensor) -> tuple[Tensor, ...]:
     return psum(y, "x"), other(y)
 
 
+def _drawn_later(b: Tensor) -> tuple[Tensor, ...]:
+    """The sum of a value into which a draw, which a record keeps for its effect, writes afterwards."""
+    y = b * 2
+    total = psum(y, "x")
+    y[:1].uniform_()
+    return (total,)
+
+
 SUMS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "of a new value": lambda b: (psum(b * 2, "x"),),
     "of a view of a new value": lambda b: (psum((b * 2).view(2, 3), "x"),),
@@ -319,8 +327,9 @@ SUMS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "of integers": lambda b: (psum((b * 2).long(), "x"),),
     "of a transposed value": lambda b: (psum((b * 2).t(), "x"),),
     "of a sum": lambda b: (psum(psum(b * 2, "x") + 1, "x"),),
+    "of a value into which a draw writes later": _drawn_later,
 }
-COPIES = [[False], [False], [True], [True], [True], [True], [True], [True], [False, False]]
+COPIES = [[False], [False], [True], [True], [True], [True], [True], [True], [False, False], [True]]
 
 
 @pytest.fixture(scope="module")

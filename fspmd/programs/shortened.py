@@ -95,13 +95,15 @@ class _Shorter:
             return False
         (x,) = node.all_input_nodes
         inner = self.within.get(owner(x), ())
+        later = len(self.place)
+        before = {value for value in inner if self.place.get(value, later) < self.place[node]}  # views, and writes
         return (
             owner(x) in self.place
             and is_aten(owner(x))
             and _dtype(x) in FLOATS
             and x.meta.get("strides") is None
             and self.ends.isdisjoint(inner)
-            and all(user is node or user in inner for value in inner for user in value.users)
+            and all(user is node or user in before for value in inner for user in value.users)
         )
 
     def unmoved(self, node: fx.Node) -> Joined | None:
