@@ -1104,7 +1104,7 @@ def interrupted_outside_blocks(port: int, when: str) -> tuple[str, float]:
     def act() -> None:
         try:
             if rank == 1:
-                time.sleep(3)
+                time.sleep(8 if when == "within" else 3)
             step(x)
         except KeyboardInterrupt as error:
             raise KeyError("interrupted") from error
