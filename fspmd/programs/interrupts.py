@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from traceback import clear_frames
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from fspmd import tracing
 from fspmd.torch_internals import (
-    count_dispatch_modes,
     count_function_modes,
     dispatch_mode_stack,
     function_mode_at,
@@ -37,7 +36,7 @@ def unwound(record: Callable[Q, R]) -> Callable[Q, R]:
 
     @functools.wraps(record)
     def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        modes, depth, handled = _modes(), tracing.depth(), sys.exc_info()[1]
+        modes, depth, handled = [entered() for entered, _, _ in _STACKS], tracing.depth(), sys.exc_info()[1]
         try:
             return record(*args, **kwargs)
         except BaseException as error:
@@ -70,21 +69,23 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__context__
 
 
-def _modes() -> tuple[list[object], list[object]]:
-    """Return the dispatch modes and the function modes that are entered."""
-    return dispatch_mode_stack(), [function_mode_at(i) for i in range(count_function_modes())]
+def _function_modes() -> list[object]:
+    return [function_mode_at(i) for i in range(count_function_modes())]
 
 
-def _restore(modes: tuple[list[object], list[object]], depth: int) -> None:
+#: of dispatch modes and of function modes: what lists those that are entered, leaves the last one, and enters one
+_STACKS: Final[tuple[tuple[Callable[[], list[object]], Callable[[], object], Callable[[object], object]], ...]] = (
+    (dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode),
+    (_function_modes, pop_function_mode, push_function_mode),
+)
+
+
+def _restore(modes: list[list[object]], depth: int) -> None:
     tracing.go_back(depth)
-    dispatch, function = ([*map(id, now)] == [*map(id, then)] for now, then in zip(_modes(), modes, strict=True))
-    if not dispatch:
-        while count_dispatch_modes():
-            pop_dispatch_mode()
-        for mode in modes[0]:
-            push_dispatch_mode(mode)
-    if not function:
-        while count_function_modes():
-            pop_function_mode()
-        for mode in modes[1]:
-            push_function_mode(mode)
+    for (entered, leave, enter), before in zip(_STACKS, modes, strict=True):
+        now = entered()
+        if list(map(id, now)) != list(map(id, before)):
+            for _ in now:
+                leave()
+            for mode in before:
+                enter(mode)
