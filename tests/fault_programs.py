@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from fspmd import (
     shard_map,
 )
 from fspmd.inspection import long_waits, replays
+from fspmd.inspection.comparison import Comparison
 
 
 def fresh(port: int, shape: tuple[int, ...] = (4,), names: tuple[str, ...] = ("x",)) -> tuple[Mesh, int]:
@@ -236,6 +238,20 @@ def another_option(port: int, what: str, is_jitted: bool, is_locked: bool) -> tu
     step = jit(step) if is_jitted else step
     x = device_put(torch.arange(64.0).view(16, 4), P("x"), mesh=mesh)
     return outcome(lambda: [step(x) for _ in range(4)], fspmd.lockstep(20) if is_locked else debug(every=2))
+
+
+def meetings(port: int) -> tuple[str, float]:
+    """How often this rank waits for the others in each step, with new data and another factor."""
+    mesh, _ = fresh(port)
+    found: list[int] = []
+    step = shard_map(lambda b, t: psum(b * t.sum(), "x"), mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
+    meeting = mock.patch.object(Comparison, "_meet_first", autospec=True, side_effect=Comparison._meet_first)
+    with meeting as meet, debug():
+        for i in range(8):
+            before = meet.call_count
+            step(_x(mesh), torch.full((4,), float(i))) * (0.5 * i + 1)
+            found.append(meet.call_count - before)
+    return str(found), 0.0
 
 
 def no_memory(port: int) -> tuple[str, float]:

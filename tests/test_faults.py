@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -37,6 +38,7 @@ from fspmd import (
 )
 from fspmd.global_view.dispatch import dispatch
 from fspmd.inspection import monitor
+from fspmd.inspection.calls import arguments, kept_rows, numbers_of
 from fspmd.inspection.histories import parting_text
 from fspmd.inspection.lines import line_of
 from fspmd.inspection.sites import CallSites, parted, site_text
@@ -111,6 +113,12 @@ def test_another_size_is_told_before_anything_is_sent(four: Processes, kind: str
     for rank, line in enumerate(first.splitlines()[1:-1]):
         assert line.startswith(f"  * rank {rank}: ")
         assert f"f64[{wrong if rank == 1 else 8}, " in line, line
+
+
+def test_steps_on_new_data_wait_for_nobody(four: Processes) -> None:
+    first, *rest = _run(four, fault_programs.meetings, within=1)
+    assert rest == [first] * 3
+    assert re.fullmatch(r"\[1(, [01]){3}(, 0){4}\]", first)
 
 
 @pytest.mark.parametrize("is_locked", [False, True])
@@ -704,8 +712,8 @@ def _passed(*values: str) -> CallSites:
     sites, mesh = CallSites(), make_mesh((4,), ("x",), transport="simulation")
     for value in values:
         rows = [ArgumentRow(f"{name} of f", f", {value}", True) for name in "abcdefg"]
-        sites.come(mesh, "f", (line_of("train.py:1"), 0), crc32(value.encode()), lambda rows=rows: rows)
-        sites.come(mesh, "g", (line_of("train.py:2"), 0), 7, lambda: [ArgumentRow("t of g", ", 1.5", False)])
+        sites.come(mesh, "f", (line_of("train.py:1"), 0), crc32(value.encode()), lambda rows=rows: rows.__iter__)
+        sites.come(mesh, "g", (line_of("train.py:2"), 0), 7, lambda: [ArgumentRow("t of g", ", 1.5", False)].__iter__)
     return sites
 
 
@@ -714,6 +722,21 @@ def _told(*ranks: CallSites | None) -> str:
     key = parted(*(each.table() for each in ranks[:2] if each))
     found = [each and each.find(key) for each in ranks]
     return site_text({rank: site.text() if site else "" for rank, site in enumerate(found)})
+
+
+def test_what_was_passed_is_kept_without_tensors() -> None:
+    x = device_put(torch.ones(8, 2), P("x"), mesh=make_mesh((4,), ("x",), transport="simulation"))
+    plain = torch.ones(2, dtype=torch.float64)
+    given = torch.where, (x, plain), {"other": [x, 0.5]}
+    held = [weakref.ref(each) for each in (x, x.local, plain)]
+    rows = kept_rows(*given, numbers_of(arguments(*given[1:])))
+    del x, plain, given
+    assert [each() for each in held] == [None] * 3
+    names = ["condition", "self", "other[0]", "other[1]"]
+    layouts = [", f32[8@x, 2] on mesh(x=4)", ", f64[2], with the bits ", ", f32[8@x, 2] on mesh(x=4)", ", 0.5"]
+    for row, name, text in zip(rows(), names, layouts, strict=True):
+        assert row.label == f"{name} of where()"
+        assert row.text.startswith(text)
 
 
 def test_lines_are_compared_where_ranks_have_come_equally_often() -> None:

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -24,7 +25,7 @@ from fspmd.cache import cached
 from fspmd.digests import digests, of_bytes
 from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
 from fspmd.inspection.agreements import Gathering
-from fspmd.inspection.calls import arguments, numbers_of, rows_of
+from fspmd.inspection.calls import arguments, kept_rows, numbers_of
 from fspmd.inspection.circles import circle
 from fspmd.inspection.histories import (
     DIGEST,
@@ -41,14 +42,13 @@ from fspmd.inspection.histories import (
     ring_text,
 )
 from fspmd.inspection.lines import user_line, user_place
-from fspmd.inspection.presence import PERIOD, Presence
-from fspmd.inspection.sites import CallSites, Table, parted, site_text
+from fspmd.inspection.presence import Presence
+from fspmd.inspection.sites import CallSites, Rows, Table, parted, site_text
 from fspmd.inspection.values import is_told, number_of
 from fspmd.inspection.watch import Communication, Noted
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
-from fspmd.ops.traits import name_of
 from fspmd.sharded import Sharded
 from fspmd.spec import describe
 from fspmd.torch_internals import transforms_active
@@ -60,17 +60,15 @@ _KEPT: Final = 64  # hashes of each group that stay in the store
 _CONTEXTS: Final = 65536  # contexts of each group that are kept
 _SILENT: Final = 2.0  # seconds after which ranks do not wait for one that gives no sign of life
 _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
+_TELLING: Final = 1.5  # seconds that ranks which have parted wait for a rank to tell of itself
+_OPENING: Final = 6.0  # the same, for a rank of which nothing was heard: to open a connection may take seconds
+_LIVING: Final = 10.0  # the same, for a rank that gives signs of life
 _AT_SITE: Final = "parted at"  # a key of the store: the site at which ranks have parted
 _SITES: Final = "sites"  # a topic of the store
 LATE: Final = (
     "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
     "lockstep() the first line where they part"
 )
-
-
-def _is_compared(mesh: Mesh) -> bool:
-    """Whether other processes pass what this one does, now and on this mesh."""
-    return mesh.transport == "process_group" and mesh.coordinate() is not None and mesh.size > 1 and not is_recording()
 
 
 @cached
@@ -115,6 +113,7 @@ class Comparison(Presence):
         self.failure = ""  # ranks have parted
         self.sites = CallSites()
         self.caller = threading.get_ident()  # calls in other threads may come in any order
+        self.has_peers: dict[Mesh, bool] = {}  # whether other processes pass what this one does on a mesh
 
     def call(self, call: Noted, x: Tensor) -> None:
         number, plain = call.number, call.plain
@@ -146,9 +145,17 @@ class Comparison(Presence):
         """Let the thread compare what this rank has come to."""
         group.due.append((group.count, group.hash, self.sites.table(group.ranks)))
 
+    def _is_compared(self, mesh: Mesh) -> bool:
+        """Whether other processes pass what this one does, now and on this mesh."""
+        has_peers = self.has_peers.get(mesh)
+        if has_peers is None:
+            has_peers = mesh.transport == "process_group" and mesh.coordinate() is not None and mesh.size > 1
+            self.has_peers[mesh] = has_peers
+        return has_peers and not is_recording()
+
     def value(self, mesh: Mesh, label: str, x: Any) -> None:
         """A value that must be equal on all processes of a mesh comes in. Its digest counts as a collective."""
-        if not _is_compared(mesh):
+        if not self._is_compared(mesh):
             return
         if isinstance(x, Tensor):
             if not is_told(x) or transforms_active():
@@ -162,7 +169,7 @@ class Comparison(Presence):
             raise LockstepError(self.failure)
         line, key = user_line(sys._getframe(1)), key_of(mesh, ())
         group = self.groups.get(key) or self._group(mesh, (), key)
-        group.advance(hash((number, zlib.crc32(text.encode()), line.number)))
+        group.advance(hash((zlib.crc32(text.encode()), line.number)), number)
         count, now = group.count, group.hash
         value = f"{text}, {DIGEST} {number & (1 << 64) - 1:016x}"
         group.ring.append((count, now, value, line, None, (), time.monotonic()))
@@ -171,19 +178,23 @@ class Comparison(Presence):
 
     def layouts(self, mesh: Mesh, to: str, rows: tuple[ArgumentRow, ...]) -> None:
         """The layouts of arguments, of which all processes of a mesh pass the same to a function."""
-        if _is_compared(mesh):
-            self._pass(mesh, to, _number_of_rows(rows), lambda: rows)
+        if self._is_compared(mesh):
+            self._pass(mesh, to, _number_of_rows(rows), lambda: partial(iter, rows))
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The user calls a torch function on `Sharded` values, whose arguments must be alike on all processes."""
         given = arguments(args, kwargs)
-        mesh = next((x.spec.mesh for x in given if type(x) is Sharded), None)
-        if mesh is None or threading.get_ident() != self.caller or not _is_compared(mesh):
+        mesh = None
+        for x in given:
+            if type(x) is Sharded:
+                mesh = x.spec.mesh
+                break
+        if mesh is None or threading.get_ident() != self.caller or not self._is_compared(mesh):
             return
         numbers = numbers_of(given)
-        self._pass(mesh, name_of(func), hash(numbers), lambda: rows_of(func, args, kwargs, numbers))
+        self._pass(mesh, func, hash(numbers), lambda: kept_rows(func, args, kwargs, numbers))
 
-    def _pass(self, mesh: Mesh, to: str, number: int, rows: Callable[[], Iterable[ArgumentRow]]) -> None:
+    def _pass(self, mesh: Mesh, to: Any, number: int, rows: Callable[[], Rows]) -> None:
         """Pass arguments to a function at the user's line."""
         if self.failure:
             raise LockstepError(self.failure)
@@ -234,7 +245,6 @@ class Comparison(Presence):
         if not meeting.has_all():
             return
         if not meeting.is_one():
-            self._await_store(time.monotonic() + _MEETING)
             self._part(group, world.process_rank())
             raise LockstepError(self.failure)
         if last is not None:
@@ -299,7 +309,9 @@ class Comparison(Presence):
     def _part_at_site(self, me: int) -> None:
         """Tell what was passed at the site where ranks have parted, and make the error of what all tell."""
         site = self.sites.find(self.store.get(_AT_SITE).decode())
-        if site is not None:  # else the ranks that have it make the error
+        if site is None:  # the ranks that have it make the error
+            self.store.set(f"site/{me}", "")
+        else:
             told = self._exchange("site", site.ranks, site.text(), me)
             self.failure = self.store.compare_set("parting", "", site_text(told)).decode()
 
@@ -308,11 +320,21 @@ class Comparison(Presence):
         store = self.store
         store.set(f"{topic}/{me}", text)
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        end = time.monotonic() + 6 * PERIOD
-        while time.monotonic() < end and not store.check(list(keys.values())):
+        begin = time.monotonic()
+        while not store.check(list(keys.values())):
+            waited = time.monotonic() - begin
+            late = [rank for rank in ranks if rank != me and not store.check([keys[rank]])]
+            if waited > max(map(self._patience, late), default=0) or store.check(["parting"]):
+                break  # no text is to come, or another rank has made the error
             store.set(f"at/{me}", self._told())
+            self._hear(me)
+            self.answered = time.monotonic()
             time.sleep(0.02)
         return {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
+
+    def _patience(self, rank: int) -> float:
+        """The seconds in which a rank tells of itself."""
+        return _OPENING if rank not in self.heard else _LIVING if self.lives(rank) else _TELLING
 
     def _circle_text(self, me: int) -> str:
         """The error for ranks that wait for each other in a circle; "" if this rank waits for none."""
@@ -360,7 +382,7 @@ class Comparison(Presence):
         """
         keys = ["parting", _AT_SITE, *(f"parted/{group.key}" for group in list(self.groups.values()))]
         if self.every and any(self.store.check([key]) for key in keys):
-            end = time.monotonic() + 10 * PERIOD
+            end = time.monotonic() + _LIVING + _TELLING
             while not self.failure and time.monotonic() < end:
                 time.sleep(0.005)
         if self.failure:
@@ -373,10 +395,7 @@ class Comparison(Presence):
         table = self.sites.table()
         in_groups = {rank for group in self.groups.values() for rank in group.ranks}
         ranks = sorted((in_groups | self.sites.ranks()) - {me})
-        end = time.monotonic() + limit
-        store = self._await_store(end)
-        if store is None:
-            return
+        end, store = time.monotonic() + limit, self.store
         store.set(f"{_SITES}/{me}", json.dumps(table))
         store.set(f"end/{me}", json.dumps({**counts, _SITES: _number_of_table(table)}))
         self._await_all("end", ranks, end)
@@ -392,12 +411,6 @@ class Comparison(Presence):
             self._raise_if_parted()
         store.set(f"agreed/{me}", "")
         self._await_all("agreed", ranks, end)  # their other groups may have parted
-
-    def _await_store(self, end: float) -> Any:
-        """The store, once the thread has opened it."""
-        while self.store is None and time.monotonic() < end:
-            time.sleep(0.001)
-        return self.store
 
     def _await_all(self, what: str, ranks: list[int], end: float) -> None:
         """Wait until ranks have told something of their end, or one has told of another error."""

@@ -53,9 +53,12 @@ class History:
         self.known: set[int] = set()  # contexts in which the ranks of the group have met
         self.met: Any = None  # where they met last
 
-    def advance(self, step: int) -> None:
-        """Come to the next collective, of which ``step`` is a hash."""
-        self.hash = hash((self.hash, step))
+    def advance(self, step: int, value: int = 0) -> None:
+        """Come to the next collective, of which ``step`` is a hash.
+
+        Or to a value. Its bits do not count for the context: other data at the same place are nothing new.
+        """
+        self.hash = hash((self.hash, step, value))
         self.context = (self.context << 8 ^ step) & _WINDOW
         self.count += 1
 

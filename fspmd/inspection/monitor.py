@@ -63,7 +63,7 @@ class Monitor(Comparison):
         """End. A monitor that compares meets the other ranks first, unless there is an error."""
         global _active
         try:
-            if self.thread is not None and self.every and error is None:
+            if self.thread is not None and self.every and error is None and self.has_store():
                 self._meet()
         except dist.DistError as lost:
             text = f"the store of torch.distributed has ended: {str(lost).splitlines()[0]}"
@@ -85,10 +85,10 @@ class Monitor(Comparison):
             wait_with(None if _active is None else _active.wait)
             self._hear_values()
             self.ended.set()
-            if self.thread is not None:
+            if self.thread is not None and world.initialised():
                 line = f" ({line})" if error and (line := user_line_of(error)) else ""
                 text = f"has left the block with {failure_text(error)}{line}" if error else ""
-                within(2 * FAREWELL, lambda: self._last_words(text))
+                within(2 * FAREWELL, functools.partial(self._last_words, text, self.store))
 
     def compares(self) -> bool:
         """Whether this monitor compares, or one around it does."""

@@ -21,7 +21,7 @@ from fspmd.inspection.watch import Note
 from fspmd.meshes import world
 from fspmd.messages import counted
 from fspmd.transport.pending import under_way
-from fspmd.transport.reports import own_store
+from fspmd.transport.reports import store_here
 
 PERIOD: Final = 0.25  # seconds between two signs of life
 _MANY: Final = 64  # of so many ranks each is heard, and named
@@ -50,7 +50,16 @@ class Presence(Note):
         self.heard: dict[int, tuple[float, dict[str, Any]]] = {}  # by rank: when it changed, what it told
         self.gone: dict[int, str] = {}  # ranks that left by an error
         self.answered = 0.0  # when the store did
-        self.store: Any = None
+        self.opened: Any = None  # the store over a connection of our own
+
+    @property
+    def store(self) -> Any:
+        """The store of this block. While the thread opens its connection, the main thread uses that of torch."""
+        return self._channel(self.number) if self.opened is None else self.opened
+
+    def has_store(self) -> bool:
+        """Whether there is a store: that of the world, or what a connection has kept of it."""
+        return self.opened is not None or world.initialised()
 
     def begin(self) -> None:
         """Start the thread."""
@@ -61,10 +70,10 @@ class Presence(Note):
     def _run(self) -> None:
         me = world.process_rank()
         try:
-            self.store = self._channel(self.number)
+            self.opened = self._channel(self.number)
         except Exception:
             return
-        while True:
+        while not self.ended.is_set():
             try:
                 self.store.set(f"at/{me}", self._told())
                 waiting = self.waiting
@@ -76,8 +85,7 @@ class Presence(Note):
             except Exception:
                 if self.ended.is_set():
                     return
-            if self.ended.wait(self.period):
-                return
+            self.ended.wait(self.period)
 
     def _compare(self, me: int, is_long: bool) -> None:
         """What the thread does besides. ``is_long``: this rank waits for long."""
@@ -172,9 +180,12 @@ class Presence(Note):
         age = now - self.heard[rank][0] if rank in self.heard else math.inf
         return age > max(0.6, 4 * self.period) and age > now - self.answered + self.period
 
-    def _last_words(self, text: str) -> None:
+    def lives(self, rank: int) -> bool:
+        """Whether another rank is in this block, and has given a sign of life of late."""
+        return rank in self.heard and not (rank in self.gone or self.heard[rank][1]["left"] or self.is_silent(rank))
+
+    def _last_words(self, text: str, store: Any) -> None:
         me = world.process_rank()
-        store = self._channel(self.number)
         if text:
             store.set(f"left/{me}", text)
         store.set(f"at/{me}", self._told(left=True))
@@ -185,4 +196,4 @@ class Presence(Note):
         self._channel(self.number - 2).delete_key(f"at/{me}")
 
     def _channel(self, number: int) -> Any:
-        return own_store(f"fspmd.monitor/{self.line}/{number}")
+        return store_here(f"fspmd.monitor/{self.line}/{number}")

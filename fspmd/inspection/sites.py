@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from fspmd.digests import mixed, of_bytes
+from fspmd.digests import of_bytes
 from fspmd.errors import join_failures
 from fspmd.inspection.histories import SHOWN, VALUES, key_of
 from fspmd.inspection.lines import UserLine
 from fspmd.meshes.mesh import Mesh
+from fspmd.ops.traits import name_of
 from fspmd.transport.known_values import ArgumentRow
 
 #: of each site: how often this rank has come, and the hash of what it has passed
 Table = dict[str, list[int]]
+
+#: tells what was passed
+Rows = Callable[[], Iterable[ArgumentRow]]
 
 _KEPT: Final = 64  # the last changes of a site
 _LEAVES: Final = 4  # that a line of a message shows
@@ -31,7 +35,15 @@ class Change(NamedTuple):
 
     came: int
     number: int
-    rows: list[ArgumentRow]
+    rows: Rows
+
+
+class _Told(NamedTuple):
+    """The same, as another rank has read it."""
+
+    came: int
+    number: int
+    rows: list[tuple[str, str, bool]]
 
 
 class CallSite:
@@ -45,34 +57,32 @@ class CallSite:
         self.number: int | None = None  # of what was passed last
         self.changes: deque[Change] = deque(maxlen=_KEPT)
 
-    def come(self, number: int, rows: Callable[[], Iterable[ArgumentRow]]) -> None:
-        """Come to the line once more, and pass ``rows``, which have this number."""
+    def come(self, number: int, rows: Callable[[], Rows]) -> None:
+        """Come to the line once more, and pass what has this number."""
         self.count += 1
         if number != self.number:
-            self.number, self.hash = number, mixed(self.hash, self.count, number)
-            self.changes.append(Change(self.count, number, [*rows()]))
+            self.number, self.hash = number, hash((self.hash, self.count, number))
+            self.changes.append(Change(self.count, number, rows()))
 
     def text(self) -> str:
         """What other ranks read of it."""
-        return json.dumps([self.where, list(self.changes)])
+        return json.dumps([self.where, [(came, number, [*rows()]) for came, number, rows in list(self.changes)]])
 
 
 class CallSites:
     """All sites of a rank."""
 
     def __init__(self) -> None:
-        self._by_place: dict[tuple[Mesh, str, int], CallSite] = {}
+        self._by_place: dict[tuple[Mesh, Any, int], CallSite] = {}
         self._by_ranks: dict[tuple[int, ...], dict[str, CallSite]] = {}
 
-    def come(
-        self, mesh: Mesh, to: str, place: tuple[UserLine, int], number: int, rows: Callable[[], Iterable[ArgumentRow]]
-    ) -> None:
-        """Come to a line that passes values on a mesh to a function."""
+    def come(self, mesh: Mesh, to: Any, place: tuple[UserLine, int], number: int, rows: Callable[[], Rows]) -> None:
+        """Come to a line that passes values on a mesh to a torch function, or to the function with a name."""
         line, number_of_place = place
         site = self._by_place.get((mesh, to, number_of_place))
         if site is None:
-            ranks = tuple(sorted(mesh.ranks))
-            key = f"{of_bytes(f'{key_of(mesh, ())} {to} {number_of_place}'.encode()):x}"
+            ranks, name = tuple(sorted(mesh.ranks)), to if isinstance(to, str) else name_of(to)
+            key = f"{of_bytes(f'{key_of(mesh, ())} {name} {number_of_place}'.encode()):x}"
             site = self._by_ranks.setdefault(ranks, {}).setdefault(key, CallSite(key, ranks, line.where))
             self._by_place[mesh, to, number_of_place] = site
         site.come(number, rows)
@@ -103,7 +113,7 @@ def parted(mine: Table, theirs: Table) -> str:
 def site_text(told: dict[int, str]) -> str:
     """The error for ranks that have passed other values at a site, by what each tells of it ("": nothing)."""
     sites = {rank: json.loads(text) for rank, text in told.items() if text}
-    changes = {rank: [Change(*each) for each in rows] for rank, (_, rows) in sites.items()}
+    changes = {rank: [_Told(*each) for each in rows] for rank, (_, rows) in sites.items()}
     oldest = max(each[0].came for each in changes.values())
     comings = sorted({change.came for each in changes.values() for change in each if change.came >= oldest})
     passed = [{rank: _passed(each, came) for rank, each in changes.items()} for came in comings]
@@ -125,6 +135,6 @@ def site_text(told: dict[int, str]) -> str:
     return join_failures("ranks pass other values where all must pass one global value:", lines, VALUES)
 
 
-def _passed(changes: list[Change], came: int) -> Change:
+def _passed(changes: list[_Told], came: int) -> _Told:
     """What was passed at a coming."""
     return [change for change in changes if change.came <= came][-1]
