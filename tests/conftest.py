@@ -14,6 +14,10 @@ from full import FULL, fields, spread
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# a new connection of torch asks for a name of this machine: a question that is lost is asked again after a second, not
+# after five
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+
 # each worker has a core: two threads that wait for each other make a call on a few elements cost milliseconds
 torch.set_num_threads(1)
 
