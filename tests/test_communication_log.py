@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -190,6 +191,12 @@ def test_what_caused_it_is_named() -> None:
     assert {one.cause.written for one in log[:5]} == {True}
     assert {one.cause.written for one in log[5:]} == {False}
     assert {one.cause.where.partition(":")[0] for one in log} == {"test_communication_log.py"}
+
+
+def test_no_line_of_pythons_library_is_the_users() -> None:
+    with communication_log() as log, ExitStack() as stack:
+        stack.callback(device_get, put(8, 4, spec=P("x")))
+    assert log[0].cause.text == "with ExitStack() as stack:"
 
 
 def test_collectives_of_bodies_nested_and_in_backward() -> None:

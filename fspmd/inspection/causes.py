@@ -16,13 +16,12 @@ from types import FrameType
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-import optree
-import torch
 from torch import nn
 
 from fspmd.cache import cached
 from fspmd.global_view.refusals import shown
 from fspmd.torch_internals import current_autograd_node, module_call
+from fspmd.user_code import is_library
 
 
 def expression_at(frame: FrameType) -> str:
@@ -143,8 +142,6 @@ def _is_path_of(model: nn.Module, path: str, module: nn.Module) -> bool:
 
 _HERE: Final = str(Path(__file__).parents[1])
 _RECORDERS: Final = f"{_HERE}/programs/"  # runs functions of the user
-#: folders of code that is not the user's
-LIBRARIES: Final = (_HERE, *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file))
 _DISPATCH: Final = f"{_HERE}/global_view/dispatch.py"
 #: the function that lays out values for a style
 _STYLES: Final = f"{_HERE}/modules/plans.py", "_arranged"
@@ -211,7 +208,7 @@ class Trace:
 class _File(NamedTuple):
     """The owner of the code in a file."""
 
-    is_library: bool  # torch's, optree's or ours, and not the user's
+    is_library: bool  # and not the user's
     is_ours: bool  # a public function may be in it, or code that a public function calls
     op: str  # the function that `_OPS` names
     name: str
@@ -220,7 +217,7 @@ class _File(NamedTuple):
 @cached
 def _file(path: str) -> _File:
     is_ours = path.startswith(_HERE) and not path.startswith(_RECORDERS)
-    return _File(path.startswith(LIBRARIES), is_ours, _OPS.get(path, ""), Path(path).name)
+    return _File(is_library[path], is_ours, _OPS.get(path, ""), Path(path).name)
 
 
 def trace(frame: FrameType | None = None) -> Trace:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from fspmd.errors import ArgumentError
 from fspmd.inspection.lines import user_line
@@ -48,7 +46,7 @@ def deadline(seconds: float) -> Iterator[None]:
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ArgumentError(f"deadline got seconds={described(seconds)}; give it a number above 0")
-    yield from _monitored(Monitor(seconds, 0, _line()))
+    yield from _monitored(Monitor(seconds, 0, user_line(sys._getframe(1)).where))
 
 
 @contextmanager
@@ -114,15 +112,7 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
         raise ArgumentError(f"debug got every={described(every)}; give it an integer above 0")
     if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0):
         raise ArgumentError(f"debug got seconds={described(seconds)}; give it a number above 0, or None")
-    yield from _monitored(Monitor(seconds, every, _line()))
-
-
-def _line() -> str:
-    """The user's line that enters a block, through `contextlib`."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename in (__file__, contextlib.__file__):
-        frame = frame.f_back
-    return user_line(frame).where
+    yield from _monitored(Monitor(seconds, every, user_line(sys._getframe(1)).where))
 
 
 def _monitored(monitor: Monitor) -> Iterator[None]:

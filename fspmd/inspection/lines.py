@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 from typing import Final
 
 from fspmd.cache import cached
-from fspmd.inspection.causes import LIBRARIES
+from fspmd.user_code import user_frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,37 +24,20 @@ _UNKNOWN: Final = UserLine("?", 0)
 _lines: Final[dict[tuple[int, int], tuple[CodeType, UserLine]]] = {}  # by the id of the code, which is kept
 
 
-class _Libraries(dict[str, bool]):
-    """By file whether it is of a library."""
-
-    def __missing__(self, path: str) -> bool:
-        found = self[path] = path.startswith(LIBRARIES)
-        return found
-
-
-is_library: Final = _Libraries()  # by file
-
-
 def user_line(frame: FrameType | None) -> UserLine:
     """The nearest line of the user at a frame or above it."""
-    frame = _user_frame(frame)
+    frame = user_frame(frame)
     return _UNKNOWN if frame is None else _line_at(frame)
 
 
 def user_place(frame: FrameType | None) -> tuple[UserLine, int]:
     """The nearest line of the user at a frame or above it, and a number for the instruction and that of its caller."""
-    frame = _user_frame(frame)
+    frame = user_frame(frame)
     if frame is None:
         return _UNKNOWN, 0
-    line, caller = _line_at(frame), _user_frame(frame.f_back)
+    line, caller = _line_at(frame), user_frame(frame.f_back)
     called_at = (0, 0) if caller is None else (_line_at(caller).number, caller.f_lasti)
     return line, hash((line.number, frame.f_lasti, *called_at))
-
-
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and is_library[frame.f_code.co_filename]:
-        frame = frame.f_back
-    return frame
 
 
 def _line_at(frame: FrameType) -> UserLine:

@@ -25,7 +25,7 @@ from fspmd.meshes import world
 from fspmd.transport.known_values import hear_with
 from fspmd.transport.pending import SLICE, Meeting, Message, is_over, wait_with
 from fspmd.transport.reports import failure_text, within
-from fspmd.transport.reports import user_line as user_line_of
+from fspmd.user_code import line_of_error
 
 _FAILED: Final = (
     "see the output of the ranks that have ended. gloo::EnforceNotMet there means that ranks sent different sizes: "
@@ -86,7 +86,7 @@ class Monitor(Comparison):
             self._hear_values()
             self.ended.set()
             if self.thread is not None and world.initialised():
-                line = f" ({line})" if error and (line := user_line_of(error)) else ""
+                line = f" ({line})" if error and (line := line_of_error(error)) else ""
                 text = f"has left the block with {failure_text(error)}{line}" if error else ""
                 within(2 * FAREWELL, functools.partial(self._last_words, text, self.store))
 

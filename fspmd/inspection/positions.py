@@ -6,11 +6,12 @@ import sys
 from types import FrameType
 from typing import Any, Final
 
-from fspmd.inspection.causes import LIBRARIES, Cause, trace
+from fspmd.inspection.causes import Cause, trace
 from fspmd.messages import quoted
 from fspmd.pairs import Call, StandIn, land
 from fspmd.spec import describe
 from fspmd.torch_internals import current_autograd_node
+from fspmd.user_code import is_library
 
 #: the name under which a replay has the causes of its steps, by the lines of its code
 CAUSES: Final = "fspmd_causes"
@@ -37,7 +38,7 @@ def position(innermost: FrameType | None = None) -> tuple[str, tuple[int, ...]]:
     call: Call | None = None
     replayed: Cause | None = None
     forward, operand = "", None
-    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+    while frame is not None and is_library[frame.f_code.co_filename]:
         named = frame.f_locals
         found = named["flight"].trip.call if frame.f_code is land.__code__ else named.get("call", named.get("self"))
         if isinstance(found, StandIn) and not forward:

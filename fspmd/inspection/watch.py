@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from types import FrameType
 from typing import Any, Final, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fspmd.inspection.causes import Cause, Trace, trace
-from fspmd.inspection.lines import UserLine, is_library, line_of, user_line
+from fspmd.inspection.lines import UserLine, line_of, user_line
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
@@ -26,6 +25,7 @@ from fspmd.transport import Pending
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import RankRoute
 from fspmd.transport.windows import is_idle, traffic
+from fspmd.user_code import user_frame
 
 _lock: Final = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()
@@ -227,11 +227,10 @@ def _noted(x: Any, call: Call) -> Call:
         return call
     if type(call) is _Watched:  # a transpose, whose watchers have left meanwhile
         return Noted(call.plain, line_of(call.by.where))
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_library[(code := frame.f_code).co_filename]:
-        frame = frame.f_back
+    frame = user_frame(sys._getframe(2))
     if frame is None:
         return Noted(call, user_line(None))
+    code = frame.f_code
     known = _stand_ins.get((id(call), id(code), frame.f_lasti))
     if known is None:
         known = Noted(call, user_line(frame))

@@ -17,7 +17,6 @@ from typing import Any, Final
 from torch import Tensor
 
 from fspmd.errors import RecordError, ValuesNeededError
-from fspmd.inspection.causes import LIBRARIES
 from fspmd.local_view.python_step import write_of_python
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.programs.program import memory_of
@@ -25,6 +24,7 @@ from fspmd.programs.refusals import line, written_by
 from fspmd.sharded import Sharded
 from fspmd.tracing import DispatchMode
 from fspmd.transport.local_tensor import blocks_of
+from fspmd.user_code import LIBRARIES
 
 _DEPTH: Final = 12
 _OF_PYTHON: Final = 1 << 9  # a flag of classes that a class statement made

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import atexit
 import sys
-import sysconfig
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Final
-
-import optree
-import torch
 
 from fspmd.meshes import world
 from fspmd.torch_internals import store_of_ranks
+from fspmd.user_code import line_of_error
 
-_HERE: Final = str(Path(__file__).parents[1])
-_LIBRARIES: Final = (_HERE, *(str(Path(module.__file__).parent) for module in (torch, optree) if module.__file__))
-#: the library of Python, and what is installed, which may lie within it
-_STANDARD: Final = (str(Path(threading.__file__).parent), "<frozen ")
-_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 PATIENCE: Final = 2.0  # seconds for an answer of the store
 _told: list[str] = []  # the last failure that this process told
 _clones: Final[list[tuple[Any, Any]]] = []  # a weak reference to the store, and a connection of our own to it
@@ -81,7 +71,7 @@ def tell_failure(error: BaseException, where: str = "") -> None:
     if not world.initialised() or getattr(error, "is_told", False):
         return
     error.is_told = True  # type: ignore[attr-defined] # kept here, an error would keep all that its frames hold
-    line = user_line(error)
+    line = line_of_error(error)
     text = f"{where or 'raised'} {failure_text(error)}" + (f" ({line})" if line else "")
     _told[:] = [text]
     rank, now = world.process_rank(), time.time()
@@ -108,16 +98,6 @@ def failure_text(error: BaseException) -> str:
     head, *lines = f"{type(error).__name__}: {error}".splitlines()
     first = next((line.strip(" *") for line in lines if line.startswith("  * ")), "")
     return f"{head[:400]} {first[:400]}".rstrip(": ")
-
-
-def user_line(error: BaseException) -> str:
-    """``train.py:12``: the innermost line of the user in a traceback; "" if there is none."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        file = frame.f_code.co_filename
-        is_standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
-        if not is_standard and not file.startswith(_LIBRARIES):
-            return f"{Path(file).name}:{line}"
-    return ""
 
 
 @atexit.register
