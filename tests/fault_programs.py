@@ -600,6 +600,14 @@ def another_global_shape(port: int) -> tuple[str, float]:
     return outcome(lambda: total(x), debug())
 
 
+def another_spec_of_a_value(port: int) -> tuple[str, float]:
+    """One rank lays out a value otherwise, and nothing moves."""
+    mesh, rank = fresh(port)
+    specs = {"w": P("x"), "b": P("x") if rank == 3 else P()}
+    tree = {"w": torch.ones(8), "b": torch.ones(4)}
+    return outcome(lambda: device_put(tree, specs, mesh=mesh), debug())
+
+
 def another_spec(port: int) -> tuple[str, float]:
     """After some steps one rank cuts an argument of an unchecked body that the others have whole."""
     mesh, rank = fresh(port, (2, 2), ("x", "y"))
@@ -631,6 +639,7 @@ def another_operand(port: int, what: str) -> tuple[str, float]:
     """One rank gives another value to a torch function on `Sharded` values, once. Sizes agree."""
     mesh, rank = fresh(port)
     x = _x(mesh).requires_grad_()
+    whole, cut = (device_put(torch.ones(8), spec, mesh=mesh) for spec in (P(), P("x")))
 
     def act() -> None:
         for i in range(24):
@@ -651,7 +660,7 @@ def another_operand(port: int, what: str) -> tuple[str, float]:
                 case "a dim":
                     y = x.view(2, 4).sum(int(wrong), keepdim=True)
                 case "a layout":
-                    y = (device_put(torch.ones(8), P() if wrong else P("x"), mesh=mesh) + 1) * x.detach()
+                    y = ((whole if wrong else cut) + 1) * x.detach()
             if what != "a layout":
                 y.sum().backward()
 

@@ -328,19 +328,25 @@ def test_another_operand_is_told(four: Processes, what: str, label: str, mine: s
             fault_programs.another_global_shape,
             1,
             "given of shard_map(<lambda>)",
-            ("f32[8@x] on mesh(x=4) as P('x')", "f32[16@x] on mesh(x=4) as P('x')"),
+            (", f32[8@x] on mesh(x=4) as P('x')", ", f32[16@x] on mesh(x=4) as P('x')"),
         ),
         (
             fault_programs.another_spec,
             2,
             "tree['b'] of shard_map(<lambda>)",
-            ("f32[8] on mesh(x=2, y=2) as P()", "f32[8] on mesh(x=2, y=2) as P('y')"),
+            (", f32[8] on mesh(x=2, y=2) as P()", ", f32[8] on mesh(x=2, y=2) as P('y')"),
+        ),
+        (
+            fault_programs.another_spec_of_a_value,
+            3,
+            "tree['b'] of device_put",
+            (" as P()", " as P('x')"),
         ),
         (
             fault_programs.another_global_shape_in_a_record,
             1,
             "given of jit(<lambda>)",
-            ("f32[8@x] on mesh(x=4)", "f32[16@x] on mesh(x=4)"),
+            (", f32[8@x] on mesh(x=4)", ", f32[16@x] on mesh(x=4)"),
         ),
     ],
 )
@@ -353,7 +359,7 @@ def test_another_layout_is_told(
     head, *lines, _ = first.splitlines()
     assert head == "LockstepError: ranks pass values of other layouts:"
     for i, line in enumerate(lines):
-        assert line.startswith(f"  * rank {i}: {label}, {layouts[i == rank]} (fault_programs.py:"), first
+        assert line.startswith(f"  * rank {i}: {label}{layouts[i == rank]} (fault_programs.py:"), first
 
 
 @pytest.mark.parametrize(

@@ -99,14 +99,25 @@ def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     check_leaves(leaves, partitions, labels(treedef, "tree"), [mesh] * len(leaves), what, (Tensor, TensorSpec))
     if known_values.hear is not None:
-        for leaf, partition, label in zip(leaves, partitions, leaf_paths(tree, "tree"), strict=True):
-            if partition is not None and type(leaf) is not Sharded:
-                known_values.hear(mesh, f"{label} of {what}", leaf)
+        _tell_values(list(zip(leaf_paths(tree, "tree"), leaves, partitions, strict=True)), mesh, what)
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
         for leaf, partition in zip(leaves, partitions, strict=True)
     ]
     return treedef.unflatten(placed)
+
+
+def _tell_values(given: list[tuple[str, Any, P | None]], mesh: Mesh, what: str) -> None:
+    """Let `known_values.hear` hear of all leaves: they and their specs must be alike on all processes."""
+    layouts = [
+        known_values.layout_row(label, what, leaf.spec if type(leaf) is Sharded else None, partition)
+        for label, leaf, partition in given
+        if partition is not None
+    ]
+    known_values.hear_layouts(mesh, what, tuple(layouts))
+    for label, leaf, partition in given:
+        if partition is not None and type(leaf) is not Sharded:
+            known_values.hear(mesh, f"{label} of {what}", leaf)  # type: ignore[misc]
 
 
 def _put(leaf: Tensor | Sharded | TensorSpec, partition: P, mesh: Mesh) -> Sharded | TensorSpec:
