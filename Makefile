@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 LOWEST ?= .venv-lowest
 TESTS ?= tests
+PART ?= 1/1
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -19,9 +20,9 @@ test: lint
 test-lowest: $(LOWEST)/test.stamp
 	$(LOWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
-# every generated case, not a sample
+# every generated case, not a sample: hours. PART=1/8 runs the first of eight parts, PART=2/8 the second, and so on.
 test-full: $(VENV)/dev.stamp
-	FSPMD_FULL=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests
+	FSPMD_FULL=1 FSPMD_PART=$(PART) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
 # torch's op database, all of it, in each mode
 opinfo: $(VENV)/dev.stamp

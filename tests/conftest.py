@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 
 import pytest
 import torch
-from full import FULL, fields, spread
+from full import FULL, fields, in_part, spread
 
 # the many processes of the tests read what one has compiled
 sys.dont_write_bytecode = False
@@ -32,7 +32,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test marked ``one_of(n)`` one case in n runs, and at least one."""
+    """Of a test marked ``one_of(n)`` one case in n runs, and at least one. Of all those, the part of FSPMD_PART."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if not FULL and item.get_closest_marker("one_of"):
@@ -40,8 +40,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: set[pytest.Item] = set()
     for those in cases.values():
         (n,) = those[0].get_closest_marker("one_of").args  # type: ignore[union-attr]
-        chosen = spread([item.name for item in those], [[*_values(item)] for item in those], -(-len(those) // n))
-        left.update(item for i, item in enumerate(those) if i not in chosen)
+        found = spread([item.name for item in those], [[*_values(item)] for item in those], -(-len(those) // n))
+        left.update(item for i, item in enumerate(those) if i not in found)
+    chosen = [item for item in items if item not in left]
+    left.update(item for i, item in enumerate(chosen) if not in_part(i))
     config.hook.pytest_deselected(items=list(left))
     # those that wait for seconds to pass, on a machine that is not too busy, begin: one worker has them all
     items[:] = sorted((item for item in items if item not in left), key=lambda item: item.path.name != "test_faults.py")

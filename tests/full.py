@@ -9,6 +9,14 @@ from typing import Final, TypeVar
 from zlib import crc32
 
 FULL: Final = os.environ.get("FSPMD_FULL") == "1"
+#: ``2/5``: of the tests those with the numbers 2, 7, 12 and so on, counted from 1. All five parts are all tests.
+_PART: Final = os.environ.get("FSPMD_PART", "1/1")
+
+
+def in_part(number: int) -> bool:
+    """Whether the part of FSPMD_PART has the test with a number, counted from 0."""
+    part, parts = map(int, _PART.split("/"))
+    return number % parts == part - 1
 
 _Case = TypeVar("_Case", bound=tuple)
 
