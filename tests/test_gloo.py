@@ -144,12 +144,14 @@ def check(pool: Processes, cases: list[Case]) -> None:
     assert not failures, f"{len(failures)} of {len(cases)} cases:\n" + "\n\n".join(failures[:5])
 
 
-def test_every_collective_on_four_processes(four: Processes) -> None:
-    check(four, every_case(4) if FULL else some_cases(4))
+@pytest.mark.parametrize("part", range(24 if FULL else 1))
+def test_every_collective_on_four_processes(four: Processes, part: int) -> None:
+    check(four, every_case(4)[part::24] if FULL else some_cases(4))
 
 
-def test_every_collective_on_six_processes(six: Processes) -> None:
-    check(six, every_case(6) if FULL else some_cases(6)[::6])
+@pytest.mark.parametrize("part", range(48 if FULL else 1))
+def test_every_collective_on_six_processes(six: Processes, part: int) -> None:
+    check(six, every_case(6)[part::48] if FULL else some_cases(6)[::6])
 
 
 def test_the_sample_has_every_dtype_of_every_call() -> None:
