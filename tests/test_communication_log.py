@@ -196,7 +196,7 @@ def test_what_caused_it_is_named() -> None:
 def test_no_line_of_pythons_library_is_the_users() -> None:
     with communication_log() as log, ExitStack() as stack:
         stack.callback(device_get, put(8, 4, spec=P("x")))
-    assert log[0].cause.text == "with ExitStack() as stack:"
+    assert log[0].cause.text == "with communication_log() as log, ExitStack() as stack:"
 
 
 def test_collectives_of_bodies_nested_and_in_backward() -> None:
