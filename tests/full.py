@@ -18,6 +18,7 @@ def in_part(number: int) -> bool:
     part, parts = map(int, _PART.split("/"))
     return number % parts == part - 1
 
+
 _Case = TypeVar("_Case", bound=tuple)
 
 
