@@ -109,7 +109,8 @@ def shard_map(
             invariant operands (backward: the all-reduce), and refuses an output that varies over an axis missing in
             its spec. Functions compiled by ``torch.compile`` then run uncompiled; `jit` with ``backend="inductor"``
             compiles such bodies. If False, the semantics are those of JAX without checks: ``psum`` transposes to
-            ``psum``, and an op costs nothing extra.
+            ``psum``, and an op costs nothing extra. Random functions then draw from the generator of each process, so
+            ranks with one seed draw the same numbers, as all ranks of a simulation do.
 
     Arguments are plain tensors (a global value that every process has) or `Sharded` (moved only if the spec differs).
     Results are `Sharded`. Inside another body they are plain tensors, whole over the inner axes. If an argument neither
