@@ -82,6 +82,22 @@ def order_in_memory(strides: Strides) -> list[int]:
     return sorted(range(len(strides)), key=lambda dim: (-strides[dim], dim))
 
 
+def overlaps(shape: tuple[int, ...], strides: Strides) -> bool:
+    """Return whether elements of a value may share memory, as those of windows do.
+
+    >>> overlaps((2, 9), (3, 1)), overlaps((2, 3), (0, 1)), overlaps((3, 2), (1, 4)), overlaps((1, 9), (3, 1))
+    (True, True, False, False)
+    """
+    if 0 in shape:
+        return False
+    last = 0  # the place of the last element, of the dims so far
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride <= last:
+            return True
+        last += (size - 1) * stride
+    return False
+
+
 def is_dense(shape: tuple[int, ...], strides: Strides) -> bool:
     """Return whether the elements of a value fill its memory, each place once.
 

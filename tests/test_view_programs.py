@@ -113,6 +113,46 @@ def test_writes_into_what_is_expanded_are_refused_on_all_ranks(write: Callable[[
         write(x)
 
 
+_NINES = torch.full((1, 9), 9.0)
+_PLACES = torch.zeros(1, 9, dtype=torch.long)
+
+
+@pytest.mark.parametrize("spec", [P(), P("x")])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.index_fill_(0, torch.tensor([0]), 3),
+        lambda x: x.index_put_((torch.tensor([0]),), torch.tensor(3.0)),
+        lambda x: x.index_copy_(0, torch.tensor([0]), _NINES),
+        lambda x: x.index_add_(0, torch.tensor([0]), _NINES),
+        lambda x: x.scatter_(0, _PLACES, 3.0),
+        lambda x: x.scatter_add_(0, _PLACES, _NINES),
+        lambda x: x.scatter_reduce_(0, _PLACES, _NINES, "amax"),
+        lambda x: x.masked_scatter_(torch.tensor([[True], [False]]).expand(2, 9), _NINES.expand(2, 9)),
+        lambda x: x.put_(torch.arange(9), _NINES[0]),
+        lambda x: x.tril_(-1),
+        lambda x: x.__setitem__(0, 3.0),
+        lambda x: x.__setitem__(torch.tensor([0]), 3.0),
+    ],
+)
+def test_writes_into_some_windows_do_not_lose_what_they_share_with_others(write: Callable[[Any], Any], spec: P) -> None:
+    """A write that computes all windows anew would copy old elements over new ones."""
+    whole = torch.arange(12.0)
+    x = device_put(whole, spec, mesh=LINE) * 1
+    with pytest.raises(FspmdError, match=r"as those of unfold\(\) do|writes into a copy"):
+        write(x.unfold(0, 9, 3))
+    assert torch.equal(device_get(x), whole)
+
+
+def test_writes_into_a_window_are_seen() -> None:
+    x, whole = device_put(torch.arange(12.0), P(), mesh=LINE) * 1, torch.arange(12.0)
+    for one in (x, whole):
+        windows = one.unfold(0, 9, 3)
+        windows[0].fill_(3)
+        windows[1].mul_(2)
+    assert torch.equal(device_get(x), whole)
+
+
 def test_a_write_by_places_of_a_flat_dim_is_not_lost() -> None:
     x = device_put(torch.zeros(4, 4, 1), P("x", "y"), mesh=make_mesh((2, 3), ("x", "y"), transport="simulation"))
     y = x.reshape(8, 2, 1)

@@ -19,7 +19,7 @@ from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.layouts import working
 from fspmd.global_view.operands import places_of, spec_of
 from fspmd.global_view.propagate import OpPlan, Question, opaque_plan
-from fspmd.global_view.refusals import shown
+from fspmd.global_view.refusals import refuse_shared_memory, shown
 from fspmd.global_view.result_types import joined, on_meta
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.global_view.unruled import Run
@@ -71,6 +71,7 @@ class _Either:
         """Run on gathered operands; ``written`` are the places of operands that the function writes into."""
         for i in written:
             refuse_copy(leaves[i].local, shown(self.func))
+            refuse_shared_memory(self.func, leaves[i], at_once=False)
         given, whole = list(leaves), dict[int, Sharded]()
         for i, x in enumerate(leaves):
             if isinstance(x, Sharded) and x.spec.partition.mentioned:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError
-from fspmd.forms import Form, Laid, Strided, Strides, form_of, packed
+from fspmd.forms import Form, Laid, Strides, form_of, packed
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, viewed_call
 from fspmd.global_view.kernels import dtype_complaint, kernel_complaint
@@ -29,7 +28,7 @@ from fspmd.global_view.local_calls import (
     untouched,
     view_or_copy,
 )
-from fspmd.global_view.refusals import check_dtypes, refuse_global, shown
+from fspmd.global_view.refusals import check_dtypes, refuse_global, refuse_shared_memory, shown
 from fspmd.global_view.result_types import (
     Kind,
     Outcome,
@@ -210,7 +209,7 @@ def ask(
     except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
         refuse_global(func, specs, error)
     if fixed := writes(func):
-        _refuse_expanded(func, values[0])
+        refuse_shared_memory(func, values[0], at_once=not row.sets)
     elif row.rule is not elementwise and outcome.bases[0] is None:
         complaint = dtype_complaint(func, args, kwargs, ordered)
         if complaint is not None:
@@ -287,18 +286,6 @@ def _outcome(
     if row.rule is elementwise and (complaint := kernel_complaint(func, args, kwargs, ordered)) is not None:
         refuse_global(func, specs, complaint)
     return outcome, None
-
-
-def _refuse_expanded(func: Any, x: Any) -> None:
-    """Raise on all ranks for a write into expanded memory; torch refuses it only on ranks whose block has elements."""
-    strides = x.form.strides if isinstance(x, Sharded) and isinstance(x.form, Strided) else None
-    if strides is None or not x.numel():
-        return
-    if any(n > 1 and not stride for n, stride in zip(x.shape, strides, strict=True)):
-        raise ArgumentError(
-            f"{shown(func)} writes into {x!r}, whose elements share memory, as those of expand() do; write into the "
-            "tensor that was expanded, or into a clone()"
-        )
 
 
 def _undecided_spec(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:

@@ -9,9 +9,11 @@ from typing import Any, Final, NoReturn
 import torch
 
 from fspmd.errors import ArgumentError, FspmdError, VarianceError
+from fspmd.forms import Strided, overlaps
 from fspmd.messages import quoted
 from fspmd.ops.operators import OPERATORS
 from fspmd.ops.traits import INSTEAD_OF_COMPILED, name_of
+from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import StopRecomputation, is_any_autocast_enabled
 
@@ -76,6 +78,24 @@ def refuse_write(func: Any, specs: Sequence[TensorSpec]) -> NoReturn:
         f"{name} would change the layout of its operand: it writes into Sharded {first!r} a value that it computes "
         f"with {', '.join(map(repr, specs[1:])) or 'a number'}; write {new}, or move the operands first"
     )
+
+
+def refuse_shared_memory(func: Any, x: Any, *, at_once: bool) -> None:
+    """Raise on all ranks for a write into expanded memory; torch refuses it only on ranks whose block has elements.
+
+    A write that is not made ``at_once`` computes all elements anew and copies them. Where some share memory, old ones
+    could come after new ones, so it is refused for windows, too.
+    """
+    strides = x.form.strides if isinstance(x, Sharded) and isinstance(x.form, Strided) else None
+    if strides is None or not x.numel():
+        return
+    is_expanded = any(n > 1 and not stride for n, stride in zip(x.shape, strides, strict=True))
+    if is_expanded or not (at_once or not overlaps(x.spec.shape, strides)):
+        raise ArgumentError(
+            f"{shown(func)} writes into {x!r}, whose elements share memory, as those of "
+            f"{'expand()' if is_expanded else 'unfold()'} do; write into the tensor that it is a view of, or into a "
+            "clone()"
+        )
 
 
 def refuse_rule(func: Any, specs: Sequence[TensorSpec], part: NoRuleError | None = None) -> NoReturn:

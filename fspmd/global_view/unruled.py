@@ -16,7 +16,14 @@ from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
 from fspmd.global_view.kernels import dtype_complaint
 from fspmd.global_view.operands import places_of, sharded_values
-from fspmd.global_view.refusals import PASSING, NoRuleError, refuse_global, refuse_rule, shown
+from fspmd.global_view.refusals import (
+    PASSING,
+    NoRuleError,
+    refuse_global,
+    refuse_rule,
+    refuse_shared_memory,
+    shown,
+)
 from fspmd.global_view.results_of_parts import Followed
 from fspmd.ops.traits import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
@@ -123,6 +130,7 @@ def _write(
     x: Sharded | Tensor = args[0]
     if isinstance(x, Sharded):
         refuse_copy(x.local, shown(func))
+        refuse_shared_memory(func, x, at_once=False)
     new = _composed(func, graph, followed, args, kwargs)
     if (new.shape, new.dtype) != (x.shape, x.dtype):
         raise ShapeError(f"{shown(func)} would turn {x!r} into a {new!r}; write x = x.{name_of(func).rstrip('_')}(...)")

@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.copies import refuse_copy
 from fspmd.global_view.origins import with_origin
 from fspmd.global_view.propagate import OpPlan, Question, ask, opaque_plan, plan_of
-from fspmd.global_view.refusals import refuse_write, shown
+from fspmd.global_view.refusals import refuse_shared_memory, refuse_write, shown
 from fspmd.global_view.strategies import Strategy
 from fspmd.ops.signatures import Place, at
 from fspmd.pairs import is_transformed
@@ -55,6 +55,7 @@ def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     x: Sharded = args[0]
     refuse_copy(x.local, shown(func))
+    refuse_shared_memory(func, x, at_once=False)
     lies = x.spec.partition
     value = x.spec.with_partition(P(*lies, reduced=lies.reduced))
     new = call_torch(func, (Sharded(redistribute(x.local, x.spec, value), value), *args[1:]), kwargs)
