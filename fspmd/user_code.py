@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
+import os
 import threading
 import traceback
 from pathlib import Path
@@ -13,18 +13,15 @@ import optree
 import torch
 
 #: folders of code that is not the user's: ours, torch's and optree's
-LIBRARIES: Final = (
-    str(Path(__file__).parent),
-    *(str(Path(file).parent) for file in (torch.__file__, optree.__file__) if file),
-)
-#: the library of Python, and what is installed, which may lie within it
-_STANDARD: Final = (str(Path(threading.__file__).parent), "<frozen ")
-_INSTALLED: Final = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+LIBRARIES: Final = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__, optree.__file__) if file)
+#: the library of Python; folders with these names within it have what is installed
+_STANDARD: Final = (f"{Path(threading.__file__).parent}{os.sep}", "<frozen ")
+_INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 class _Libraries(dict[str, bool]):
     def __missing__(self, path: str) -> bool:
-        is_standard = path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
+        is_standard = path.startswith(_STANDARD) and not any(name in path for name in _INSTALLED)
         found = self[path] = is_standard or path.startswith(LIBRARIES)
         return found
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -690,6 +691,36 @@ def alone(port: int) -> tuple[str, float]:
     return outcome(act, debug(every=1))
 
 
+def placed_in_any_order(port: int) -> tuple[str, float]:
+    """Ranks lay out values in other orders: where nothing moves, and in threads."""
+    mesh, rank = fresh(port)
+    sizes = [8, 12, 16, 20]
+    values = {n: device_put(torch.ones(n), P("x"), mesh=mesh) for n in sizes}
+
+    def act() -> None:
+        for n in sizes if rank != 1 else reversed(sizes):
+            values[n] = device_put(values[n], P("x"), mesh=mesh)
+        with ThreadPoolExecutor(3) as pool:
+            for n in sizes if rank != 2 else reversed(sizes):
+                pool.submit(device_put, values[n], P("x"), mesh=mesh).result()
+
+    return outcome(act, debug(every=1))
+
+
+def one_comes_late(port: int) -> tuple[str, float]:
+    """Two ranks differ while another, which lives, has come to no collective yet."""
+    mesh, rank = fresh(port)
+
+    def act() -> None:
+        if rank == 2:
+            time.sleep(4)
+        else:
+            reduce = pmax if rank == 1 else psum
+            shard_map(lambda b: reduce(b, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(_x(mesh))
+
+    return outcome(act, debug())
+
+
 def another_leaf(port: int) -> tuple[str, float]:
     """One rank lays out another plain tensor. Nothing is sent."""
     mesh, rank = fresh(port)
@@ -871,7 +902,7 @@ def another_static_argument_of_a_record(port: int) -> tuple[str, float]:
     mesh, rank = fresh(port)
     x = _x(mesh)
     step = jit(lambda x, *, power: (x**power).sum(), static_argnames="power")
-    return outcome(lambda: step(x, power=(2.0 if rank == 3 else 3.0)), debug())
+    return outcome(lambda: step(x, power=(-2 if rank == 3 else -1)), debug())
 
 
 def another_closed_over_tensor_of_a_record(port: int) -> tuple[str, float]:

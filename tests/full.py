@@ -16,6 +16,8 @@ _PART: Final = os.environ.get("FSPMD_PART", "1/1")
 def in_part(number: int) -> bool:
     """Whether the part of FSPMD_PART has the test with a number, counted from 0."""
     part, parts = map(int, _PART.split("/"))
+    if not 0 < part <= parts:
+        raise ValueError(f"FSPMD_PART={_PART}: of 8 parts write 1/8, 2/8 and so on")
     return number % parts == part - 1
 
 

@@ -115,6 +115,16 @@ def test_another_size_is_told_before_anything_is_sent(four: Processes, kind: str
         assert f"f64[{wrong if rank == 1 else 8}, " in line, line
 
 
+def test_ranks_that_differ_do_not_wait_for_one_that_comes_late(four: Processes) -> None:
+    found = four.run(fault_programs.one_comes_late, free_port())
+    assert {error for error, _ in found} == {found[0][0]}
+    assert max(seconds for i, (_, seconds) in enumerate(found) if i != 2) < 3.5
+    lines = found[0][0].splitlines()[1:5]
+    words = ["psum over", "psum (max) over", "has told of no collective of this group", "psum over"]
+    for rank, (line, word) in enumerate(zip(lines, words, strict=True)):
+        assert line.startswith(f"  * rank {rank}: {word}")
+
+
 def test_steps_on_new_data_wait_for_nobody(four: Processes) -> None:
     first, *rest = _run(four, fault_programs.meetings, within=1)
     assert rest == [first] * 3
@@ -575,6 +585,7 @@ def test_threads_leave_their_blocks_in_any_order() -> None:
         fault_programs.a_new_world,
         fault_programs.other_replays_of_other_groups,
         fault_programs.keys_in_many_orders,
+        fault_programs.placed_in_any_order,
     ],
 )
 def test_who_does_nothing_wrong_hears_nothing(four: Processes, program: Callable[[int], Any]) -> None:

@@ -22,7 +22,7 @@ from fspmd.meshes import world
 from fspmd.messages import counted
 from fspmd.torch_internals import time_limit
 from fspmd.transport.pending import under_way, wait_for
-from fspmd.transport.reports import store_here, tell_failure
+from fspmd.transport.reports import store_here, store_needed, tell_failure
 
 _LIMIT: Final = timedelta(minutes=30)  # where the backend tells none
 _SHORTEST, _LONGEST = 2e-4, 0.02  # seconds between two looks
@@ -155,6 +155,7 @@ class Agreement(Gathering, Rendezvous):
         self.store.delete_key(f"{self.number}/{self.me}")
 
 
+@store_needed()
 def agree(histories: Iterable[History], what: str) -> None:
     """Wait until all ranks of each group have come with the same collectives, unless they have agreed on them before.
 

@@ -55,14 +55,14 @@ from fspmd.torch_internals import transforms_active
 from fspmd.tracing import is_recording
 from fspmd.transport.known_values import ArgumentRow
 from fspmd.transport.pending import wait_for
+from fspmd.transport.reports import store_needed
 
 _KEPT: Final = 64  # hashes of each group that stay in the store
 _CONTEXTS: Final = 65536  # contexts of each group that are kept
 _SILENT: Final = 2.0  # seconds after which ranks do not wait for one that gives no sign of life
 _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
 _TELLING: Final = 1.5  # seconds that ranks which have parted wait for a rank to tell of itself
-_OPENING: Final = 6.0  # the same, for a rank of which nothing was heard: to open a connection may take seconds
-_LIVING: Final = 10.0  # the same, for a rank that gives signs of life
+_LIVING: Final = 4.0  # the same, for a rank that gives signs of life
 _AT_SITE: Final = "parted at"  # a key of the store: the site at which ranks have parted
 _SITES: Final = "sites"  # a topic of the store
 LATE: Final = (
@@ -164,7 +164,7 @@ class Comparison(Presence):
         elif isinstance(x, bool):  # one rank may be told to print
             return
         else:
-            text, number = label, x if type(x) is int else number_of(x)
+            text, number = label, number_of(x)  # hash(-1) == hash(-2)
         if self.failure:
             raise LockstepError(self.failure)
         line, key = user_line(sys._getframe(1)), key_of(mesh, ())
@@ -178,7 +178,7 @@ class Comparison(Presence):
 
     def layouts(self, mesh: Mesh, to: str, rows: tuple[ArgumentRow, ...]) -> None:
         """The layouts of arguments, of which all processes of a mesh pass the same to a function."""
-        if self._is_compared(mesh):
+        if threading.get_ident() == self.caller and self._is_compared(mesh):
             self._pass(mesh, to, _number_of_rows(rows), lambda: partial(iter, rows))
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -228,6 +228,7 @@ class Comparison(Presence):
         if self.outer is not None:
             self.outer.record(communications)
 
+    @store_needed()
     def _meet_first(self, group: History) -> None:
         """Wait until all ranks of a group have come to this collective, in a context that is new to them.
 
@@ -271,6 +272,8 @@ class Comparison(Presence):
             return
         if not self.every:
             return
+        if store.check(["parted"]) and (key := store.get("parted").decode()) not in self.groups:
+            store.set(f"told/{key}/{me}", "")  # this rank has come to no collective of theirs: nobody need wait for it
         for group in list(self.groups.values()):
             parts = False
             while group.due:
@@ -334,7 +337,8 @@ class Comparison(Presence):
 
     def _patience(self, rank: int) -> float:
         """The seconds in which a rank tells of itself."""
-        return _OPENING if rank not in self.heard else _LIVING if self.lives(rank) else _TELLING
+        seconds = _LIVING if self.lives(rank) else _TELLING
+        return seconds if self.seconds is None else min(seconds, self.seconds / 2)
 
     def _circle_text(self, me: int) -> str:
         """The error for ranks that wait for each other in a circle; "" if this rank waits for none."""
@@ -371,6 +375,7 @@ class Comparison(Presence):
             store.set(f"ring/{each.key}/{me}", ring_text(each))
             store.set(f"told/{each.key}/{me}", "told")
         store.set(f"parted/{group.key}", "")
+        store.set("parted", group.key)
         told = self._exchange(f"told/{group.key}", group.ranks, "told", me)
         rings = {rank: ring_of(store.get(f"ring/{group.key}/{rank}")) if word else {} for rank, word in told.items()}
         self.failure = store.compare_set("parting", "", parting_text(rings)).decode()  # all tell the first text
@@ -390,6 +395,8 @@ class Comparison(Presence):
 
     def _meet(self) -> None:
         """Wait for all ranks of this rank's groups, and compare once more."""
+        if self.failure:
+            raise LockstepError(self.failure)
         me, limit = world.process_rank(), self.seconds or _MEETING
         counts = {group.key: (group.count, group.hash) for group in self.groups.values()}
         table = self.sites.table()

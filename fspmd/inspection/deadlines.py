@@ -87,6 +87,9 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     function then costs some 10 µs more, and some 50 µs for each plain tensor. Only the thread that has entered the
     block is heard.
 
+    Specs that `device_put` gives are compared as these are. So a difference of values or layouts is told after up to
+    ``every`` collectives, or at the end of the block.
+
     A rank that the backend fails says which ranks of the group have given no sign of life.
 
     All ranks enter the block at the same line, around the same calls. In a simulation it does nothing. Collectives

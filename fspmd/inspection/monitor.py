@@ -7,11 +7,10 @@ by an error, or the ranks have parted. The error says where all ranks stand.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from datetime import timedelta
 from typing import Any, Final
-
-import torch.distributed as dist
 
 from fspmd.errors import DeadlineError, FspmdError, LockstepError, PeerError, join_failures
 from fspmd.global_view.interceptors import hear_calls_with
@@ -24,7 +23,7 @@ from fspmd.inspection.watch import note_with
 from fspmd.meshes import world
 from fspmd.transport.known_values import hear_with
 from fspmd.transport.pending import SLICE, Meeting, Message, is_over, wait_with
-from fspmd.transport.reports import failure_text, within
+from fspmd.transport.reports import failure_text, store_needed, within
 from fspmd.user_code import line_of_error
 
 _FAILED: Final = (
@@ -64,11 +63,8 @@ class Monitor(Comparison):
         global _active
         try:
             if self.thread is not None and self.every and error is None and self.has_store():
-                self._meet()
-        except dist.DistError as lost:
-            text = f"the store of torch.distributed has ended: {str(lost).splitlines()[0]}"
-            error = PeerError(f"rank {world.process_rank()} has come to the end of the block alone: {text}")
-            raise error from lost
+                with store_needed():
+                    self._meet()
         except BaseException as late:
             error = late
             raise
@@ -88,7 +84,8 @@ class Monitor(Comparison):
             if self.thread is not None and world.initialised():
                 line = f" ({line})" if error and (line := line_of_error(error)) else ""
                 text = f"has left the block with {failure_text(error)}{line}" if error else ""
-                within(2 * FAREWELL, functools.partial(self._last_words, text, self.store))
+                store = self.store if threading.current_thread() is threading.main_thread() else self.opened
+                within(2 * FAREWELL, functools.partial(self._last_words, text, store))
 
     def compares(self) -> bool:
         """Whether this monitor compares, or one around it does."""

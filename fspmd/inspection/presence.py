@@ -145,7 +145,9 @@ class Presence(Note):
         me, now = world.process_rank(), time.monotonic()
         lines = []
         silence = now - self.answered
-        if silence > 3 * self.period + 1:
+        if self.opened is None:
+            lines.append("this rank still opens its connection to the store of torch.distributed")
+        elif silence > 3 * self.period + 1:
             lines.append(
                 f"the store of torch.distributed has not answered for {silence:.1f} s: the process that holds it, rank "
                 "0 without torchrun, has ended or is stopped"
@@ -185,7 +187,8 @@ class Presence(Note):
         return rank in self.heard and not (rank in self.gone or self.heard[rank][1]["left"] or self.is_silent(rank))
 
     def _last_words(self, text: str, store: Any) -> None:
-        me = world.process_rank()
+        """Tell the others that this rank leaves; ``store``: None if only this thread can open it."""
+        me, store = world.process_rank(), store or self.store
         if text:
             store.set(f"left/{me}", text)
         store.set(f"at/{me}", self._told(left=True))
@@ -193,7 +196,8 @@ class Presence(Note):
         end = time.monotonic() + FAREWELL
         while text and me == 0 and store.add("ended", 0) < world.world_size() and time.monotonic() < end:
             time.sleep(0.02)
-        self._channel(self.number - 2).delete_key(f"at/{me}")
+        if self.opened is not None:
+            self._channel(self.number - 2).delete_key(f"at/{me}")
 
     def _channel(self, number: int) -> Any:
         return store_here(f"fspmd.monitor/{self.line}/{number}")

@@ -108,13 +108,18 @@ def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
 
 
 def _tell_values(given: list[tuple[str, Any, P | None]], mesh: Mesh, what: str) -> None:
-    """Let `known_values.hear` hear of all leaves: they and their specs must be alike on all processes."""
+    """Let `known_values.hear` hear of leaves and specs, which must be alike on all processes.
+
+    A `Sharded` that stays as it is does not count: a rank may put these in another order, one by one.
+    """
     layouts = [
         known_values.layout_row(label, what, leaf.spec if type(leaf) is Sharded else None, partition)
         for label, leaf, partition in given
         if partition is not None
+        and not (type(leaf) is Sharded and leaf.spec.mesh is mesh and leaf.spec.partition == partition)
     ]
-    known_values.hear_layouts(mesh, what, tuple(layouts))
+    if layouts:
+        known_values.hear_layouts(mesh, what, tuple(layouts))
     for label, leaf, partition in given:
         if partition is not None and type(leaf) is not Sharded:
             known_values.hear(mesh, f"{label} of {what}", leaf)  # type: ignore[misc]

@@ -11,9 +11,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
+import torch.distributed as dist
+
+from fspmd.errors import PeerError
 from fspmd.meshes import world
 from fspmd.torch_internals import store_of_ranks
 from fspmd.user_code import line_of_error
@@ -48,6 +52,22 @@ def store_here(prefix: str) -> Any:
     if threading.current_thread() is threading.main_thread():
         return store_of_ranks(prefix)
     return own_store(prefix)
+
+
+@contextmanager
+def store_needed() -> Iterator[None]:
+    """Raise an error of ours where the store of all ranks has ended, with the process that holds it.
+
+    Raises:
+        PeerError: it has.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerError(
+            "the store of torch.distributed has ended, and with it the process that holds it (rank 0, unless a "
+            f"launcher does): {str(error).splitlines()[0]}"
+        ) from error
 
 
 def within(seconds: float, ask: Callable[[], Any], otherwise: Any = None) -> Any:
