@@ -42,7 +42,7 @@ from fspmd.inspection.calls import arguments, kept_rows, numbers_of
 from fspmd.inspection.histories import parting_text
 from fspmd.inspection.lines import line_of
 from fspmd.inspection.sites import CallSites, parted, site_text
-from fspmd.transport import pending
+from fspmd.transport import pending, reports
 from fspmd.transport.known_values import ArgumentRow
 
 HERE = Path(__file__).parent
@@ -754,6 +754,38 @@ def test_what_was_passed_is_kept_without_tensors() -> None:
     for row, name, text in zip(rows(), names, layouts, strict=True):
         assert row.label == f"{name} of where()"
         assert row.text.startswith(text)
+
+
+class _Store:
+    """A store whose first connection does not open."""
+
+    def __init__(self, prefix: str = "", of: Any = None) -> None:
+        self.prefix, self.of, self.count = prefix, of, 0
+        self.opens = threading.Event()
+
+    @property
+    def underlying_store(self) -> Any:
+        return self.of
+
+    def clone(self) -> Any:
+        self.count += 1
+        if self.count == 1:
+            self.opens.wait(20)
+        return f"connection {self.count}"
+
+
+def test_a_connection_that_does_not_open_holds_up_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = _Store()
+    monkeypatch.setattr(reports, "store_of_ranks", lambda prefix: _Store(prefix, base))
+    monkeypatch.setattr(reports, "_clones", [])
+    first = threading.Thread(target=reports.own_store, args=("a",))
+    first.start()
+    while not base.count:
+        time.sleep(0.001)
+    assert (reports.own_store("b").prefix, reports.own_store("b").of) == ("b", "connection 2")
+    base.opens.set()
+    first.join(20)
+    assert reports.own_store("c").of == "connection 2"
 
 
 def test_lines_are_compared_where_ranks_have_come_equally_often() -> None:

@@ -69,6 +69,8 @@ class Presence(Note):
 
     def _run(self) -> None:
         me = world.process_rank()
+        if self.ended.is_set():  # the store may have ended, too
+            return
         try:
             self.opened = self._channel(self.number)
         except Exception:

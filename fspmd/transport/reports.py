@@ -31,17 +31,28 @@ _cloning: Final = threading.Lock()
 def own_store(prefix: str) -> Any:
     """The store of all ranks under a prefix, over a connection of our own. A connection serves one thread at a time.
 
-    It does not keep the store, whose port another world may need.
+    It does not keep the store, whose port another world may need. A thread that opens a connection holds up no other:
+    where the store has ended, it tries for minutes.
     """
     store = store_of_ranks("")
     base = store.underlying_store
-    with _cloning:
-        if not _clones or _clones[0][0]() is not base:
-            try:
-                _clones[:] = [(weakref.ref(base), base.clone())]
-            except (AttributeError, RuntimeError):
-                return type(store)(prefix, base)
-        return type(store)(prefix, _clones[0][1])
+    clone = _clone_of(base)
+    if clone is None:
+        try:
+            opened = base.clone()
+        except (AttributeError, RuntimeError):
+            return type(store)(prefix, base)
+        with _cloning:
+            clone = _clone_of(base)
+            if clone is None:
+                _clones[:] = [(weakref.ref(base), opened)]
+                clone = opened
+    return type(store)(prefix, clone)
+
+
+def _clone_of(base: Any) -> Any:
+    """The connection of our own to a store; None if there is none yet."""
+    return next((clone for ref, clone in list(_clones) if ref() is base), None)
 
 
 def store_here(prefix: str) -> Any:
