@@ -90,7 +90,7 @@ def refuse_shared_memory(func: Any, x: Any, *, at_once: bool) -> None:
     if strides is None or not x.numel():
         return
     is_expanded = any(n > 1 and not stride for n, stride in zip(x.shape, strides, strict=True))
-    if is_expanded or not (at_once or not overlaps(x.spec.shape, strides)):
+    if is_expanded or (not at_once and overlaps(x.spec.shape, strides)):
         raise ArgumentError(
             f"{shown(func)} writes into {x!r}, whose elements share memory, as those of "
             f"{'expand()' if is_expanded else 'unfold()'} do; write into the tensor that it is a view of, or into a "

@@ -273,7 +273,8 @@ class Comparison(Presence):
         if not self.every:
             return
         if store.check(["parted"]) and (key := store.get("parted").decode()) not in self.groups:
-            store.set(f"told/{key}/{me}", "")  # this rank has come to no collective of theirs: nobody need wait for it
+            # this rank has come to no collective of theirs, so nobody need wait for it, unless it comes right now
+            store.compare_set(f"told/{key}/{me}", "", "")
         for group in list(self.groups.values()):
             parts = False
             while group.due:

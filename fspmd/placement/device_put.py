@@ -99,7 +99,8 @@ def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     partitions = broadcast_prefix(specs, tree, "specs", "tree", f"{what}: specs does not match the tree")
     check_leaves(leaves, partitions, labels(treedef, "tree"), [mesh] * len(leaves), what, (Tensor, TensorSpec))
     if known_values.hear is not None:
-        _tell_values(list(zip(leaf_paths(tree, "tree"), leaves, partitions, strict=True)), mesh, what)
+        given = zip(leaf_paths(tree, "tree"), leaves, partitions, strict=True)
+        _tell_values([row for row in given if row[2] is not None], mesh, what, known_values.hear)
     placed = [
         leaf if leaf is None or partition is None else _put(leaf, partition, mesh)
         for leaf, partition in zip(leaves, partitions, strict=True)
@@ -107,7 +108,9 @@ def _put_tree(tree: Any, specs: Any, mesh: Mesh, what: str) -> Any:
     return treedef.unflatten(placed)
 
 
-def _tell_values(given: list[tuple[str, Any, P | None]], mesh: Mesh, what: str) -> None:
+def _tell_values(
+    given: list[tuple[str, Any, P]], mesh: Mesh, what: str, hear: Callable[[Mesh, str, Any], None]
+) -> None:
     """Let `known_values.hear` hear of leaves and specs, which must be alike on all processes.
 
     A `Sharded` that stays as it is does not count: a rank may put these in another order, one by one.
@@ -115,14 +118,13 @@ def _tell_values(given: list[tuple[str, Any, P | None]], mesh: Mesh, what: str) 
     layouts = [
         known_values.layout_row(label, what, leaf.spec if type(leaf) is Sharded else None, partition)
         for label, leaf, partition in given
-        if partition is not None
-        and not (type(leaf) is Sharded and leaf.spec.mesh is mesh and leaf.spec.partition == partition)
+        if not (type(leaf) is Sharded and leaf.spec.mesh is mesh and leaf.spec.partition == partition)
     ]
     if layouts:
         known_values.hear_layouts(mesh, what, tuple(layouts))
-    for label, leaf, partition in given:
-        if partition is not None and type(leaf) is not Sharded:
-            known_values.hear(mesh, f"{label} of {what}", leaf)  # type: ignore[misc]
+    for label, leaf, _ in given:
+        if type(leaf) is not Sharded:
+            hear(mesh, f"{label} of {what}", leaf)
 
 
 def _put(leaf: Tensor | Sharded | TensorSpec, partition: P, mesh: Mesh) -> Sharded | TensorSpec:
