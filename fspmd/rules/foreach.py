@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError
+from fspmd.forms import is_dense
 from fspmd.messages import described
 from fspmd.redistribution.redistribute import from_blocks
 from fspmd.remembered import wrote_all
 from fspmd.sharded import Sharded, is_plain, is_sharded, pair
 from fspmd.spec import TensorSpec
-from fspmd.transport.local_tensor import is_simulated, per_block
+from fspmd.transport.local_tensor import blocks_of, is_simulated, per_block
 
 _VALUE: Final = frozenset(("addcdiv", "addcmul"))  # the fourth argument is the ``value`` of the function of one tensor
 _OF_NUMBERS: Final = {"maximum": "clamp_min", "minimum": "clamp_max"}  # the function for a tensor and a number
@@ -56,12 +57,44 @@ def _at_once(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name.endswith("_"):
         for x in given[0]:
             refuse_copy(x, f"{name}()")
-    out = func(*given, **named)
+    out = _fused(func, given, named) if name.startswith("_fused_") else func(*given, **named)
     if name.endswith("_"):
         wrote_all(given[0])
     return out if out is None else type(out)([_paired(x, spec) for x, spec in zip(out, specs, strict=True)])
 
 
+def _fused(func: Any, given: list[Any], named: dict[str, Any]) -> Any:
+    """Run a fused step of an optimizer, on copies where the tensors of a parameter lie differently in memory.
+
+    Torch's kernel for the CPU pairs elements by their places in memory, and does not look at strides. In torch
+    ``backward`` gives a gradient the strides of its parameter. One that is assigned may have others.
+    """
+    copies = []
+    for i, x in enumerate(given[0]):
+        lists = [values for values in given if isinstance(values, list) and values and values[i].shape == x.shape]
+        if not _lie_alike([values[i] for values in lists]):
+            for values in lists:
+                copies.append((values is given[1], values[i], dense := values[i].clone(memory_format=_DENSE)))
+                values[i] = dense
+    out = func(*given, **named)
+    for is_gradient, x, dense in copies:
+        if not is_gradient or named.get("grad_scale") is not None:  # else it was only read
+            x.copy_(dense)
+    return out
+
+
+def _lie_alike(row: list[Tensor]) -> bool:
+    """Whether tensors of one shape have equal strides and no gaps, on each rank."""
+    if all(block.is_contiguous() for x in row for block in blocks_of(x)):
+        return True
+    for x, *others in zip(*map(blocks_of, row), strict=True):
+        strides = x.stride()
+        if not is_dense(tuple(x.shape), strides) or any(other.stride() != strides for other in others):
+            return False
+    return True
+
+
+_DENSE: Final = torch.contiguous_format
 _FUSED: Final = (
     "{}(), which an optimizer with fused=True calls, takes parameters, gradients and states that lie alike, none of "
     "them a pending sum or reduced, but {}; write foreach=True"
