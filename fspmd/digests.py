@@ -22,6 +22,7 @@ from fspmd.torch_internals import DisableTorchFunction
 _LANES: Final = 1 << 17  # a core's cache has room for them
 _LANES_ELSEWHERE: Final = 1 << 22
 _SMALL: Final = 1 << 16  # bytes on the CPU that hashlib takes sooner than torch
+_FEW: Final = 64  # bytes that a list of numbers gives sooner than their memory
 _STEP: Final = 0x2C9277B5  # odd
 _STEP_OF_HALVES: Final = 0x2C95  # odd
 _LEA: Final = 0xDABA0B6EB09322E3 - (1 << 64)
@@ -61,7 +62,7 @@ def raw_bytes(x: Tensor) -> Tensor:
 
 
 def _of_memory(data: Tensor) -> int:
-    return of_bytes(bytes_of(data))
+    return of_bytes(bytes(data.tolist()) if data.numel() <= _FEW else bytes_of(data))
 
 
 def bytes_of(x: Tensor) -> bytearray:

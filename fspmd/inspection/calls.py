@@ -37,17 +37,22 @@ def arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 def numbers_of(given: Sequence[Any]) -> tuple[int, ...]:
     """Return a number for each argument. Processes that have equal arguments have equal numbers."""
-    return tuple([_number(x) for x in given])
+    plain = [x for x in given if isinstance(x, Tensor) and type(x) is not Sharded]
+    if not plain:
+        return tuple([_number(x) for x in given])
+    told = [] if transforms_active() else [x for x in plain if is_told(x)]
+    found = dict(zip(map(id, told), digests(told), strict=True))
+    known = {id(x): found.get(id(x), 0) for x in plain}
+    return tuple([known[id(x)] if id(x) in known else _number(x) for x in given])
 
 
 def _number(x: Any) -> int:
+    """Return the number of an argument that is no plain tensor."""
     kind = type(x)
     if kind is Sharded:
         return _number_of(x.spec)
     if kind in _NUMBERS and x:  # 0.0 == -0.0
         return _number_of(x)
-    if isinstance(x, Tensor):
-        return digests([x])[0] if is_told(x) and not transforms_active() else 0
     return number_of(x)
 
 

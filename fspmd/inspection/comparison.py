@@ -64,6 +64,7 @@ _MEETING: Final = 60.0  # seconds that ranks wait for each other at the end
 _TELLING: Final = 1.5  # seconds that ranks which have parted wait for a rank to tell of itself
 _LIVING: Final = 4.0  # the same, for a rank that gives signs of life
 _AT_SITE: Final = "parted at"  # a key of the store: the site at which ranks have parted
+_NEWS: Final = "news"  # a key of the store that is set before any other that tells of ranks which have parted
 _SITES: Final = "sites"  # a topic of the store
 LATE: Final = (
     "if a rank only takes longer, allow more seconds; debug() finds ranks that do not run the same collectives, and "
@@ -182,7 +183,12 @@ class Comparison(Presence):
             self._pass(mesh, to, _number_of_rows(rows), lambda: partial(iter, rows))
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The user calls a torch function on `Sharded` values, whose arguments must be alike on all processes."""
+        """The user calls a torch function on `Sharded` values, whose arguments must be alike on all processes.
+
+        A call of one Sharded alone passes no global value. If its layout differs, so does the next collective.
+        """
+        if len(args) == 1 and not kwargs and type(args[0]) is Sharded:
+            return
         given = arguments(args, kwargs)
         mesh = None
         for x in given:
@@ -264,15 +270,16 @@ class Comparison(Presence):
         store = self.store
         if self.failure:
             return
-        if store.check(["parting"]):
+        has_news = store.check([_NEWS])
+        if has_news and store.check(["parting"]):
             self.failure = store.get("parting").decode()
             return
         if is_long and (text := self._circle_text(me)):
-            self.failure = store.compare_set("parting", "", text).decode()  # all tell the first text
+            self._fail(text)
             return
         if not self.every:
             return
-        if store.check(["parted"]) and (key := store.get("parted").decode()) not in self.groups:
+        if has_news and store.check(["parted"]) and (key := store.get("parted").decode()) not in self.groups:
             # this rank has come to no collective of theirs, so nobody need wait for it, unless it comes right now
             store.compare_set(f"told/{key}/{me}", "", "")
         for group in list(self.groups.values()):
@@ -298,15 +305,21 @@ class Comparison(Presence):
                     group.told = group.count
                     store.set(f"ring/{group.key}/{me}", ring_text(group))
                 parts = parts or self._has_parted(group, me)
-            if parts or store.check([f"parted/{group.key}"]):
+            if parts or (has_news and store.check([f"parted/{group.key}"])):
                 self._part(group, me)
-        if not self.failure and store.check([_AT_SITE]):
+        if has_news and not self.failure and store.check([_AT_SITE]):
             self._part_at_site(me)
+
+    def _fail(self, text: str) -> None:
+        """Let all ranks raise an error: this one, or the first that a rank has made."""
+        self.store.set(_NEWS, "")
+        self.failure = self.store.compare_set("parting", "", text).decode()
 
     def _compare_sites(self, mine: Table, key: str) -> bool:
         """Compare with the sites that another rank has told under a key. Let all tell of the first that differs."""
         found = parted(mine, json.loads(self.store.get(key))) if self.store.check([key]) else ""
         if found:
+            self.store.set(_NEWS, "")
             self.store.compare_set(_AT_SITE, "", found)
         return bool(found)
 
@@ -317,7 +330,7 @@ class Comparison(Presence):
             self.store.set(f"site/{me}", "")
         else:
             told = self._exchange("site", site.ranks, site.text(), me)
-            self.failure = self.store.compare_set("parting", "", site_text(told)).decode()
+            self._fail(site_text(told))
 
     def _exchange(self, topic: str, ranks: Sequence[int], text: str, me: int) -> dict[int, str]:
         """Tell a text, and wait a while for those of other ranks. Return all; "" where a rank has told none."""
@@ -375,11 +388,11 @@ class Comparison(Presence):
         for each in list(self.groups.values()):  # other groups may part as well, when this rank has left
             store.set(f"ring/{each.key}/{me}", ring_text(each))
             store.set(f"told/{each.key}/{me}", "told")
-        store.set(f"parted/{group.key}", "")
-        store.set("parted", group.key)
+        for key, value in ((_NEWS, ""), (f"parted/{group.key}", ""), ("parted", group.key)):
+            store.set(key, value)
         told = self._exchange(f"told/{group.key}", group.ranks, "told", me)
         rings = {rank: ring_of(store.get(f"ring/{group.key}/{rank}")) if word else {} for rank, word in told.items()}
-        self.failure = store.compare_set("parting", "", parting_text(rings)).decode()  # all tell the first text
+        self._fail(parting_text(rings))
 
     def _raise_if_parted(self) -> None:
         """Raise the error of ranks that have parted, which this rank's thread may be about to make.

@@ -82,10 +82,10 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
 
     Three things more are compared: the global shapes, dtypes and specs of the arguments of `shard_map` and `jit`, the
     ``in_specs``, and all that a torch function on `Sharded` values gets, namely layouts, plain tensors, numbers and
-    options. They are no collectives, so they wait for the next comparison of a group. Ranks compare them line by line,
-    where they have come to a line equally often, so one rank may call a function that does not communicate. A torch
-    function then costs some 10 µs more, and some 50 µs for each plain tensor. Only the thread that has entered the
-    block is heard.
+    options. A call of one Sharded alone passes nothing else, so it is not heard. These are no collectives, so they wait
+    for the next comparison of a group. Ranks compare them line by line, where they have come to a line equally often.
+    So one rank may call a function that does not communicate. A torch function then costs some 10 µs more, and 5 to
+    50 µs for each plain tensor of up to 64 KiB. Only the thread that has entered the block is heard.
 
     Specs that `device_put` gives are compared as these are. So a difference of values or layouts is told after up to
     ``every`` collectives, or at the end of the block.

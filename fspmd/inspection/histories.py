@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from fspmd.cache import cached
 from fspmd.errors import join_failures
 from fspmd.inspection.lines import UserLine, line_of
 from fspmd.inspection.positions import collective_text
@@ -63,6 +64,7 @@ class History:
         self.count += 1
 
 
+@cached
 def key_of(mesh: Mesh, axes: tuple[str, ...]) -> str:
     """A short name of the ranks of a group."""
     return key_of_ranks(mesh.group_ranks(axes or mesh.axis_names))
