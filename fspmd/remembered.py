@@ -255,7 +255,11 @@ def wrote_all(tensors: Iterable[Tensor]) -> None:
     """Note writes into a list of tensors, most of which are parameters and have no memories."""
     is_heard = _hear is not None
     for x in tensors:
-        if is_heard or not x.is_leaf or _MOVES in x.__dict__:
+        try:
+            is_new = x.is_leaf and _MOVES not in x.__dict__
+        except RuntimeError:  # a view that was made without autograd, of a parameter that was written into since
+            is_new = False
+        if is_heard or not is_new:
             wrote(x)
 
 

@@ -112,6 +112,21 @@ def test_fused_steps_where_gradients_lie_otherwise_in_memory(name: str, memory: 
     _same(ours, plain)
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("spec", [P(), P("x"), P("y")], ids=repr)
+def test_complex_parameters(spec: P, foreach: bool) -> None:
+    """Optimizers write into the real views of these, which they make without autograd."""
+    plain = [torch.randn(6, dtype=torch.complex128, requires_grad=True)]
+    ours = [device_put(plain[0].detach().clone(), spec, mesh=GRID).requires_grad_()]
+    want, found = (torch.optim.RMSprop(params, 0.1, foreach=foreach) for params in (plain, ours))
+    for _ in range(2):
+        plain[0].grad = torch.randn(6, dtype=torch.complex128)
+        ours[0].grad = device_put(plain[0].grad.clone(), spec, mesh=GRID)
+        want.step()
+        found.step()
+    _same(ours, plain)
+
+
 ELSEWHERE = [
     (make_mesh((3,), ("x",), transport="simulation"), (P("x"), P("x")), torch.float64),
     (make_mesh((4,), ("z",), transport="simulation"), (P(None, "z"), P()), torch.float64),
