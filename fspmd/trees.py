@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -187,13 +188,19 @@ def parameter_names(f: Any, count: int) -> list[str]:
     return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
 
 
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
 def tree_text(treedef: optree.PyTreeSpec) -> str:
     """Return the text of a treedef, with ``*`` for each leaf.
+
+    It has no addresses of objects, such as the constructor in the node of a TensorDict. So it is the same on all
+    processes that have the same tree.
 
     >>> tree_text(flatten({"w": [1, 2]})[1])
     "{'w': [*, *]}"
     """
-    text = str(treedef).removeprefix("PyTreeSpec(").removesuffix(")")
+    text = _ADDRESS.sub("", str(treedef)).removeprefix("PyTreeSpec(").removesuffix(")")
     for namespace in (NODES, IN_ORDER):
         text = text.removesuffix(f", namespace={namespace!r}")
     return text.removesuffix(", NoneIsLeaf")

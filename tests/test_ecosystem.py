@@ -42,6 +42,7 @@ from fspmd import (
     reshard,
     shard_map,
 )
+from fspmd.trees import flatten, tree_text
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 MESHES = [LINE, *(make_mesh(s, n, transport="simulation") for s, n in (((3,), ("x",)), ((2, 2, 2), ("x", "y", "z"))))]
@@ -147,6 +148,13 @@ def test_tensordicts_are_trees() -> None:
     assert (type(batch), batch.name, batch.x.spec.partition) == (Batch, "first", P("x"))
     with pytest.raises(SpecError, match=r"d\['a'\] of shape .*\n.*d\['n'\]\['b'\] of shape"):
         shard_map(lambda d: d, mesh=LINE, in_specs=P("no"), out_specs=P())(_tree())
+
+
+def test_texts_of_tensordicts_have_no_addresses() -> None:
+    """Processes compare texts of trees. Those of a launcher have addresses of their own, forks of a pool have not."""
+    text = tree_text(flatten(_tree())[1])
+    assert "constructor" in text
+    assert "0x" not in text
 
 
 @pytest.mark.parametrize("jitted", [False, True])
