@@ -193,6 +193,25 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type[FspmdError], str]] = {
 }
 
 
+OF_ANOTHER_TENSOR: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "to": lambda x, y: x.to(y),
+    "to by name": lambda x, y: x.to(other=y),
+    "type_as": lambda x, y: x.type_as(y),
+    "aten.to": torch.ops.aten.to.other,
+    "aten._to_copy": lambda x, y: torch.ops.aten._to_copy(x, dtype=y.dtype, device=y.device),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANOTHER_TENSOR)
+def test_the_device_of_another_tensor_counts(name: str) -> None:
+    f = OF_ANOTHER_TENSOR[name]
+    x, same, whole = (device_put(PLAIN, spec, mesh=LINE) for spec in (P("x"), P(), P()))
+    assert f(x, torch.ones(1)).dtype == f(x, same.float()).dtype == torch.float32
+    assert f(whole, torch.ones(1, device="meta")).is_meta
+    with pytest.raises(ArgumentError, match=r"would take .* to 'meta', but its mesh communicates on 'cpu'"):
+        f(x, torch.ones(1, device="meta"))
+
+
 def test_compiled_functions_call_it(x: Any) -> None:
     w = torch.ones(3, 2, requires_grad=True)  # cast, and cached on the tensor
     found = torch.compile(lambda x, w: F.softmax(x @ w, -1).sum() * 2, backend="eager")(x, w)

@@ -130,8 +130,8 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return opaque_plan(functools.partial(_in_place, func))
     if registered:
         return None
-    if name_of(func) in ("to", "type_as") and len(args) > 1 and isinstance(args[1], Tensor):
-        return opaque_plan(_to_dtype_of)
+    if name_of(func) in ("to", "type_as") and isinstance(args[1] if len(args) > 1 else kwargs.get("other"), Tensor):
+        return opaque_plan(_to_kind_of)
     if (composite := composite_of(func, args, kwargs)) is not None:
         if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
             return opaque_plan(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
@@ -193,9 +193,9 @@ def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
 def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise for a move of a sharded value to another device: its mesh communicates on one device."""
     name = name_of(func)
-    if name not in ("to", "cpu", "cuda") or not is_sharded(args[0]) or not args[0].spec.partition.mentioned:
+    if name not in ("to", "cpu", "cuda", "_to_copy") or not is_sharded(args[0]) or not args[0].spec.partition.mentioned:
         return
-    given = [name] if name != "to" else [kwargs.get("device"), *args[1:2]]
+    given = [name] if name in ("cpu", "cuda") else [kwargs.get("device"), *args[1:2]]
     try:
         device = next((torch.device(x) for x in given if isinstance(x, (str, torch.device))), None)
     except RuntimeError as error:
@@ -284,10 +284,13 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard
     return x
 
 
-def _to_dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``x.to(y)`` or ``x.type_as(y)``: only the dtype of y counts."""
+def _to_kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``x.to(y)`` or ``x.type_as(y)``: the dtype and the device of y count, its layout does not."""
+    if "other" in kwargs:
+        args, kwargs = (*args, kwargs["other"]), {name: value for name, value in kwargs.items() if name != "other"}
     x, like, *others = args
-    return x.to(like.dtype, *others, **kwargs)
+    device = () if x.device == like.device else (like.device,)
+    return x.to(*device, like.dtype, *others, **kwargs)
 
 
 def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
