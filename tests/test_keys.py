@@ -27,6 +27,7 @@ from fspmd import (
     jit,
     jvp,
     make_mesh,
+    pcast,
     random,
     shard_map,
     typeof,
@@ -155,6 +156,39 @@ def test_each_example_of_a_map_has_its_key(name: str, jitted: bool) -> None:
     assert torch.equal(split, torch.stack([random.split(k, 4) for k in keys]))
     twice = vmap(vmap(draw))(random.split(KEY, (2, 3)))
     assert torch.equal(twice, torch.stack([torch.stack([draw(k) for k in row]) for row in random.split(KEY, (2, 3))]))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_each_example_of_a_mapped_derivative_has_its_key(jitted: bool) -> None:
+    """Gradients, of gradients too, and tangents of each example with a draw of its own: plain, cut, and in a body."""
+    w, keys, mesh = torch.arange(1.0, 4.0).double(), random.split(KEY, (2, 3)), MESHES[1]
+    draws = torch.stack([random.normal(random.fold_in(k, 1), (3,), torch.float64) for k in keys.flatten()])
+    wanted = (3 * w**2 * draws).view(2, 3, 3)
+
+    def loss(w: Tensor, key: Tensor, **lies: Any) -> Tensor:
+        return (w**3 * random.normal(random.fold_in(key, 1), (3,), torch.float64, **lies)).sum()
+
+    def second(w: Tensor, key: Tensor) -> Tensor:
+        return grad(lambda w: grad(loss)(w, key).sum())(w)
+
+    def tangent(w: Tensor, key: Tensor) -> Tensor:
+        return jvp(lambda w: loss(w, key), (w,), (torch.ones_like(w),))[1]
+
+    def over_all(f: Any) -> Any:
+        mapped = vmap(vmap(f, in_dims=(None, 0)), in_dims=(None, 0))
+        return jit(mapped) if jitted else mapped
+
+    torch.testing.assert_close(over_all(grad(loss))(w, keys), wanted)
+    torch.testing.assert_close(over_all(second)(w, keys), 2 * wanted / w)
+    torch.testing.assert_close(over_all(tangent)(w, keys), wanted.sum(-1))
+    cut = over_all(grad(lambda w, k: loss(w, k, spec=P("x"), mesh=mesh)))(device_put(w, P("x"), mesh=mesh), keys)
+    torch.testing.assert_close(device_get(cut), wanted)
+
+    @shard_map(mesh=MESHES[0], in_specs=(P(), P(None, "x")), out_specs=P(None, "x"))
+    def body(w: Tensor, keys: Tensor) -> Tensor:
+        return over_all(grad(loss))(pcast(w, "x", to="varying"), keys)
+
+    torch.testing.assert_close(device_get(body(w, keys)), wanted)
 
 
 def test_derivatives_go_past_draws() -> None:

@@ -36,7 +36,8 @@ from fspmd.torch_internals import (
     level_of,
     wrapped_by,
 )
-from fspmd.variance import get_variance, set_variance, unwrapped
+from fspmd.tracing import outside_transforms
+from fspmd.variance import get_variance, set_variance
 
 Shape = int | tuple[int, ...] | list[int]
 Key = Tensor
@@ -299,14 +300,34 @@ def _numbers(
 
 
 def _mapped(make: Callable[[Tensor], Any], key: Tensor) -> Any:
-    """The result of ``make`` for a key. For a key that `vmap` maps, it has the results of all its elements."""
-    if not is_batched(key):
-        return make(unwrapped(key) if is_wrapped(key) else key)
-    level, dim = level_of(key), batch_dim_of(key)
-    parts = [_mapped(make, element) for element in wrapped_by(key).unbind(dim)]
+    """The result of ``make`` for a key. For a key that `vmap` maps, it has the results of all its elements.
+
+    ``make`` runs outside of all transforms, and the result has the levels of `vmap` that the key has. Made within a
+    derivative, it would have the level of the derivative inside those of `vmap` around it, which torch cannot use.
+    """
+    layers: list[tuple[int, int]] = []  # of each vmap that maps the key: its level, and the mapped dim; the inner last
+    while is_wrapped(key):
+        if is_batched(key):
+            layers.append((level_of(key), batch_dim_of(key)))
+        key = wrapped_by(key)
+    if not layers:
+        return make(key)
+    with outside_transforms():
+        results = _of_all(make, key, [dim for _, dim in reversed(layers)])
+    x = results.local if isinstance(results, Sharded) else results
+    for level, _ in reversed(layers):
+        x = add_batch_dim(x, 0, level)
+    return Sharded(x, results.spec) if isinstance(results, Sharded) else x
+
+
+def _of_all(make: Callable[[Tensor], Any], keys: Tensor, dims: list[int]) -> Any:
+    """The results for all elements of a tensor of keys, in new first dims. A `Sharded` has the spec of one result."""
+    if not dims:
+        return make(keys)
+    parts = [_of_all(make, part, dims[1:]) for part in keys.unbind(dims[0])]
     if not isinstance(parts[0], Sharded):
-        return add_batch_dim(torch.stack(parts), 0, level)
-    return Sharded(add_batch_dim(torch.stack([x.local for x in parts]), 0, level), parts[0].spec)
+        return torch.stack(parts)
+    return Sharded(torch.stack([x.local for x in parts]), parts[0].spec)
 
 
 def _broadcasts(x: Any, sizes: tuple[int, ...]) -> bool:
