@@ -101,3 +101,31 @@ def on_processes() -> tuple[str, str, list[float]]:
     bar = tqdm(total=1, file=io.StringIO())
     bar.set_postfix(loss=reshard(x.mean(), P()))
     return f"{reshard(x.mean(), P())}", str(bar.postfix), device_get(likely).flatten().tolist()
+
+
+def metrics_of_processes() -> list[tuple[str, Tensor, Tensor]]:
+    """Metrics of global tensors, beside those of plain tensors: torchmetrics must not add them up over processes."""
+    import torchmetrics  # which takes long
+
+    mesh = make_mesh((2, 2), ("x", "y"), device="cpu")
+    likely, labels = torch.rand(12, 5, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 5
+    makers: dict[str, Any] = {
+        "sum": (torchmetrics.SumMetric, {}),
+        "mean": (torchmetrics.MeanMetric, {}),
+        "max": (torchmetrics.MaxMetric, {}),
+        "accuracy": (torchmetrics.Accuracy, {"task": "multiclass", "num_classes": 5}),
+        "confusion": (torchmetrics.ConfusionMatrix, {"task": "multiclass", "num_classes": 5}),
+    }
+    found = []
+    for name, (make, options) in makers.items():
+        values = (likely, labels) if options else (likely,)
+        ours, plain = (make(**options, sync_on_compute=False) for _ in range(2))
+        for _ in range(2):
+            ours.update(*device_put(values, P("x"), mesh=mesh))
+            plain.update(*values)
+        found.append((name, torch.as_tensor(device_get(ours.compute())), torch.as_tensor(plain.compute())))
+    cut = torchmetrics.MaxMetric()
+    cut.update(device_put(likely, P("x"), mesh=mesh))
+    with pytest.raises(ArgumentError, match=r"torch.distributed's all_gather\(\) got a Sharded"):
+        cut.compute()
+    return found

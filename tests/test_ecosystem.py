@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torchmetrics
 from accelerate import Accelerator
-from ecosystem_programs import check_scaled, on_processes, refusals_of_wrappers
+from ecosystem_programs import check_scaled, metrics_of_processes, on_processes, refusals_of_wrappers
 from einops.layers.torch import EinMix, Rearrange, Reduce
 from jaxtyping import Float, Int, jaxtyped
 from processes import Processes
@@ -198,6 +198,12 @@ def test_tools_on_processes(four: Processes) -> None:
     for text, postfix, found in four.run(on_processes):
         assert (text, postfix) == ("5.5", "loss=5.5000")
         assert found == pytest.approx(likely)
+
+
+def test_metrics_on_processes(four: Processes) -> None:
+    for found in four.run(metrics_of_processes):
+        for name, ours, plain in found:
+            torch.testing.assert_close(ours, plain, msg=name)
 
 
 def test_modules_are_not_wrapped_by_torch(four: Processes) -> None:
