@@ -55,7 +55,8 @@ def vmap(
             own block, and results are sharded alike. If a rank would have no element, all ranks map all elements. The
             mesh is that of a `Sharded` argument, of `set_mesh`, or of the first `shard_map` in ``f``; to find this one
             ``f`` runs up to there once more. A mapped dim of a `Sharded` that is sharded already needs no
-            ``spmd_axis_name``; nothing moves.
+            ``spmd_axis_name``; nothing moves. Over a sharded dim ``f`` closes over no `Sharded`; it takes it as an
+            argument, with None in ``in_dims``.
         randomness: As in `torch.vmap`. Over a sharded dim "different" allows draws for mapped values alone.
         axis_name: Refused, because a mapped dim has no name for collectives.
 
