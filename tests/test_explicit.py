@@ -167,6 +167,20 @@ def test_parameters_of_a_module_are_named() -> None:
     )
 
 
+def test_the_line_to_paste_names_what_the_call_reads() -> None:
+    """Not another variable with the same tensor, which can be assigned to without an effect on the call."""
+    x = put(8, 4, spec=P("x"), grad=False)
+    tree, pair, other = {"a": x}, (x, 1), x
+    calls: dict[str, Callable[[], Any]] = {
+        "tree['a'] = reshard(tree['a'], P())": lambda: (x, torch.std(tree["a"], 0))[1],
+        "tree['a'] = reshard(tree['a'], P()) ": lambda: (x, torch.std(input=tree["a"], dim=0))[1],
+        "reshard(pair[0], P()) for pair[0]": lambda: (x, torch.std(pair[0], 0))[1],
+        "other = reshard(other, P())": lambda: (x, torch.std(other, 0))[1],
+    }
+    for advice, call in calls.items():
+        assert refusal(call).endswith(f"write {advice.strip()}")
+
+
 def test_names_are_found_beside_what_is_no_tree_of_parameters() -> None:
     tree: dict[str, Any] = {"none": None, "w": [put(8, 4, spec=P("x")), None]}
     around: list[Any] = [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,7 +36,6 @@ from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import is_wrapped, wrapped_by
 from fspmd.transport.local_tensor import blocks_of
-from fspmd.trees import leaf_paths
 
 _grad_enabled = torch.is_grad_enabled
 _ALTERNATIVES = 4  # strategies that a report shows besides the cheapest
@@ -97,7 +97,7 @@ def _is_only_read(x: Tensor, dispatched: FrameType) -> bool:
     """Whether the block ``x`` belongs to operands of a torch function that get no gradient from it."""
     names = dispatched.f_locals
     func, args, kwargs = names["func"], names["args"], names["kwargs"] or {}
-    operands = _operands(func, args, kwargs, [], {}, True)
+    operands = _operands(func, args, kwargs, [], _Names({}, {}, {}), True)
     given = (*args, *kwargs.values())
     places = [place for place in operands if _holds(_at(given, place), x)]
     return bool(places) and not any(operands[place].has_gradient for place in places)
@@ -127,7 +127,8 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     sources = operands_of(expression, cause.what, len(args)) if inner is outer else []
     if name_of(func) in _REFLECTED:
         sources.reverse()
-    operands = _operands(func, args, kwargs, sources, _names(trace.user), _is_differentiable(inner))
+    names = _names(trace.user, expression or cause.text)
+    operands = _operands(func, args, kwargs, sources, names, _is_differentiable(inner))
     findings = _findings(func, args, kwargs, operands)
     rows = findings.rows or [f"first {_priced(one, _largest(x), x.dtype)}" for one in implied(x, first, trace)]
     lines += [f"  {row}" for row in rows]
@@ -192,19 +193,45 @@ def _findings(
 # --- the operands ---------------------------------------------------------------------------------------------------
 
 
-def _names(user: FrameType | None) -> dict[object, str]:
-    """The names of tensors, by identity, and of meshes in the user's frame. Local variables go before globals."""
+class _Names(NamedTuple):
+    """What the user's frame calls its values."""
+
+    tensors: dict[int, list[str]]  # by identity: variables, the local ones first, then leaves of dicts and lists
+    constant: dict[int, str]  # by identity: leaves of tuples, to which nothing can be assigned
+    meshes: dict[object, str]
+
+    def of(self, x: Any, source: str | None) -> tuple[str | None, bool]:
+        """The name of an operand, and whether it can be assigned to. ``source`` is its text in the call, if known.
+
+        Another variable may hold the same tensor. To assign to it would change nothing.
+        """
+        known = self.tensors.get(id(x), [])
+        if source is not None:
+            return source, source in known
+        return (known[0], True) if known else (self.constant.get(id(x)), False)
+
+
+def _names(user: FrameType | None, expression: str) -> _Names:
+    """The names in the user's frame that an expression mentions."""
+    names = _Names({}, {}, {})
     if user is None:
-        return {}
-    known = {**user.f_globals, **user.f_locals}
-    names: dict[object, str] = {value: name for name, value in known.items() if isinstance(value, Mesh)}
+        return names
+    mentioned = set(re.findall(r"\w+", expression))
+    known = {**user.f_locals, **{name: value for name, value in user.f_globals.items() if name not in user.f_locals}}
     for name, value in known.items():
-        if type(value) in (dict, list, tuple) and not name.startswith("_"):  # perhaps a tree of parameters
+        if isinstance(value, Mesh):
+            names.meshes.setdefault(value, name)
+        elif isinstance(value, Tensor) and name in mentioned:
+            names.tensors.setdefault(id(value), []).append(name)
+    for name, value in known.items():
+        if type(value) in (dict, list, tuple) and name in mentioned:  # perhaps a tree of parameters
             with suppress(RecursionError, TypeError, ValueError):  # or any other container, even one that holds itself
-                leaves = optree.tree_leaves(value, none_is_leaf=True)
-                paths = leaf_paths(value, name)
-                names.update((id(leaf), path) for leaf, path in zip(leaves, paths, strict=True))
-    return names | {id(value): name for name, value in known.items() if isinstance(value, Tensor)}
+                for path, leaf in zip(*optree.tree_flatten_with_accessor(value, none_is_leaf=True)[:2], strict=True):
+                    if path and path[-1].type in (dict, list):
+                        names.tensors.setdefault(id(leaf), []).append(path.codify(name))
+                    else:
+                        names.constant.setdefault(id(leaf), path.codify(name))
+    return names
 
 
 def _at(given: Sequence[Any], place: Place) -> Any:
@@ -216,7 +243,7 @@ def _operands(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     sources: list[str],
-    names: dict[object, str],
+    names: _Names,
     is_differentiable: bool,
 ) -> dict[Place, _NamedOperand]:
     """The tensors of a call by their places.
@@ -226,21 +253,21 @@ def _operands(
     tree: Any = (args, kwargs)
     first = next(x for x in optree.tree_leaves(tree) if isinstance(x, Sharded))
     mesh = first.spec.mesh
-    attribute = f"{names[id(first)]}.spec.mesh" if id(first) in names else "mesh"
-    mesh_argument = "" if current_mesh() == mesh else f", mesh={names.get(mesh, attribute)}"
+    name, _ = names.of(first, None)
+    attribute = "mesh" if name is None else f"{name}.spec.mesh"
+    mesh_argument = "" if current_mesh() == mesh else f", mesh={names.meshes.get(mesh, attribute)}"
     operands: dict[Place, _NamedOperand] = {}
     for i, arg in enumerate((*args, *kwargs.values())):
         listed = isinstance(arg, (list, tuple))
         for k, x in enumerate(arg if listed else (arg,)):
             if isinstance(x, Tensor):
                 source = sources[i] if i < len(sources) and not listed else None
-                variable = names.get(id(x))
-                name = variable or source
+                name, assignable = names.of(x, source)
                 sharded = isinstance(x, Sharded)
                 operands[(i, k) if listed else i] = _NamedOperand(
                     name=name or f"operand {len(operands) + 1}",
                     written=name is not None,
-                    assignable=variable is not None,
+                    assignable=assignable,
                     mesh_argument="" if sharded else mesh_argument,
                     spec=x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), tuple(x.shape), x.dtype),
                     has_gradient=is_differentiable and _is_followed(x.local if isinstance(x, Sharded) else x),
