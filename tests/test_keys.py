@@ -298,3 +298,11 @@ def test_mistakes(name: str) -> None:
     call, kind, words = MISTAKES[name]
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_no_keys_draw_nothing() -> None:
+    keys = random.split(KEY, 3)[:0]
+    assert vmap(lambda key: random.normal(key, (4,)))(keys).shape == (0, 4)
+    found = vmap(lambda key: random.normal(key, (4,), spec=P("x"), mesh=make_mesh((2,), ("x",))))(keys)
+    assert isinstance(found, Sharded)
+    assert found.shape == (0, 4)

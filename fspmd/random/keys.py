@@ -324,10 +324,10 @@ def _of_all(make: Callable[[Tensor], Any], keys: Tensor, dims: list[int]) -> Any
     """The results for all elements of a tensor of keys, in new first dims. A `Sharded` has the spec of one result."""
     if not dims:
         return make(keys)
-    parts = [_of_all(make, part, dims[1:]) for part in keys.unbind(dims[0])]
-    if not isinstance(parts[0], Sharded):
-        return torch.stack(parts)
-    return Sharded(torch.stack([x.local for x in parts]), parts[0].spec)
+    each = keys.unbind(dims[0]) or (keys.sum(dims[0]),)  # without keys the result of some key tells the shape
+    parts = [_of_all(make, part, dims[1:]) for part in each]
+    joined = torch.stack([x.local if isinstance(x, Sharded) else x for x in parts])[: keys.shape[dims[0]]]
+    return Sharded(joined, parts[0].spec) if isinstance(parts[0], Sharded) else joined
 
 
 def _broadcasts(x: Any, sizes: tuple[int, ...]) -> bool:
