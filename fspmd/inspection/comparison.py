@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from fspmd.body import state
 from fspmd.cache import cached
 from fspmd.digests import digests, of_bytes
 from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
@@ -32,7 +33,7 @@ from fspmd.inspection.histories import (
     PARTED,
     SHOWN,
     History,
-    fact_of,
+    facts_in,
     facts_of,
     key_of,
     number_of_line,
@@ -116,7 +117,8 @@ class Comparison(Presence):
         self.caller = threading.get_ident()  # calls in other threads may come in any order
         self.has_peers: dict[Mesh, bool] = {}  # whether other processes pass what this one does on a mesh
 
-    def call(self, call: Noted, x: Tensor) -> None:
+    def call(self, call: Noted, x: Tensor, place: int | None = None) -> None:
+        """A collective of the program. ``place``: its number in the run of a body, if a block within has found it."""
         number, plain = call.number, call.plain
         if number is None:
             plain.facts = plain.facts or facts_of(plain)
@@ -130,12 +132,16 @@ class Comparison(Presence):
         if group is None:
             group = self._group(plain.mesh, plain.axes, key)
         shape, dtype = x.shape, x.dtype
-        group.advance(number_of_step(number, is_even, dtype, shape))
+        if place is None:
+            place, here = 0, state.__dict__
+            if here["body"] is not None:
+                place = here["collectives"] = here["collectives"] + 1
+        group.advance(number_of_step(number, is_even, dtype, shape, place))
         count, now = group.count, group.hash
-        self.last = entry = (count, now, plain, call.by, dtype, shape, time.monotonic())
+        self.last = entry = (count, now, plain, call.by, dtype, shape, place, time.monotonic())
         group.ring.append(entry)
         if self.outer is not None:
-            self.outer.call(call, x)
+            self.outer.call(call, x, place)
         if self.every:
             if not count % self.every:
                 self._set_due(group)
@@ -173,7 +179,7 @@ class Comparison(Presence):
         group.advance(hash((zlib.crc32(text.encode()), line.number)), number)
         count, now = group.count, group.hash
         value = f"{text}, {DIGEST} {number & (1 << 64) - 1:016x}"
-        group.ring.append((count, now, value, line, None, (), time.monotonic()))
+        group.ring.append((count, now, value, line, None, (), 0, time.monotonic()))
         if not count % self.every:
             self._set_due(group)
 
@@ -211,12 +217,10 @@ class Comparison(Presence):
     def record(self, communications: Sequence[Communication]) -> None:
         known = self.facts.get((id(communications),))
         if known is None:
-            known = communications, [fact_of(each) for each in communications]
+            known = communications, facts_in(communications)
             if isinstance(communications, tuple):
                 self.facts[(id(communications),)] = known
-        for number, key, each, line in known[1]:
-            if not number:
-                continue
+        for number, key, each, line, place in known[1]:
             if self.failure:
                 raise LockstepError(self.failure)
             group = self.groups.get(key)
@@ -224,7 +228,7 @@ class Comparison(Presence):
                 group = self._group(each.mesh, each.axes, key)
             group.advance(number)
             count, now = group.count, group.hash
-            self.last = entry = (count, now, each, line, each.dtype, each.shape, time.monotonic())
+            self.last = entry = (count, now, each, line, each.dtype, each.shape, place, time.monotonic())
             group.ring.append(entry)
             if self.every:
                 if not count % self.every:

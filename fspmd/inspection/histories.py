@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -48,7 +48,7 @@ class History:
     def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
         self.key, self.ranks = key, ranks
         self.count = self.hash = self.told = 0
-        self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape
+        self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape, place, time
         self.due: deque[tuple[int, int, Any]] = deque()  # counts, hashes and sites that were not compared yet
         self.context = 0  # the last eight collectives
         self.known: set[int] = set()  # contexts in which the ranks of the group have met
@@ -94,20 +94,31 @@ def number_of_line(number: int, line: UserLine) -> int:
     return number and hash((number, line.number))
 
 
-def number_of_step(number: int, is_even: bool, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """A number for a call at a line on a block. Shapes that may be uneven do not count."""
-    return hash((number, shape if is_even else 0, DTYPES[dtype]))
+def number_of_step(number: int, is_even: bool, dtype: torch.dtype, shape: tuple[int, ...], place: int) -> int:
+    """A number for a call at a line on a block. Shapes that may be uneven do not count.
+
+    ``place`` is its number among the collectives of a body or a record. A rank that takes the axes of a mesh in another
+    order comes to as many collectives of each group, and may come to them at one line.
+    """
+    return hash((number, shape if is_even else 0, DTYPES[dtype], place))
 
 
-def fact_of(each: Communication) -> tuple[int, str, Communication, UserLine]:
-    """The number of a collective in a record, the name of its group, the collective, and its line.
+def facts_in(communications: Iterable[Communication]) -> list[tuple[int, str, Communication, UserLine, int]]:
+    """Of each collective of a record the number, the name of its group, the collective, its line, and its place.
 
     Outside of records it has another number: a record tells of all its collectives before the first one runs.
     """
-    line = line_of(each.cause.where)
-    number, key, is_even = _SILENT if each.call is None else facts_of(each.call)
-    number = number_of_line(number, line)
-    return number and hash((number_of_step(number, is_even, each.dtype, each.shape), 1)), key, each, line
+    facts = []
+    places: Counter[Mesh] = Counter()
+    for each in communications:
+        line = line_of(each.cause.where)
+        number, key, is_even = _SILENT if each.call is None else facts_of(each.call)
+        if number := number_of_line(number, line):
+            places[each.mesh] += 1
+            place = places[each.mesh]
+            step = number_of_step(number, is_even, each.dtype, each.shape, place)
+            facts.append((hash((step, 1)), key, each, line, place))
+    return facts
 
 
 def options_text(call: Call) -> str:
@@ -123,7 +134,7 @@ def options_text(call: Call) -> str:
 
 
 def text_of(entry: tuple[Any, ...]) -> str:
-    _, _, call, line, dtype, shape, _ = entry
+    _, _, call, line, dtype, shape, _, _ = entry
     if isinstance(call, str):  # a value
         return f"{call} ({line.where})"
     plain = call if isinstance(call, Call) else call.call
@@ -132,10 +143,17 @@ def text_of(entry: tuple[Any, ...]) -> str:
     return f"{collective_text(kind, call.mesh, call.axes, dtype, tuple(shape))}{recorded} ({line.where})"
 
 
+def _placed_text_of(entry: tuple[Any, ...]) -> str:
+    """``psum over 'x' of ..., after 2 others``: the text of an entry with its place in the body or the record."""
+    before = entry[-2] - 1
+    others = "" if before < 1 else f", after {before} other{'s' * (before > 1)}"
+    return f"{text_of(entry)}{others}"
+
+
 def ring_text(group: History) -> str:
     """The last collectives of a group: texts, and for each collective its count, hash, and the place of its text."""
     places: dict[str, int] = {}
-    ring = [(entry[0], entry[1], places.setdefault(text_of(entry), len(places))) for entry in list(group.ring)]
+    ring = [(entry[0], entry[1], places.setdefault(_placed_text_of(entry), len(places))) for entry in list(group.ring)]
     return json.dumps((list(places), ring))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import optree
 from torch import Tensor
 
-from fspmd.body import Body
+from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
 from fspmd.foreign import refuse_foreign
 from fspmd.local_view.closures import held_tensors, held_values
@@ -67,6 +67,7 @@ class Plan:
         hear, mesh, name = known_values.hear, self.body.mesh, self.body.name
         if hear is None or mesh.transport != "process_group":
             return function
+        state.collectives = 0
         known_values.hear_layouts(mesh, name, self.layouts())
         if not flat:
             hear(mesh, f"the order of keys in the arguments of {name}", self.keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from torch import fx
 from fspmd.inspection.histories import DTYPES, History, facts_of
 from fspmd.inspection.lines import line_of
 from fspmd.inspection.replays import Replayed
+from fspmd.meshes.mesh import Mesh
 from fspmd.programs.program import Value
 
 
 def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
     """For each group of processes the collectives of parts of a program: steps, and whether they are of backward."""
     found: dict[str, History] = {}
+    places: Counter[Mesh] = Counter()
     for nodes, is_backward in parts:
         for node in nodes:
             call = node.meta.get("call")
@@ -32,8 +35,10 @@ def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
                 history = found[key] = History(key, ranks)
             operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
             line, dtype, shape = line_of(node.meta["cause"].where), operand.dtype, tuple(operand.shape)
-            history.advance(hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward)))
-            history.ring.append((history.count, history.hash, call, line, dtype, shape, 0.0))
+            places[call.mesh] += 1
+            place = places[call.mesh]
+            history.advance(hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward, place)))
+            history.ring.append((history.count, history.hash, call, line, dtype, shape, place, 0.0))
     return list(found.values())
 
 
