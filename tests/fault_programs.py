@@ -207,6 +207,22 @@ def axes_in_another_order(port: int) -> tuple[str, float]:
     return outcome(act, debug(seconds=20))
 
 
+def axes_in_another_order_at_one_line(port: int, how: str) -> tuple[str, float]:
+    """One rank takes the axes in another order, as from a set of names. Each group sees as many sums, of one size."""
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    x, axes = device_put(torch.ones(8), P(("x", "y")), mesh=mesh), ["y", "x"] if rank == 2 else ["x", "y"]
+
+    def body(b: Tensor) -> Tensor:
+        for axis in axes:
+            b = psum(2 * b, axis) + 1
+        return b
+
+    step = shard_map(body, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(), check_vma=how != "unchecked")
+    if how == "recorded":
+        return outcome(lambda: jit(step)(x), nullcontext())
+    return outcome(lambda: step(x), debug())
+
+
 def another_shape_in_a_record(port: int) -> tuple[str, float]:
     """One rank records sums of other sizes at the same line."""
     mesh, rank = fresh(port)
@@ -741,6 +757,25 @@ def another_seed(port: int) -> tuple[str, float]:
     return outcome(act, debug())
 
 
+def another_seed_of_a_body(port: int, what: str) -> tuple[str, float]:
+    """A body draws what is equal on all ranks, where they have one seed."""
+    mesh, rank = fresh(port)
+    draws: dict[str, Callable[[Tensor], Tensor]] = {
+        "rand": lambda w: torch.rand(2),
+        "dropout": torch.nn.functional.dropout,
+        "normal_": lambda w: torch.zeros_like(w).normal_(),
+    }
+
+    def act() -> None:
+        torch.manual_seed(rank // 3)
+        specs = P("x"), P()
+        shard_map(
+            lambda b, w: psum(b * draws[what.removeprefix("torch.")](w), "x"), mesh=mesh, in_specs=specs, out_specs=P()
+        )(_x(mesh), torch.ones(2))
+
+    return outcome(act, debug())
+
+
 def another_order_of_keys(port: int) -> tuple[str, float]:
     """The body of one rank iterates in another order, over blocks of one shape. Without `debug` the sums are mixed."""
     mesh, rank = fresh(port)
@@ -857,6 +892,37 @@ def another_closed_over_tensor(port: int) -> tuple[str, float]:
         shard_map(lambda b: -model(b), mesh=mesh, in_specs=P("x"), out_specs=P("x"))(_x(mesh))
 
     return outcome(act, debug())
+
+
+class Scale:
+    """An object of the user, with a tensor of its own and one that no method names."""
+
+    def __init__(self, factor: Tensor, unused: Tensor) -> None:
+        self.factors, self.unused = [factor], unused
+
+    def __call__(self, b: Tensor) -> Tensor:
+        return psum(self.scaled(b), "x")
+
+    def scaled(self, b: Tensor, times: int = 1) -> Tensor:
+        return self.scaled(b, times - 1) if times else b * self.factors[0]
+
+
+def another_tensor_of_an_object(port: int, how: str) -> tuple[str, float]:
+    """A body is an object or its method, or calls one. What the body does not name may differ from rank to rank."""
+    mesh, rank = fresh(port)
+    scale = Scale(torch.full((2,), float(rank // 3)), torch.full((2,), float(rank)))
+    norm = torch.nn.BatchNorm1d(2, dtype=torch.float64).eval()
+    if how == "a buffer":
+        norm.running_mean += rank // 3  # type: ignore[operator]
+    bodies: dict[str, Callable[[Tensor], Tensor]] = {
+        "an object": scale,
+        "a method": scale.scaled,
+        "a call of a method": lambda b: -scale.scaled(b),
+        "a part": partial(lambda b, by: scale.scaled(b) * by, by=2),
+        "a buffer": lambda b: norm(b[None])[0],
+    }
+    spec = P() if how == "an object" else P("x")
+    return outcome(lambda: shard_map(bodies[how], mesh=mesh, in_specs=P("x"), out_specs=spec)(_x(mesh)), debug())
 
 
 def another_closed_over_number(port: int) -> tuple[str, float]:

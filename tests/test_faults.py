@@ -267,6 +267,28 @@ def test_an_error_of_one_rank_is_told_to_those_that_make_a_group(four: Processes
             "the order of keys in the arguments of shard_map(<lambda>), with the bits ",
         ),
         (fault_programs.another_seed, 3, "the seed of a new value, with the bits "),
+        *(
+            (
+                partial(fault_programs.another_seed_of_a_body, what=name),
+                3,
+                f"what {name}() draws, f32[2], with the bits ",
+            )
+            for name in ("torch.rand", "dropout", "normal_")
+        ),
+        *(
+            (
+                partial(fault_programs.another_tensor_of_an_object, how=how),
+                3,
+                f"{name}, which shard_map({body}) closes over, {dtype}[2], with the bits ",
+            )
+            for how, name, body, dtype in (
+                ("an object", "self.factors[0]", "Scale", "f32"),
+                ("a method", "self.factors[0]", "scaled", "f32"),
+                ("a call of a method", "scale.factors[0]", "<lambda>", "f32"),
+                ("a part", "scale.factors[0]", "<lambda>", "f32"),
+                ("a buffer", "norm.running_mean", "<lambda>", "f64"),
+            )
+        ),
         (fault_programs.another_static_argument, 1, "known[0] of shard_map(<lambda>), with the bits "),
         (
             fault_programs.another_closed_over_tensor,
@@ -416,6 +438,17 @@ def test_ranks_without_a_common_group_are_told(four: Processes) -> None:
     for error in _run(four, fault_programs.axes_in_another_order, within=10):
         assert error.startswith("LockstepError: ranks ran different collectives, from collective number 6 of"), error
         assert "rank 2: psum over " in error, error
+
+
+@pytest.mark.parametrize("how", ["checked", "unchecked", "recorded"])
+def test_axes_in_another_order_at_one_line_are_told(four: Processes, how: str) -> None:
+    """Each group has the same calls. Their places in the body differ."""
+    errors = _run(four, partial(fault_programs.axes_in_another_order_at_one_line, how=how), within=15)
+    parted = [error for error in errors if error.startswith("LockstepError: ranks ")]
+    assert len(parted) >= (3 if how == "recorded" else 4), errors  # rank 1 is in no group with rank 2
+    assert all("  * rank 2: " in error for error in parted), errors
+    assert any(error.count("), after 1 other\n") == 1 for error in parted), errors
+    assert "" not in errors
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,9 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     """Within the block the ranks of each group compare their collectives as they go, and raise an error if they differ.
 
     Each rank keeps a running hash of the collectives of each group: the row of the pair table, the axes, the mesh, the
-    options, the shape, the dtype and the user's line. Shapes that may be uneven do not count. Ranks that run the same
-    collective at different lines count as different, so write it once, after the `if`. Ranks compare after every
+    options, the shape, the dtype, the user's line, and in a body how many collectives came before it, over any axes.
+    Shapes that may be uneven do not count. Ranks that run the same collective at different lines count as different, so
+    write it once, after the `if`. Ranks compare after every
     ``every`` collectives of a group, at the end of the block, and when a rank waits for long. Within about two seconds
     of a difference all ranks of the group raise an error at their next collective, or in the one that they wait for. It
     has the first collective that differs, with its line, on each rank. Ranks that wait for each other in a circle, over
@@ -72,10 +73,11 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
 
     Values that all processes must have alike are compared in the same way, by digests, in each call: arguments of
     `shard_map` and `jit` that are no `Sharded`, static ones too; values that `device_put` lays out; seeds of random
-    functions; the plain tensors that a body or a jitted function closes over, its modules' parameters among them; and
-    the numbers that it closes over or names itself; and after an unchecked body the replicas that it has written into.
-    A body that closes over its rank is therefore told of: write ``axis_index``, or call ``dist.get_rank()`` in it. A
-    bool alone does not count, since one rank may be told to print. Each tensor is read once. A jitted function is
+    functions, and what a body draws that is equal on all ranks; the plain tensors that a body or a jitted function
+    closes over, parameters and buffers of its modules among them, and attributes that it names of the user's objects;
+    and the numbers that it closes over or names itself; and after an unchecked body the replicas that it has written
+    into. A body that closes over its rank is therefore told of: write ``axis_index``, or call ``dist.get_rank()`` in
+    it. A bool alone does not count, since one rank may be told to print. Each tensor is read once. A jitted function is
     compared over the meshes of its record and its arguments. Containers and objects count by their parts, but an object
     that is equal to itself alone, or that cannot be pickled, by its type. The order of keys in arguments is compared,
     too, since a body iterates over dicts in the order of its rank.

@@ -155,29 +155,58 @@ def held_values(function: Any) -> list[tuple[str, Any]]:
 
 
 def _named_tensors(function: Any, of_modules: bool) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
+    home = function
+    while isinstance(home, functools.partial):
+        home = home.func
+    module = getattr(home, "__module__", None)
+    seen: set[Any] = set()
     stack: list[tuple[str, Any]] = [("", function)]
     while stack:
         name, value = stack.pop()
-        if id(value) in seen:
+        is_method = isinstance(value, MethodType)  # made anew each time
+        key = (id(value.__func__), id(value.__self__)) if is_method else id(value)
+        if key in seen:
             continue
-        seen.add(id(value))
+        seen.add(key)
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, torch.nn.Module):
-            stack += [(f"{name}.{path}".lstrip("."), x) for path, x in value.named_parameters() if of_modules]
+            held = [*value.named_parameters(), *value.named_buffers()] if of_modules else []
+            stack += [(f"{name}.{path}".lstrip("."), x) for path, x in held]
         elif isinstance(value, functools.partial):
             stack += [(name, value.func), *_bound_by(value)]
-        elif isinstance(value, MethodType):
-            stack += [(name, value.__func__), ("self", value.__self__)]
+        elif is_method:
+            owner = name.rpartition(".")[0] or "self"
+            stack += [(name, value.__func__), (owner, value.__self__)]
+            if of_modules and isinstance(value.__func__, FunctionType):
+                stack += _attributes(owner, value.__self__, value.__func__)
         elif isinstance(value, FunctionType):
-            if value is function or value.__module__ == getattr(function, "__module__", None):
-                stack += _held_by(value)
+            if value is function or value.__module__ == module:
+                held = _held_by(value)
+                stack += held
+                if of_modules:
+                    stack += [row for name_of, x in held for row in _attributes(name_of, x, value)]
         elif isinstance(value, (list, tuple, dict)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             stack += [(f"{name}[{key!r}]", x) for key, x in items]
         elif isinstance(inner := getattr(value, "__wrapped__", None), FunctionType):  # `Jitted`, `functools.cache`
             stack += _held_by(inner)
+        elif value is home and isinstance(method := type(value).__call__, FunctionType):
+            stack.append((name, MethodType(method, value)))
+
+
+def _attributes(name: str, x: Any, function: FunctionType) -> list[tuple[str, Any]]:
+    """Return those attributes and methods of an object that a function names, if a class of the user has made it."""
+    kind = type(x)
+    if kind.__module__ != function.__module__ or isinstance(x, (type, torch.nn.Module)):
+        return []
+    own, found = getattr(x, "__dict__", {}), []
+    for attribute in _attributes_of(function.__code__):
+        if attribute in own:
+            found.append((f"{name}.{attribute}", own[attribute]))
+        elif isinstance(method := getattr(kind, attribute, None), FunctionType):
+            found.append((f"{name}.{attribute}", MethodType(method, x)))
+    return found
 
 
 def _held_by(function: FunctionType) -> list[tuple[str, Any]]:
@@ -198,7 +227,17 @@ def _bound_by(function: functools.partial[Any]) -> list[tuple[str, Any]]:
 @cached(maxsize=1024)
 def _globals_of(code: CodeType) -> tuple[str, ...]:
     """Return the globals that a function names. Its ``co_names`` has attributes as well."""
-    return tuple(dict.fromkeys(step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"))
+    return _named_by(code, "LOAD_GLOBAL")
+
+
+@cached(maxsize=1024)
+def _attributes_of(code: CodeType) -> tuple[str, ...]:
+    """Return the attributes and methods that a function names."""
+    return _named_by(code, "LOAD_ATTR", "LOAD_METHOD")
+
+
+def _named_by(code: CodeType, *operations: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(step.argval for step in dis.get_instructions(code) if step.opname in operations))
 
 
 def _sum_leaving(node: Any, outside: set[Node], total: Call) -> None:

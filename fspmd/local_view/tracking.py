@@ -132,7 +132,11 @@ class Tracker(BodyMode):
         if draws and (shared := self.body.unlike - result.varying):
             refuse_shared_draw(op, shared)
         if result is INVARIANT:
-            return self._invariant(func, args, kwargs)
+            out = self._invariant(func, args, kwargs)
+            if draws and known_values.hear is not None:
+                for x in tensors_of((out,)):
+                    known_values.hear(self.body.mesh, f"what {op.shown} draws", x)
+            return out
         if op.ragged is not None and op.ragged(*args, **kwargs):
             self.body.mark_uneven()
         if op.python_value is not None and result.varying and op.python_value(*args, **kwargs):
