@@ -747,12 +747,21 @@ def another_leaf(port: int) -> tuple[str, float]:
     return outcome(act, debug())
 
 
-def another_seed(port: int) -> tuple[str, float]:
+def another_seed(port: int, what: str = "randn") -> tuple[str, float]:
     mesh, rank = fresh(port)
+    on: Any = {"spec": P("x"), "mesh": mesh}
+    rates = _x(mesh)
+    noisy = jit(lambda x: torch.nn.functional.dropout(x).sum())
+    draws: dict[str, Callable[[], object]] = {
+        "randn": lambda: fspmd.randn(8, **on),
+        "randperm": lambda: fspmd.randperm(8, **on),
+        "poisson": lambda: torch.poisson(rates),
+        "a record": lambda: noisy(rates),
+    }
 
     def act() -> None:
         torch.manual_seed(rank // 3)
-        fspmd.randn(8, spec=P("x"), mesh=mesh)
+        draws[what]()
 
     return outcome(act, debug())
 

@@ -39,6 +39,23 @@ def test_plans_of_a_mapped_function_are_limited_and_counted(small: int) -> None:
     assert mapped.cache_info() == (10, 10, small, small)
 
 
+def test_shapes_of_one_plan_are_limited(small: int) -> None:
+    """A plan knows the shapes that it has cut, and those of its results."""
+    mapped: Any = fspmd.shard_map(double, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    sizes = range(7002, 7042, 2)
+    for n in sizes:
+        assert torch.equal(device_get(mapped(torch.ones(n))), torch.full((n,), 2.0))
+    known = [keys for keys in map(_shapes, gc.get_objects()) if keys & {*sizes, *(n // 2 for n in sizes)}]
+    assert len(known) >= 2
+    assert max(map(len, known)) == small
+
+
+def _shapes(x: object) -> set[int]:
+    """The sizes in the keys of a dict of shapes."""
+    keys = list(x) if isinstance(x, dict) else []
+    return {key[0][0] for key in keys if type(key) is tuple and key and type(key[0]) is torch.Size and key[0]}
+
+
 def test_records_are_limited(small: int) -> None:
     recorded = fspmd.jit(double)
     for _ in range(2):

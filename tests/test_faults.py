@@ -266,7 +266,15 @@ def test_an_error_of_one_rank_is_told_to_those_that_make_a_group(four: Processes
             1,
             "the order of keys in the arguments of shard_map(<lambda>), with the bits ",
         ),
-        (fault_programs.another_seed, 3, "the seed of a new value, with the bits "),
+        *(
+            (partial(fault_programs.another_seed, what=what), 3, "the seed of a new value, with the bits ")
+            for what in ("randn", "randperm", "poisson")
+        ),
+        (
+            partial(fault_programs.another_seed, what="a record"),
+            3,
+            "the state of torch's generator before jit(<lambda>), u8[5056], with the bits ",
+        ),
         *(
             (
                 partial(fault_programs.another_seed_of_a_body, what=name),

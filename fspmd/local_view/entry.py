@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.body import Body
+from fspmd.cache import Cache
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import misfit
 from fspmd.messages import Failure, described, holds_all_ranks, quoted
@@ -128,7 +129,7 @@ def _plain_entry(
     partition: P, label: object, body: Body, variance: Variance | None, widen: Call | None, nested: bool
 ) -> Entry:
     cut = bool(partition.mentioned)
-    cuts_of: dict[Any, tuple[Call, ...]] = {}  # by shape and dtype
+    cuts_of: Cache[Any, tuple[Call, ...]] = Cache()  # by shape and dtype
 
     def enter(x: Any) -> Any:
         if x is None:

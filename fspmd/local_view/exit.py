@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import Body
+from fspmd.cache import Cache
 from fspmd.collectives.steps import Handle
 from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
@@ -218,7 +219,7 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
     if partition is None:
         return Exit(_unknown, lambda x, _: x, _unknown if static else static_failure)
     target = variance_of_spec(partition)
-    specs: dict[Any, TensorSpec] = {}
+    specs: Cache[Any, TensorSpec] = Cache()
     simulated = body.simulated
     share = None
     if not body.checked and (absent := body.mesh.ordered(body.axes - outer_axes - partition.mentioned)):

@@ -209,7 +209,7 @@ def randperm(n: int, **options: Unpack[RandomOptions]) -> Sharded:
     """
     spec = _spec(torch.randperm, (n,), options)
     device = spec.mesh.device
-    order = shuffled(n, shared_seed(options.get("generator")), device)
+    order = shuffled(n, shared_seed(options.get("generator"), spec.mesh), device)
 
     def make(block: Block) -> Tensor:
         return order[block.offset[0] : block.offset[0] + block.shape[0]].to(spec.dtype, copy=True)

@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from fspmd.local_view.closures import held_values
 from fspmd.local_view.key_orders import check_order
 from fspmd.meshes.mesh import Mesh
@@ -39,6 +41,8 @@ def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, .
     if not any(mesh.transport == "process_group" for mesh in meshes):
         return
     values += [(f"{label}, which {name} closes over", value) for label, value in held_values(function)]
+    if record.draws_seeds:
+        values.append((f"the state of torch's generator before {name}", torch.get_rng_state()))
     for mesh in meshes:
         known_values.hear_layouts(mesh, name, tuple(layouts))
         for label, value in values:

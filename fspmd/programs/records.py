@@ -23,7 +23,7 @@ from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.histories import histories, name_of, replayed_by
 from fspmd.programs.keys import guard, strides_of
 from fspmd.programs.program import memory_of, owner
-from fspmd.programs.replay import Maker, ProgramPart, below_autograd, from_lists
+from fspmd.programs.replay import Maker, ProgramPart, below_autograd, draws_seed, from_lists
 from fspmd.programs.shortened import in_few_steps
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, is_plain, laid, lies, pair
@@ -112,6 +112,7 @@ class Record:
     moved: tuple[Communication, ...]  # the communication of a run
     plain: bool  # whether nothing is donated
     unmet: list[History]  # the collectives of each group of processes, before the ranks have agreed on them
+    draws_seeds: bool  # whether a run draws seeds, which all ranks must have alike, from torch's own generator
 
 
 def meet(record: Record, function: Callable[..., Any]) -> None:
@@ -219,7 +220,8 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
     unmet = histories((program.steps, False), (program.deferred, True))
-    return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places, unmet)
+    draws_seeds = any(map(draws_seed, (*program.steps, *program.deferred)))
+    return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places, unmet, draws_seeds)
 
 
 def _returning_arguments(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:

@@ -99,6 +99,15 @@ def has_randomness(node: fx.Node) -> bool:
     target: Any = node.target
     if isinstance(target, OpOverload):
         return facts_of(target).draws(node.args, node.kwargs)
+    return _draws_seed(target)
+
+
+def draws_seed(node: fx.Node) -> bool:
+    """Whether a step draws a seed from torch's own generator."""
+    return _draws_seed(node.target) and not any(x is not None for x in (*node.args, *node.kwargs.values()))
+
+
+def _draws_seed(target: Any) -> bool:
     return getattr(target, "__wrapped__", target) is draw_seed.__wrapped__  # type: ignore[attr-defined]
 
 

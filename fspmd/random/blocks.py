@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.entries import Flat
 from fspmd.errors import ArgumentError
+from fspmd.meshes.mesh import Mesh
 from fspmd.random.counter import Block, Distribution, draw
 from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute, viewed
@@ -97,18 +98,23 @@ def drawn(
         view = drawn(spec.unflattened, law, device, then, generator, key)
         return Sharded(viewed(view.local, view.spec, spec), spec)
     make = drawing(spec.dtype, law, device, then)  # a wrong dtype is an error before the generator advances
-    seed = shared_seed(generator) if key is None else key
-    if known_values.hear is not None:
-        known_values.hear(spec.mesh, "the seed of a new value", seed)
+    seed = shared_seed(generator, spec.mesh, key)
     return fill(spec, lambda block: make(block, seed), device)
 
 
-def shared_seed(generator: torch.Generator | None) -> int:
-    """The seed of a new value. In a function that `vmap` maps, all elements share it.
+def shared_seed(generator: torch.Generator | None, mesh: Mesh, key: Tensor | None = None) -> Any:
+    """The seed of a new value on a mesh, or its key. In a function that `vmap` maps, all elements share it.
 
     Raises:
         ArgumentError: `vmap` runs with another ``randomness`` than "same".
     """
+    seed = _drawn_seed(generator) if key is None else key
+    if known_values.hear is not None:
+        known_values.hear(mesh, "the seed of a new value", seed)
+    return seed
+
+
+def _drawn_seed(generator: torch.Generator | None) -> int:
     if transforms_active():
         vmaps = [transform for transform in running_transforms() if isinstance(transform, VmapInterpreter)]
         for randomness in (transform.randomness() for transform in vmaps):

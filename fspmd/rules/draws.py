@@ -232,7 +232,8 @@ def _poisson(x: Value, generator: torch.Generator | None = None) -> Value:
         return _poisson(x.reshape(x.spec.unflattened.shape), generator).reshape(x.shape)
     rates = settle(x.detach())
     _check_each("poisson", "rates", rates, lambda rate: rate >= 0, "0 or more")
-    return _followed(pair(_Counted.apply(rates.local, rates.spec, shared_seed(generator)), rates.spec), x)
+    seed = shared_seed(generator, rates.spec.mesh)
+    return _followed(pair(_Counted.apply(rates.local, rates.spec, seed), rates.spec), x)
 
 
 class _Counted(torch.autograd.Function):
