@@ -114,6 +114,7 @@ def _trees() -> dict[str, str]:
     }
     found["right"] = _caught(whole)
     found["a number"] = _caught({"step": rank // 3})
+    found["a generator"] = _caught([torch.Generator().manual_seed(rank // 3)])
     found["a tensor"] = _caught([torch.full((6,), 7 + (rank == 1))])
     found["nan"] = _caught([torch.full((6,), float("nan") if rank else 0.0)], mesh=line)
     found["zero"] = _caught(from_local(torch.zeros(2) * (-1 if rank == 3 else 1), P(), mesh=line))
@@ -142,6 +143,7 @@ def test_one_flipped_bit_of_one_rank_is_found(four: Processes) -> None:
     distances = {n: re.search(r"at most (\S+),", e)[1] for n, e in first.items() if n.endswith("all")}  # type: ignore[index]
     assert {distances["torch.bool all"], distances["torch.int8 all"]} == {"1"}
     assert "tree['step']: rank 0 has 0; rank 1 has 0; rank 2 has 0; rank 3 has 1" in first["a number"]
+    assert "tree[0], u8[5056]: rank 3 differs from ranks 0, 1, 2 in " in first["a generator"]
     assert "rank 1 differs from ranks 0, 2, 3 in 6 of 6 elements, by at most 1, first at element 0" in first["a tensor"]
     assert "rank 0 differs from ranks 1, 2, 3 in 6 of 6 elements, by at most nan" in first["nan"]
     assert "rank 3 differs from ranks 0, 1, 2 in 2 of 2 elements, by at most 0," in first["zero"]
@@ -158,6 +160,15 @@ def test_copies_of_a_simulation() -> None:
     check_replicas({"x": x, "pending": x @ x.mT, "n": 1})
     with pytest.raises(ArgumentError, match="check_replicas got for tree a sparse_coo tensor"):
         check_replicas(torch.eye(2).to_sparse())
+    model = torch.nn.Linear(2, 2)
+    for tree, text in (
+        (model, "tree is a Linear\npass its state_dict"),
+        ([torch.optim.SGD(model.parameters())], r"tree\[0\] is a"),
+        (model.parameters(), "tree is a.*\npass a list of its values"),
+        ({"w": {"x": x}.values()}, r"tree\['w'\] is a.*\npass a list of its values"),
+    ):
+        with pytest.raises(ArgumentError, match=f"check_replicas cannot look into all leaves:\n  \\* {text}"):
+            check_replicas(tree)
     with pytest.raises(RecordError, match="check_replicas was called within jit"):
         jit(check_replicas)(x)
 

@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MappingView, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from fspmd.inspection.lines import UserLine, user_line
 from fspmd.inspection.replays import compare_replays, replay_hashes
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, groups_along, make_mesh
-from fspmd.messages import counted, described
+from fspmd.messages import Failure, counted, described, refuse
 from fspmd.outside import check_member, check_outside, refuse_recorded
 from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded
@@ -40,7 +40,8 @@ def check_replicas(tree: Any, *, every: int = 1, mesh: Mesh | None = None) -> No
     A layout says which blocks are copies: ranks that differ only along axes that its spec does not name hold equal
     blocks. That is true of parameters under data parallelism, and of all values that are invariant or reduced over an
     axis. Blocks of pending sums are compared along the other axes. A plain tensor, a number or a string is one value
-    for all ranks of ``mesh``. Other leaves are not looked at, and neither are tensors without values (meta tensors).
+    for all ranks of ``mesh``, and so is the state of a generator. Other leaves are not looked at, and neither are
+    tensors without values (meta tensors). Modules, optimizers and iterators, in which nothing would be, are refused.
 
     NaNs and -0.0 are compared by their bits. Values are reduced to 64 bits per leaf, which see the place of each bit,
     so a difference goes unseen once in 2⁶⁴ times. It costs some two and a half sums of each tensor.
@@ -63,7 +64,8 @@ def check_replicas(tree: Any, *, every: int = 1, mesh: Mesh | None = None) -> No
             elements that differ, the largest difference, and the first place in the block.
         LockstepError: on all ranks alike, ranks have replayed different records of `jit`.
         TreeError: on all ranks alike, the ranks pass trees with other structures, shapes, dtypes or specs.
-        ArgumentError, RecordError: it is called in a body, or within jit; or ``every`` is no integer above 0.
+        ArgumentError, RecordError: it is called in a body, or within jit; or ``every`` is no integer above 0; or a leaf
+            is a module, an optimizer or an iterator.
 
     >>> from fspmd import P, device_put, make_mesh
     >>> mesh = make_mesh((4,), ("dp",))
@@ -84,6 +86,8 @@ def check_replicas(tree: Any, *, every: int = 1, mesh: Mesh | None = None) -> No
             return
     values, treedef = flatten_values(tree)
     labels = leaf_paths(tree, "tree")
+    if failures := [failure for pair in zip(values, labels, strict=True) if (failure := _opaque(*pair))]:
+        refuse("check_replicas cannot look into all leaves:", failures)
     default = mesh_of(values, mesh, what)
     leaves: dict[Mesh, list[_Copied]] = {default: []}
     for value, label in zip(values, labels, strict=True):
@@ -135,8 +139,19 @@ class _Copied:
         return [mixed(*pair) for pair in zip(shapes, digests(blocks_of(self.block)), strict=True)]
 
 
+def _opaque(x: Any, label: str) -> Failure | None:
+    """The failure of a leaf that holds values which this function would not see."""
+    if isinstance(x, (torch.nn.Module, torch.optim.Optimizer)):
+        return Failure(f"{label} is {described(x)}", ArgumentError, "pass its state_dict()")
+    if isinstance(x, (Iterator, MappingView)):
+        return Failure(f"{label} is {described(x)}", ArgumentError, "pass a list of its values")
+    return None
+
+
 def _copied(x: Any, label: str, mesh: Mesh) -> _Copied | None:
     """The leaf, if ranks may hold copies of it."""
+    if isinstance(x, torch.Generator):
+        x = x.get_state()
     if type(x).__name__ == "ndarray":
         x = torch.as_tensor(x)
     if isinstance(x, Sharded):
