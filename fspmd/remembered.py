@@ -273,6 +273,11 @@ def _writes(x: Tensor) -> tuple[int, int]:
     return writes
 
 
+def last_write(x: Tensor) -> int:
+    """Return the number of the last write of fspmd into the storage of a tensor; 0 for none."""
+    return _writes(x)[0]
+
+
 def memory_of(x: Tensor) -> torch.UntypedStorage:
     """Return the storage of a block, or of the first shard. Torch gives the same object as long as a tensor uses it."""
     block = blocks_of(unwrapped(x))[0]

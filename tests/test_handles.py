@@ -118,12 +118,12 @@ def writes_before_wait(transport: Any) -> dict[str, str]:
         ),
     }
     for name, start in {**STARTED, **into}.items():
-        for with_gradient in (False, True):
+        for with_gradient, of_data in ((False, False), (True, False), (False, True)):
 
-            def body(x: Tensor, start: Any = start) -> Tensor:
+            def body(x: Tensor, start: Any = start, of_data: bool = of_data) -> Tensor:
                 x = x * 1
                 handle = start(x)
-                x.detach()[:1].fill_(-1)  # a view, which shares the memory
+                (x.data if of_data else x.detach())[:1].fill_(-1)  # a view, which shares the memory
                 return fspmd.psum(total(handle.wait()), "x")
 
             x = torch.linspace(0, 1, 64, dtype=F64).view(32, 2)
@@ -132,23 +132,24 @@ def writes_before_wait(transport: Any) -> dict[str, str]:
             try:
                 shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P())(x.requires_grad_(with_gradient))
             except fspmd.ArgumentError as error:
-                found[f"{name} {with_gradient}"] = str(error)
+                found[f"{name} {with_gradient} {of_data}"] = str(error)
             else:
-                found[f"{name} {with_gradient}"] = ""
+                found[f"{name} {with_gradient} {of_data}"] = ""
     x = fspmd.device_put(torch.arange(8.0), P("x"), mesh=mesh)
-    handle = fspmd.reshard(x, P(), wait=False)
-    x.mul_(2)
-    try:
-        handle.wait()
-    except fspmd.ArgumentError as error:
-        found["reshard"] = str(error)
+    for name, write in (("reshard", x.mul_), ("reshard of data", x.data.mul_)):
+        handle = fspmd.reshard(x, P(), wait=False)
+        write(2)
+        try:
+            handle.wait()
+        except fspmd.ArgumentError as error:
+            found[name] = str(error)
     return found
 
 
 def test_a_write_into_the_operand_before_wait_is_an_error_on_every_transport(pool: Processes) -> None:
     simulated = writes_before_wait("simulation")
     assert all("was written into before wait()" in error for error in simulated.values()), simulated
-    assert len(simulated) == 2 * len(STARTED) + 4
+    assert len(simulated) == 3 * len(STARTED) + 2 * 3 + 2
     assert pool.run(writes_before_wait, "process_group") == [simulated] * 4
 
 

@@ -20,6 +20,7 @@ from fspmd.body import Body, state
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
 from fspmd.pairs import Call, Flight, apply, depart, land
+from fspmd.remembered import last_write
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, unwrapped
 
@@ -100,11 +101,14 @@ class Handle(Generic[T]):
             _refuse_handle(f".{name}", HandleAttributeError)
 
 
-def _version(x: Tensor) -> int:
-    """Return how often the memory of an operand was written into. Torch counts no writes into inference tensors."""
+def _version(x: Tensor) -> tuple[int, int]:
+    """Return how often the memory of an operand was written into, and the last write that fspmd has seen.
+
+    Torch counts no writes through ``x.data``, which a checked body sees, and none into inference tensors.
+    """
     with DisableTorchFunction():
         x = unwrapped(x)
-        return 0 if x.is_inference() else x._version
+        return (0, 0) if x.is_inference() else (x._version, last_write(x))
 
 
 def _refuse_written(x: Tensor) -> NoReturn:
