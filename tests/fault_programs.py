@@ -1290,6 +1290,18 @@ def killed(port: int) -> None:
     raise AssertionError(outcome(act, deadline(1.5)))
 
 
+def killed_before_a_group(port: int) -> None:
+    """The rank that holds the store ends without a word. Two others make a group, for which they need the store."""
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    x = _x(mesh)
+    fspmd.barrier(mesh=mesh)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank != 2:
+        time.sleep(0.5)
+        raise AssertionError(outcome(lambda: _sum(mesh, x), nullcontext()))
+
+
 def killed_before_a_message(port: int) -> None:
     """One rank ends without a word. Another sends to it some time later."""
     mesh, rank = fresh(port)

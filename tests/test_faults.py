@@ -684,6 +684,15 @@ def test_a_rank_that_is_lost_under_debug_is_told_of() -> None:
     assert told.count("it was last at psum over 'x' of mesh(x=4), f64[2] (fault_programs.py:") >= 3, told
 
 
+def test_those_that_make_a_group_hear_that_the_store_has_ended() -> None:
+    with Processes(4) as pool, pytest.raises(AssertionError) as caught:
+        pool.run(fault_programs.killed_before_a_group, free_port(), seconds=60)
+    told = str(caught.value).replace("\\n", "\n")
+    for rank in (1, 3):
+        assert f"PeerError: rank {rank} waits in vain at psum over 'x' of mesh(x=2, y=2), f64[4] (" in told, told
+    assert told.count("  * the store of torch.distributed does not answer: ") == 2, told
+
+
 def test_no_thread_waits_for_a_message_while_the_interpreter_ends() -> None:
     with Processes(2) as pool:
         assert pool.run(fault_programs.waits_that_the_end_of_a_process_ends) == [[True, False]] * 2

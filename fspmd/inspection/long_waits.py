@@ -29,6 +29,13 @@ _PERIOD: Final = 0.5  # seconds between two looks
 _GRACE: Final = 3.0
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _SKEW: Final = 5.0  # seconds before the wait in which a failure counts
+#: seconds without an answer of the store, after which ranks that can only meet there wait in vain; to open a connection
+#: may take five
+_SILENCE: Final = 12.0
+STORE_ENDED: Final = (
+    "the store of torch.distributed does not answer: the process that holds it, rank 0 without torchrun, has ended or "
+    "is stopped"
+)
 _PATIENCE: Final = 1.0  # seconds for the end of a thread, which a store that is gone may hold up
 
 
@@ -38,7 +45,7 @@ class Lookout:
     Args:
         waited: The seconds until now.
         frame: The innermost frame of the thread that waits, if it is another one.
-        needs_all: The wait ends only when all ranks of the group have come.
+        needs_all: The wait ends only when all ranks of the group have come to the store.
     """
 
     def __init__(self, waited: float, frame: FrameType | None = None, needs_all: bool = False) -> None:
@@ -48,6 +55,7 @@ class Lookout:
         self.begin = time.monotonic() - waited
         self.news: list[str] = []  # of ranks that have failed
         self.over = threading.Event()
+        self.answered = time.monotonic()  # when the store did
         self.thread = threading.Thread(target=self._run, name="fspmd-lookout", daemon=True)
         self.thread.start()
 
@@ -65,10 +73,9 @@ class Lookout:
         """Raise an error if this rank waits in vain."""
         if self.parted:
             raise LockstepError(self.parted)
-        if self.news:
-            raise PeerError(
-                join_failures(f"rank {world.process_rank()} waits in vain at {self.where}:", self.news, ADVICE)
-            )
+        is_silent = self.needs_all and time.monotonic() - self.answered > _SILENCE
+        if news := self.news or [STORE_ENDED] * is_silent:
+            raise PeerError(join_failures(f"rank {world.process_rank()} waits in vain at {self.where}:", news, ADVICE))
 
     def _run(self) -> None:
         me = world.process_rank()
@@ -90,9 +97,10 @@ class Lookout:
                 if self.needs_all and not news:
                     news = [f"rank {rank} {text}" for rank, text in ended(others).items()]
                 self.news = news
+                self.answered = time.monotonic()
             store.delete_key(str(me))
         except Exception:  # the store has ended
-            return
+            self.answered -= _SILENCE
 
 
 def wait_long(work: Any) -> None:

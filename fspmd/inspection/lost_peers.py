@@ -8,7 +8,7 @@ from typing import Final
 
 from fspmd.errors import FspmdError, LockstepError, PeerError, join_failures
 from fspmd.inspection.lives import ended
-from fspmd.inspection.long_waits import ADVICE, wait_long, wait_whole, waits, waits_told_by
+from fspmd.inspection.long_waits import ADVICE, STORE_ENDED, wait_long, wait_whole, waits, waits_told_by
 from fspmd.inspection.positions import position
 from fspmd.inspection.replays import compare_long, has_replays
 from fspmd.meshes import world
@@ -19,10 +19,6 @@ _GRACE: Final = 2.0  # seconds in which other ranks may tell why they have ended
 _SHOWN: Final = 8  # ranks
 #: parts of the texts of Gloo and NCCL for a lost connection
 _LOST: Final = ("onnection closed", "onnection reset", "roken pipe", "ead error", "rite error", "ocket", "onnect")
-_STORE_ENDED: Final = (
-    "the store of torch.distributed does not answer: the process that holds it, rank 0 without torchrun, has ended or "
-    "is stopped"
-)
 
 
 def told_by(ranks: Sequence[int], since: float = 600.0) -> list[str]:
@@ -47,7 +43,7 @@ def what_failed(error: RuntimeError) -> str:
 def gone(ranks: Sequence[int]) -> list[str]:
     """A line for each other rank that is known to have ended, or to be stopped."""
     found = within(PATIENCE, lambda: ended(_others(ranks), or_stopped=True))
-    return [_STORE_ENDED] if found is None else [f"rank {rank} {text}" for rank, text in sorted(found.items())]
+    return [STORE_ENDED] if found is None else [f"rank {rank} {text}" for rank, text in sorted(found.items())]
 
 
 def _causes(ranks: Sequence[int]) -> list[str]:
@@ -71,7 +67,7 @@ def _explained(error: RuntimeError) -> FspmdError | None:
     where, ranks = position()
     end, me = time.monotonic() + _GRACE, world.process_rank()
     lines = gone(ranks)
-    if lines != [_STORE_ENDED]:
+    if lines != [STORE_ENDED]:
         within(PATIENCE, lambda: own_store("fspmd.lost").set(str(me), where))
         while not (causes := _causes(ranks)) or has_replays():
             if parted := within(PATIENCE, lambda: compare_long(with_all=True), ""):

@@ -47,6 +47,7 @@ class Monitor(Comparison):
         self.outer: Monitor | None = None
         self.lookout: Lookout | None = None  # of a wait that takes long
         self.timed = True
+        self.meets = False  # whether this rank waits for others to make a group
 
     def enter(self) -> None:
         """Begin to monitor this process."""
@@ -114,6 +115,7 @@ class Monitor(Comparison):
             self.begin()
         begin = time.monotonic()
         self._set_waiting(begin)
+        self.meets = type(work) is Meeting
         is_over = False
         try:
             if type(work) is Meeting or (type(work) is Message and self.timed):
@@ -159,7 +161,7 @@ class Monitor(Comparison):
         if self.lookout is not None:
             self.lookout.check()
         elif waited > SLICE.total_seconds():
-            self.lookout = Lookout(waited)
+            self.lookout = Lookout(waited, needs_all=self.meets)
         if self.gone and (self.seconds is None or waited + 2 * self.period < self.seconds):
             self._raise_if_parted()
             where, _ = position()
