@@ -220,7 +220,7 @@ def axes_in_another_order_at_one_line(port: int, how: str) -> tuple[str, float]:
     step = shard_map(body, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(), check_vma=how != "unchecked")
     if how == "recorded":
         return outcome(lambda: jit(step)(x), nullcontext())
-    return outcome(lambda: step(x), debug())
+    return outcome(lambda: step(x), fspmd.lockstep(5) if how == "in lockstep" else debug())
 
 
 def another_shape_in_a_record(port: int) -> tuple[str, float]:

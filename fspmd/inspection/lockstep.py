@@ -6,9 +6,9 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from fspmd.errors import ArgumentError, LockstepError
@@ -16,11 +16,13 @@ from fspmd.inspection.causes import trace
 from fspmd.inspection.histories import options_text
 from fspmd.inspection.watch import Communication, Watcher, add, remove
 from fspmd.meshes import world
+from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted, described
 from fspmd.pairs import PAIRS
 from fspmd.remembered import hear_writes
 from fspmd.spec import short_dtype
 from fspmd.torch_internals import store_of_ranks
+from fspmd.transport.reports import store_needed
 
 _SHOWN: Final = 5  # writes of each rank
 _POLL: Final = 0.05  # the longest pause in seconds between two looks for late ranks
@@ -37,6 +39,7 @@ class _Lockstep(Watcher):
         self.number = next(_numbers)
         self.met: dict[tuple[int, ...], int] = {}
         self.writes = 0
+        self.calls: Counter[Mesh] = Counter()
         self.last: deque[str] = deque(maxlen=_SHOWN)
         self.shared: Any = None
 
@@ -61,14 +64,20 @@ class _Lockstep(Watcher):
         what = f"{communication.kind}{options} over {', '.join(map(repr, axes))} of {mesh!r}"
         what += f", {short_dtype(communication.dtype)}"
         what += f", {'backward, ' * communication.backward}for {cause.by}"
-        self.meet(tuple(sorted(mesh.group_ranks(axes))), what, cause.where, not cause.written)
+        self.calls[mesh] += 1
+        ranks = tuple(sorted(mesh.group_ranks(axes)))
+        self.meet(ranks, what, cause.where, not cause.written, self.calls[mesh] if len(ranks) > 1 else 0)
 
-    def meet(self, ranks: tuple[int, ...], what: str, where: str = "", compares_lines: bool = False) -> None:
+    @store_needed()
+    def meet(
+        self, ranks: tuple[int, ...], what: str, where: str = "", compares_lines: bool = False, place: int = 0
+    ) -> None:
         """Wait for all ranks of a group, and compare the collective that each is about to begin.
 
         Raises:
             LockstepError: their positions differ; it is raised on all ranks. Or a rank does not come; it is raised on
                 the ranks that came.
+            PeerError: the process that holds the store has ended.
         """
         if len(ranks) == 1:
             return
@@ -76,7 +85,7 @@ class _Lockstep(Watcher):
         me, name, here = world.process_rank(), "-".join(map(str, ranks)), _position(what, where)
         keys = {rank: f"{name}/{count}/{rank}" for rank in ranks}
         self.store.set(f"at/{me}", f"was last at {here}")
-        self.store.set(keys[me], json.dumps([what, where, compares_lines, self.writes, list(self.last)]))
+        self.store.set(keys[me], json.dumps([what, where, compares_lines, self.writes, list(self.last), place]))
         if failure := self._wait(keys, here):
             self.store.delete_key(keys[me])  # a rank that comes later must not meet this one
             raise LockstepError(failure)
@@ -84,8 +93,8 @@ class _Lockstep(Watcher):
         if count > 1:  # all ranks are here, so they have read the last position
             self.store.delete_key(f"{name}/{count - 1}/{me}")
         compared = {
-            (what, where if compares_lines else "", writes)
-            for what, where, compares_lines, writes, _ in positions.values()
+            (what, where if compares_lines else "", writes, place)
+            for what, where, compares_lines, writes, _, place in positions.values()
         }
         if len(compared) > 1:
             raise LockstepError(_rank_by_rank_text(positions))
@@ -101,7 +110,8 @@ class _Lockstep(Watcher):
         finally:
             if world.initialised():
                 after = f" with {type(error).__name__}: {error}" if error else ""
-                self.store.set(f"left/{world.process_rank()}", f"has left lockstep(){after}")
+                with suppress(RuntimeError):  # the store has ended
+                    self.store.set(f"left/{world.process_rank()}", f"has left lockstep(){after}")
 
     def _wait(self, keys: dict[int, str], here: str) -> str:
         """Wait until all ranks have come. Return the error if a rank has left, or does not come; else ""."""
@@ -132,9 +142,11 @@ _ADVICE: Final = (
 
 def _rank_by_rank_text(positions: dict[int, Any]) -> str:
     lines = ["ranks came to different collectives, or after different writes:"]
-    shows_writes = any(writes for _, _, _, writes, _ in positions.values())
-    for rank, (what, where, _, writes, last) in positions.items():
-        after = f", after {counted(writes, 'write')}" if shows_writes else ""
+    shows_writes = any(writes for _, _, _, writes, _, _ in positions.values())
+    shows_places = len({(what, where, writes) for what, where, _, writes, *_ in positions.values()}) == 1
+    for rank, (what, where, _, writes, last, place) in positions.items():
+        facts = [counted(writes, "write")] * shows_writes + [counted(place - 1, "other collective")] * shows_places
+        after = f", after {' and '.join(facts)}" if facts else ""
         lines.append(f"  * rank {rank}: {_position(what, where)}{after}{', the last: ' * bool(last)}{'; '.join(last)}")
     return "\n".join([*lines, _ADVICE])
 
@@ -155,9 +167,9 @@ def lockstep(seconds: float = 60) -> Iterator[None]:
     then has its last position, or its error.
 
     The ranks compare the row of the pair table, its options, the axes, the mesh and the dtype; the direction (forward
-    or backward); the torch function or function of fspmd that communicates; and the number of writes into Sharded
-    values so far. For communication that is not written, they also compare the user's line. At the end of the context
-    all ranks of a group meet once more.
+    or backward); the torch function or function of fspmd that communicates; and the numbers of writes into Sharded
+    values and of collectives on the mesh so far. For communication that is not written, they also compare the user's
+    line. At the end of the context all ranks of a group meet once more.
 
     Outside the context a rank that waits alone gets an error after the timeout of the process group, which is 30
     minutes with Gloo. ``torch.distributed.init_process_group("gloo", timeout=...)`` before `make_mesh` sets another.
