@@ -157,6 +157,19 @@ class _Scaled(torch.nn.Module):
         return x * self.w
 
 
+class _Factor:
+    """An object that is no module."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.kept = {"w": w}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.kept["w"]
+
+
 FROZEN = W.clone()
 
 
@@ -164,10 +177,16 @@ def _by_global(x: Tensor) -> Tensor:
     return x * FROZEN
 
 
-@pytest.mark.parametrize("held", ["cell", "list", "module", "method", "default", "partial", "global"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        *("cell", "list", "module", "method", "default", "partial", "partial of a cell", "global"),
+        *("object", "method of an object", "call of an object", "call of a method"),
+    ],
+)
 def test_what_was_frozen_may_be_trained_later(held: str) -> None:
     module, w = _Scaled(), W.clone()
-    listed = [w]
+    listed, factor = [w], _Factor(w)
     function, trained = {
         "cell": (lambda x: x * w, w),
         "list": (lambda x: x * listed[0], w),
@@ -175,6 +194,11 @@ def test_what_was_frozen_may_be_trained_later(held: str) -> None:
         "method": (module.forward, module.w),
         "default": (lambda x, v=w: x * v, w),
         "partial": (partial(torch.mul, w), w),
+        "partial of a cell": (partial(lambda by, x: x * w * by, 1.0), w),
+        "object": (factor, w),
+        "method of an object": (factor.scaled, w),
+        "call of an object": (lambda x: 1.0 * factor(x), w),
+        "call of a method": (lambda x: 1.0 * factor.scaled(x), w),
         "global": (lambda x: _by_global(x), FROZEN),  # noqa: PLW0108
     }[held]
     apply = shard_map(function, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=False)

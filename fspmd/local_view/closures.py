@@ -124,7 +124,7 @@ def sum_closures(outputs: list[Any], arguments: Iterable[Any], body: Body, start
 
 def holds_trainable(function: Any) -> bool:
     """Return whether `held_tensors` finds a tensor that requires grad."""
-    return any(x.requires_grad for x in held_tensors(function))
+    return any(x.requires_grad for _, x in _named_tensors(function, True, of_buffers=False))
 
 
 def held_tensors(function: Any, of_modules: bool = True) -> Iterator[Tensor]:
@@ -154,7 +154,7 @@ def held_values(function: Any) -> list[tuple[str, Any]]:
     return sorted([*tensors, *numbers], key=lambda named: named[0])
 
 
-def _named_tensors(function: Any, of_modules: bool) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(function: Any, of_modules: bool, of_buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
     home = function
     while isinstance(home, functools.partial):
         home = home.func
@@ -171,8 +171,10 @@ def _named_tensors(function: Any, of_modules: bool) -> Iterator[tuple[str, Tenso
         if isinstance(value, Tensor):
             yield name, value
         elif isinstance(value, torch.nn.Module):
-            held = [*value.named_parameters(), *value.named_buffers()] if of_modules else []
-            stack += [(f"{name}.{path}".lstrip("."), x) for path, x in held]
+            own: list[tuple[str, Tensor]] = [*value.named_parameters()] if of_modules else []
+            if of_modules and of_buffers:
+                own += value.named_buffers()
+            stack += [(f"{name}.{path}".lstrip("."), x) for path, x in own]
         elif isinstance(value, functools.partial):
             stack += [(name, value.func), *_bound_by(value)]
         elif is_method:
@@ -196,12 +198,13 @@ def _named_tensors(function: Any, of_modules: bool) -> Iterator[tuple[str, Tenso
 
 
 def _attributes(name: str, x: Any, function: FunctionType) -> list[tuple[str, Any]]:
-    """Return those attributes and methods of an object that a function names, if a class of the user has made it."""
+    """Return the attributes and methods of an object that a function may use, if it is of a class of the user: those
+    that the function names, and the call of the object."""
     kind = type(x)
     if kind.__module__ != function.__module__ or isinstance(x, (type, torch.nn.Module)):
         return []
     own, found = getattr(x, "__dict__", {}), []
-    for attribute in _attributes_of(function.__code__):
+    for attribute in (*_attributes_of(function.__code__), "__call__"):
         if attribute in own:
             found.append((f"{name}.{attribute}", own[attribute]))
         elif isinstance(method := getattr(kind, attribute, None), FunctionType):
