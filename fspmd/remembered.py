@@ -75,8 +75,8 @@ class _Scope:
     __slots__ = ("number", "tensors")
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
         self.tensors: dict[int, weakref.ref[Tensor]] = {}
+        self.number = next(_numbers)
 
     def add(self, x: Tensor) -> None:
         """Note that ``x`` remembers something in this scope."""
@@ -94,7 +94,9 @@ class _Scope:
                         memory.pop(key, None)
         self.tensors.clear()
 
-    __del__ = end  # the scope of a thread ends with the thread
+    def __del__(self) -> None:  # the scope of a thread ends with the thread
+        if hasattr(self, "tensors"):  # else an interrupt has come before
+            self.end()
 
 
 _numbers: Final = itertools.count(1)

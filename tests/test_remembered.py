@@ -28,6 +28,7 @@ from fspmd import (
     grad,
     jit,
     make_mesh,
+    remembered,
     with_spec,
 )
 
@@ -383,6 +384,10 @@ def test_what_a_thread_remembers_ends_with_it() -> None:
     assert not _held(p)
     torch.sin(p)
     assert len(_held(p)) == 1
+
+
+def test_a_scope_that_an_interrupt_has_cut_off_ends_without_a_word() -> None:
+    remembered._Scope.__new__(remembered._Scope).__del__()
 
 
 @pytest.mark.parametrize("before", [False, True])
