@@ -153,6 +153,26 @@ def test_a_write_into_the_operand_before_wait_is_an_error_on_every_transport(poo
     assert pool.run(writes_before_wait, "process_group") == [simulated] * 4
 
 
+def tensors_without_memory(transport: Any) -> list[tuple[Any, ...]]:
+    mesh, found = make_mesh((4,), ("x",), transport=transport, device="cpu"), []
+
+    def body(x: Tensor) -> Tensor:
+        t = torch.empty(4, 2, device="meta")
+        ring = [(i, (i + 1) % 4) for i in range(4)]
+        for y in (fspmd.ppermute(t, "x", ring), fspmd.pshuffle(t, "x", [1, 2, 3, 0]), fspmd.all_gather(t, "x")):
+            found.append((y.device.type, *y.shape))
+        return x
+
+    shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)(torch.ones(4))
+    return found
+
+
+def test_messages_of_tensors_without_memory_have_their_shapes(pool: Processes) -> None:
+    simulated = tensors_without_memory("simulation")
+    assert simulated == [("meta", 4, 2), ("meta", 4, 2), ("meta", 4, 4, 2)]
+    assert pool.run(tensors_without_memory, "process_group") == [simulated] * 4
+
+
 #: both ranks send to each other, wait for no message, and end
 NOT_WAITED_FOR = """
 import torch, fspmd

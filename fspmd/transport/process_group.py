@@ -369,7 +369,7 @@ def _moved(
     kept, operations = [], []
     for operation, peers in ((dist.isend, sends), (dist.irecv, receives)):
         for position, x in peers:
-            if x.numel():
+            if x.numel() and not x.is_meta:  # without memory there is nothing to send
                 there = x.cpu() if hosted else x
                 kept.append((operation, x, there))
                 operations.append(dist.P2POp(operation, there, group=pg, group_peer=group.peer(position)))
