@@ -118,6 +118,39 @@ class Written(nn.Module):
         )
 
 
+class Reused(nn.Module):
+    """Values that come from arrays and tensors outside of the record, which are written into before, between and after.
+
+    The last ones are views that one call gives together, and casts by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        row = np.zeros(4, np.float32)
+        shared = torch.from_numpy(row)
+        self.rows = nn.Parameter(torch.zeros(3, 4))
+        self.sums = nn.Parameter(torch.zeros(3, 4))
+        with torch.no_grad():
+            for i in range(3):
+                row[:] = i + 1
+                self.register_buffer(f"row{i}", torch.tensor(row))
+                self.rows[i] = torch.from_numpy(row)
+                self.sums[i].copy_(shared).add_(shared)
+                shared.mul_(7)
+        table = torch.from_numpy(np.ones((4, 4), np.float32))
+        table[0] = torch.arange(4.0)
+        table[1:, ::2].add_(torch.full((2,), 2.0))
+        torch.mul(torch.ones(4), 3.0, out=table[2])
+        self.table = nn.Parameter(table)
+        self.register_buffer("twice", table * torch.full((4,), 2.0))
+        row[:] = table[:] = 50
+        x, y = torch.meshgrid(torch.arange(2.0), torch.arange(1.0, 4.0), indexing="ij")
+        self.register_buffer("grid", torch.stack([x, y]))
+        self.register_buffer("kept", y)
+        self.register_buffer("cast", torch.arange(4).to(dtype=torch.float64))
+        self.register_buffer("like", torch.arange(4).to(self.rows))
+
+
 def last(name: str, shape: tuple[int, ...]) -> P:
     return P(*(None,) * (len(shape) - 1), "x") if shape else P()
 
@@ -126,7 +159,7 @@ SPECS: dict[str, Any] = {"whole": P(), "rows": P("x"), "columns": last}
 
 
 @pytest.mark.one_of(4)
-@pytest.mark.parametrize("make", [Known, Written])
+@pytest.mark.parametrize("make", [Known, Written, Reused])
 @pytest.mark.parametrize("specs", SPECS)
 @pytest.mark.parametrize("mesh", [LINE, GRID, WIDE])
 def test_values_of_the_constructor(mesh: Mesh, specs: str, make: Callable[[], nn.Module]) -> None:
@@ -334,6 +367,18 @@ def test_messages() -> None:
 
     assert said(lambda: init_sharded(Looks, P(), mesh=LINE)) == (
         "init_sharded: the constructor asks for values of a tensor by item(), but runs on the meta device, where "
+        "tensors have none; compute them in Python or numpy"
+    )
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            given = torch.from_numpy(np.ones(3))
+            given.copy_(torch.rand(3))
+            self.weight = nn.Parameter(given)
+
+    assert said(lambda: init_sharded(Mixed, P(), mesh=LINE)) == (
+        "init_sharded: the constructor asks for values of a tensor by copy_(), but runs on the meta device, where "
         "tensors have none; compute them in Python or numpy"
     )
     assert init_sharded(nn.Tanh, P("x"), mesh=LINE)[1:] == ({}, {})

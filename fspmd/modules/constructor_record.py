@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -39,7 +40,7 @@ def ref_of(x: Tensor) -> Ref:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A recorded call. Its arguments have Refs in place of tensors."""
+    """A recorded call. Its arguments have Refs in place of recorded tensors, and copies of other tensors and arrays."""
 
     func: Any
     args: Any
@@ -63,6 +64,15 @@ class RecordedCall:
         """Whether its result is random."""
         creates = name_of(self.func) in ("rand", "randn", "randint", "randperm")
         return creates or self.func in INITS or learn(self.func).draws is not None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view: the tensor that it is a view of, the call that gave it, and its place among the views that this gave."""
+
+    base: Ref
+    step: RecordedCall
+    place: int | None  # None if the call gave one view
 
 
 #: code -> function of torch.nn.init; a library may rename these functions, or wrap them under their names
@@ -108,7 +118,7 @@ class InitRecorder(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.steps: list[RecordedCall] = []
-        self.views: dict[Ref, tuple[Ref, RecordedCall | None]] = {}
+        self.views: dict[Ref, View] = {}
         self.meta_on_purpose: set[int] = set()  # memory that module_fn itself has put on the meta device
         self.value_of: Callable[[Ref], Tensor | None] = lambda ref: None  # the value of a tensor that Python reads
         self._known: dict[int, Tensor] = {}  # memory -> a tensor that keeps it alive, so that its number stays unique
@@ -150,20 +160,21 @@ class InitRecorder(TorchFunctionMode):
         """Run a call and record the tensors that it makes, writes, or gives as views."""
         before = [(x, x._version, ref_of(x)) for x in tensors if self._knows(x)]
         try:
-            out = self._run(func, args, kwargs, bool(before))
+            out, stand_ins = self._run(func, args, kwargs, bool(before))
         except (RuntimeError, TypeError) as error:  # torch needed values
             if "meta" not in str(error).lower():
                 raise
-            args, named = optree.tree_map(functools.partial(self._with_values, func, error), (args, kwargs))
-            return func(*args, **named)
+            return self._call_with_values(func, args, kwargs, error)
+        if any(x._version for x in stand_ins):  # it writes into a tensor that has values
+            return self._call_with_values(func, args, kwargs)
         written = [] if func == _SET_DATA else [(x, ref) for x, version, ref in before if x._version != version]
         if written:
             self._wrote(func, args, kwargs, written)
             return out
         made = [x for x in _tensors_in(out) if x.is_meta]
         if all(map(self._knows, made)):
-            for x in made:
-                self._view(ref_of(x), self._step(func, args, kwargs) if len(made) == 1 else None, before)
+            if made:
+                self._views(made, self._step(func, args, kwargs), before)
             return out
         self._record(func, args, kwargs, makes=tuple(map(ref_of, made)))
         self._known |= {x.untyped_storage()._cdata: x for x in made}
@@ -171,31 +182,38 @@ class InitRecorder(TorchFunctionMode):
             self.meta_on_purpose |= {x.untyped_storage()._cdata for x in made}
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any, beside_meta: bool) -> Any:
-        """The result of the call on the meta device. ``beside_meta``: a recorded tensor is among the arguments."""
+    def _run(self, func: Any, args: Any, kwargs: Any, beside_meta: bool) -> tuple[Any, list[Tensor]]:
+        """The result of the call on the meta device, and the meta tensors that stood for tensors with values.
+
+        ``beside_meta``: a recorded tensor is among the arguments.
+        """
+        stand_ins: list[Tensor] = []
         if beside_meta and func in _TO_DEVICE:
-            return args[0]
+            return args[0], stand_ins
 
         def on_meta(x: Any) -> Any:
             if isinstance(x, torch.device):
                 return _META
             if not beside_meta or not isinstance(x, Tensor) or x.is_meta:
                 return x
-            return self._constant(x) if func == _SET_DATA else x.to(_META)
+            if func == _SET_DATA:
+                return self._constant(x)
+            stand_ins.append(x.to(_META))
+            return stand_ins[-1]
 
         args, named = optree.tree_map(on_meta, (args, kwargs))
         if kwargs.get("device") is not None:
             named = {**named, "device": _META}
-        if func is Tensor.to and beside_meta and isinstance(args[1], str):
+        if func is Tensor.to and beside_meta and len(args) > 1 and isinstance(args[1], str):
             args = (args[0], _META, *args[2:])
         with _META:  # for functions that make tensors
-            return func(*args, **named)
+            return func(*args, **named), stand_ins
 
     def _step(
         self, func: Any, args: Any, kwargs: Any, makes: tuple[Ref, ...] = (), writes: Ref | None = None
     ) -> RecordedCall:
         def with_ref(x: Any) -> Any:
-            return ref_of(x) if isinstance(x, Tensor) and x.is_meta else x
+            return ref_of(x) if isinstance(x, Tensor) and x.is_meta else _as_now(x)
 
         args, kwargs = optree.tree_map(with_ref, (tuple(args), kwargs))
         return RecordedCall(func, args, kwargs, makes, writes, torch.get_default_dtype())
@@ -242,13 +260,14 @@ class InitRecorder(TorchFunctionMode):
             self._record(func, args, kwargs, writes=ref)
         else:  # t_() and the like make another view of the same memory
             step = self._step(getattr(Tensor, name_of(func).removesuffix("_")), (ref, *args[1:]), kwargs)
-            self.views[now] = ref, step
+            self.views[now] = View(ref, step, None)
 
-    def _view(self, ref: Ref, step: RecordedCall | None, before: list[tuple[Tensor, int, Ref]]) -> None:
-        """Keep the base of a view, and the step that made it. A view of the same part of memory has the same Ref."""
-        base = next((base for _, _, base in before if base.storage == ref.storage), None)
-        if base is not None and ref != base:
-            self.views[ref] = base, step
+    def _views(self, made: list[Tensor], step: RecordedCall, before: list[tuple[Tensor, int, Ref]]) -> None:
+        """Keep the bases of the views that a step gave. A view of the same part of memory has the same Ref."""
+        for place, ref in enumerate(map(ref_of, made)):
+            base = next((base for _, _, base in before if base.storage == ref.storage), None)
+            if base is not None and ref != base:
+                self.views[ref] = View(base, step, place if len(made) > 1 else None)
 
     def _constant(self, x: Tensor) -> Tensor:
         """A meta tensor for a tensor with values. A step of the record gives the values."""
@@ -272,7 +291,12 @@ class InitRecorder(TorchFunctionMode):
         while self._replaced:
             torch.utils.swap_tensors(*self._replaced.pop())
 
-    def _with_values(self, func: Any, error: Exception, x: Any) -> Any:
+    def _call_with_values(self, func: Any, args: Any, kwargs: Any, error: Exception | None = None) -> Any:
+        """Run a call with values in place of recorded tensors."""
+        args, kwargs = optree.tree_map(functools.partial(self._with_values, func, error), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _with_values(self, func: Any, error: Exception | None, x: Any) -> Any:
         """The argument ``x`` of a function, with values if it is a recorded tensor."""
         if not isinstance(x, Tensor) or not x.is_meta:
             return x
@@ -283,6 +307,13 @@ class InitRecorder(TorchFunctionMode):
                 "device, where tensors have none; compute them in Python or numpy"
             ) from error
         return value
+
+
+def _as_now(x: Any) -> Any:
+    """An argument as it is now. The constructor may write other values into a tensor or an array before the replay."""
+    if isinstance(x, Tensor):
+        return x.detach().clone()
+    return copy.copy(x) if hasattr(x, "__array_interface__") else x
 
 
 class _Constant:

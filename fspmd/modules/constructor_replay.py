@@ -76,7 +76,7 @@ class Replay:
             dims = zip(entries, sizes, ref.shape, strict=True)
             self.layouts.setdefault(ref, P(*(entry if like_size == size else None for entry, like_size, size in dims)))
         while ref in self.tape.views:
-            base, _ = self.tape.views[ref]
+            base = self.tape.views[ref].base
             axes = {
                 (size, stride): entry
                 for size, stride, entry in zip(ref.shape, ref.stride, self.layouts[ref], strict=False)
@@ -103,16 +103,14 @@ class Replay:
         """The current value of a tensor. A view is taken from its base at each call."""
         if ref in self.values:
             return self.values[ref]
-        base, step = self.tape.views[ref]
-        if step is not None:
-            value = call_again(step.func, self._with_values(step.args), self._with_values(step.kwargs))
-        elif (box := _box(base, ref)) is not None:
-            value = box.part(self.value(base))
+        view = self.tape.views[ref]
+        if view.place is not None and (box := _box(view.base, ref)) is not None:
+            value = box.part(self.value(view.base))
         else:
-            raise ArgumentError(
-                "init_sharded: the constructor takes a view of a tensor by a call that was not recorded; write into "
-                "weight[...]"
-            )
+            step = view.step
+            value = call_again(step.func, self._with_values(step.args), self._with_values(step.kwargs))
+            if view.place is not None:
+                value = optree.tree_leaves(value, is_leaf=_is_tensor)[view.place]
         return self._placed(value, ref)
 
     def _with_values(self, tree: Any) -> Any:
@@ -163,7 +161,7 @@ class Replay:
                     f"init_sharded: the constructor calls {name_of(step.func)}() on a view of a tensor that was made "
                     "by a call that was not recorded; write into weight[...]"
                 )
-            root, _ = self.tape.views[root]
+            root = self.tape.views[root].base
         target, box = self.values[root], _box(root, step.writes)
         if step.func is not Tensor.__setitem__ and isinstance(target, Sharded) and step.func not in _WHOLE:
             if box is not None and not box.is_whole and _writes_numbers(step):
