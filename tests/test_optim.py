@@ -166,6 +166,24 @@ def test_states_are_loaded_as_the_parameters_lie(name: str) -> None:
                 torch.testing.assert_close(device_get(x).double(), y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "LBFGS"])
+def test_states_of_sharded_parameters_are_loaded_by_plain_ones(name: str) -> None:
+    """As when a model that was trained on a mesh goes on without one."""
+    make, options = OPTIMIZERS[name]
+    plain, ours = _leaves(None), _leaves(SPECS[0])
+    want, found = make(plain, **options), make(ours, **options)
+    for _ in range(2):
+        _step(want, plain)
+        _step(found, ours)
+    again = [x.detach().clone().requires_grad_() for x in plain]
+    restored = make(again, **options)
+    restored.load_state_dict(copy.deepcopy(found.state_dict()))
+    assert not any(isinstance(y, Sharded) for x in again for y in restored.state[x].values())
+    _step(restored, again)
+    _step(want, plain)
+    _same(again, plain)
+
+
 def test_groups_and_names() -> None:
     x, b = _leaves(SPECS[0])
     plain = torch.ones(3, requires_grad=True)

@@ -92,6 +92,7 @@ _OTHER_NAMES: Final = {
     "placements": "x.spec.partition",
     "device_mesh": "x.spec.mesh",
     "sharding": "x.spec",
+    "__cuda_array_interface__": "x.local",  # by which libraries ask whether they may take the memory
 }
 _VIEWS: Final = ("T", "mT", "H", "mH", "real", "imag")  # properties that give tensors
 

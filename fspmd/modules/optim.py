@@ -156,13 +156,12 @@ def _over_meshes(get_total_norm: Any) -> Any:
 
 
 def _adding(original: Any) -> Any:
-    """Let an optimizer of `Sharded` parameters lay out the states that it loads."""
+    """Let an optimizer lay out the states that it loads, which others may have saved of `Sharded` parameters."""
 
     @functools.wraps(original)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         original(self, param_group)
-        known = self._optimizer_load_state_dict_post_hooks.values()
-        if any(map(is_sharded, self.param_groups[-1]["params"])) and _lay_out not in known:
+        if _lay_out not in self._optimizer_load_state_dict_post_hooks.values():
             self.register_load_state_dict_post_hook(_lay_out)
 
     return add_param_group
@@ -171,7 +170,8 @@ def _adding(original: Any) -> Any:
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:
     """Give the states of an optimizer the layouts of the parameters, whatever layouts were saved."""
     for param, state in optimizer.state.items():
-        optimizer.state[param] = optree.tree_map(functools.partial(_laid_out, param), state, none_is_leaf=True)
+        if is_sharded(param) or any(map(is_sharded, optree.tree_leaves(state))):
+            optimizer.state[param] = optree.tree_map(functools.partial(_laid_out, param), state, none_is_leaf=True)
 
 
 def _laid_out(param: Any, x: Any) -> Any:
