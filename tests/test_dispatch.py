@@ -820,3 +820,36 @@ def test_a_mask_without_dims_adds_a_dim_of_size_one_or_none(truth: bool) -> None
                 (gradient,) = torch.autograd.grad(out.square().sum(), x)
                 torch.testing.assert_close(device_get(out), want)
                 torch.testing.assert_close(device_get(gradient), wanted)
+
+
+def _put(x: torch.Tensor, partition: P = P()) -> Any:  # noqa: B008
+    return device_put(x, partition, mesh=LINE)
+
+
+#: slices of x [5, 6], whose bounds are tensors of one integer
+SLICES: dict[str, Callable[[Any, Any], Any]] = {
+    "x[:n]": lambda x, n: x[:n],
+    "x[n:]": lambda x, n: x[n:],
+    "x[::n]": lambda x, n: x[::n],
+    "x[..., -n:]": lambda x, n: x[..., -n:],
+    "x[n, 1 : n + 1]": lambda x, n: x[n, 1 : n + 1],
+    "x[rows, :n]": lambda x, n: x[torch.tensor([0, 3]), :n],
+    "x[:n] = row": lambda x, n: _with_row(x.clone(), slice(None, n), x[0]),
+    "x[:, n:] = 2": lambda x, n: _with_row(x.clone(), (slice(None), slice(n, None)), 1),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("of_bound", [torch.clone, _put, lambda n: _put(n.expand(8), P("x")).sum() // 8])
+def test_a_bound_of_a_slice_may_be_a_tensor(name: str, of_bound: Callable[[torch.Tensor], Any]) -> None:
+    """Its value decides the shape, so a second one has a slice of its own."""
+    f, (whole,) = SLICES[name], values(((5, 6),))
+    for partition in (P(), P("x"), P(None, "x")):
+        for n in (2, 4, 2):
+            x, plain = (y.detach().requires_grad_() for y in (_put(whole, partition), whole))
+            found, want = f(x, of_bound(torch.tensor(n))), f(plain, n)
+            assert found.shape == want.shape
+            torch.testing.assert_close(device_get(found), want)
+            for y in (found, want):
+                (y**2).sum().backward()
+            torch.testing.assert_close(device_get(x.grad), plain.grad)

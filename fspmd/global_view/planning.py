@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from numbers import Integral, Number, Real
 from types import FunctionType
 from typing import Any, Final
@@ -61,6 +62,8 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         return opaque_plan(functools.partial(_with_own_numbers, func))
     if func in _INDEXING and any(map(_is_truth, tensors_of(_indices(args[1]), {}))):
         return opaque_plan(functools.partial(_with_truths, func))
+    if func in _INDEXING and any(map(_has_bounds, _indices(args[1]))):
+        return opaque_plan(functools.partial(_with_bounds, func))
     try:
         return _plan(func, args, kwargs)
     except ArgumentError:
@@ -246,6 +249,22 @@ def _with_truths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     args = (args[0], index if isinstance(args[1], tuple) else index[0], *args[2:])
     has_sharded = any(map(is_sharded, tensors_of(args, kwargs)))
     return call_torch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
+
+
+def _with_bounds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeat ``x[:n]`` with Python numbers for tensors: the shape of the result depends on the values of bounds."""
+    index = tuple(_with_indices(x) if _has_bounds(x) else x for x in _indices(args[1]))
+    args = (args[0], index if isinstance(args[1], tuple) else index[0], *args[2:])
+    has_sharded = any(map(is_sharded, tensors_of(args, kwargs)))
+    return call_torch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
+
+
+def _with_indices(x: slice) -> slice:
+    return slice(*(operator.index(i) if isinstance(i, Tensor) else i for i in (x.start, x.stop, x.step)))
+
+
+def _has_bounds(x: Any) -> bool:
+    return type(x) is slice and any(isinstance(i, Tensor) for i in (x.start, x.stop, x.step))
 
 
 def _indices(index: Any) -> tuple[Any, ...]:
