@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import threading
 import weakref
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from fspmd import (
     Sharded,
     attach,
     attached,
+    communication_log,
     device_get,
     device_put,
     functional_call,
@@ -554,3 +556,21 @@ def test_pruned_modules_that_are_gone_are_not_told() -> None:
     del module
     gc.collect()
     assert at() is None
+
+
+def test_a_module_is_saved_with_its_leaves_and_styles() -> None:
+    """By `torch.save`, and as a copy: each lays out its values as the module does."""
+    module, params = made("none")
+    params, plan = parallelize(params, LAYOUTS[0], LINE)
+    attach(module, {name: x.requires_grad_() for name, x in params.items()}, styles=plan)
+    torch.save(module, file := io.BytesIO())
+    file.seek(0)
+    loss, gradients = expected_of("none")
+    for again in (torch.load(file, weights_only=False), copy.deepcopy(module), module):
+        with communication_log() as log:
+            found = loss_of(again(IDS))
+            found.backward()
+        torch.testing.assert_close(device_get(found).detach(), loss)
+        for name, x in again.named_parameters():
+            torch.testing.assert_close(device_get(x.grad), gradients[name])
+        assert [call.kind for call in log].count("psum_unreduced") == 2  # one a block

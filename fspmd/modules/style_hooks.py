@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -88,9 +89,20 @@ def hook(owner: nn.Module, placed: Placed, plan: ParallelPlan, stack: ExitStack)
     if (style := placed.on_blocks) is not None and style.axis is not None:
         run_on_blocks(owner, style.axis, style.result, placed.mesh, stack)
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        plan.mark_used(placed)
-        return placed.inputs(args, kwargs, names)
-
+    before = functools.partial(_lay_out_arguments, plan, placed, names)
     stack.callback(owner.register_forward_pre_hook(before, with_kwargs=True).remove)
-    stack.callback(owner.register_forward_hook(lambda _, args, out: placed.outputs(out)).remove)
+    stack.callback(owner.register_forward_hook(functools.partial(_lay_out_results, placed)).remove)
+
+
+# hooks that can be pickled, since torch.save(module) saves a module's hooks
+
+
+def _lay_out_arguments(
+    plan: ParallelPlan, placed: Placed, names: tuple[str, ...], _: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    plan.mark_used(placed)
+    return placed.inputs(args, kwargs, names)
+
+
+def _lay_out_results(placed: Placed, _: nn.Module, args: Any, out: Any) -> Any:
+    return placed.outputs(out)
