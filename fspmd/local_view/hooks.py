@@ -128,8 +128,11 @@ def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
     x = next((x for x in args if type(x) is Sharded and x.requires_grad), None)
     if x is None or not torch.is_grad_enabled():
         return
-    instead = "call it in a function run by shard_map, or give it a rule: fspmd.rule(MyFunction.apply, 'm n -> m n')"
-    raise ArgumentError(f"{cls.__name__}.apply, an autograd.Function of tensors, got {x!r}; {instead}")
+    name = f"{cls.__name__}.apply"
+    raise ArgumentError(
+        f"{name}, an autograd.Function of tensors, got {x!r}; call it in a function run by shard_map, or give it a "
+        f"rule for all who call it: {name} = fspmd.rule({name}, 'm n -> m n')"
+    )
 
 
 def completing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
