@@ -853,3 +853,37 @@ def test_a_bound_of_a_slice_may_be_a_tensor(name: str, of_bound: Callable[[torch
             for y in (found, want):
                 (y**2).sum().backward()
             torch.testing.assert_close(device_get(x.grad), plain.grad)
+
+
+#: calls of x [6, 8] with a tensor of one integer, most of which decide the shape of the result
+NUMBERED: dict[str, Callable[[Any, Any], Any]] = {
+    "new_zeros": lambda x, n: x.new_zeros(n),
+    "new_full": lambda x, n: x.new_full((n, 2), 3.0),
+    "narrow": lambda x, n: x.narrow(0, 0, n),
+    "view": lambda x, n: x.view(n, -1),
+    "reshape": lambda x, n: torch.reshape(x, (n, -1)),
+    "expand": lambda x, n: x[:1].expand(n, -1),
+    "repeat": lambda x, n: x.repeat(n, 1),
+    "repeat_interleave": lambda x, n: x.repeat_interleave(n, 0),
+    "split": lambda x, n: torch.split(x, n)[0],
+    "chunk": lambda x, n: x.chunk(n)[0],
+    "tensor_split": lambda x, n: torch.tensor_split(x, n)[-1],
+    "topk": lambda x, n: x.topk(n).values,
+    "unfold": lambda x, n: x.unfold(0, n, 1),
+    "diagonal": lambda x, n: x.diagonal(n),
+    "unflatten": lambda x, n: x.unflatten(0, (n, -1)),
+    "one_hot": lambda x, n: F.one_hot(x.abs().long() % 2, n),
+    "pad": lambda x, n: F.pad(x, (n, 0)),
+    "roll": lambda x, n: x.roll(n),
+    "tril": lambda x, n: x.tril(n),
+    "select": lambda x, n: x.select(0, n),
+    "index": lambda x, n: x[:, n],
+}
+
+
+@pytest.mark.parametrize("partition", [P(), P("x"), P(None, "x")], ids=repr)
+@pytest.mark.parametrize("name", NUMBERED)
+def test_a_number_may_be_a_tensor(name: str, partition: P) -> None:
+    f, (whole,) = NUMBERED[name], values(((6, 8),))
+    for n in (2, 3, 2):
+        torch.testing.assert_close(device_get(f(_put(whole, partition), torch.tensor(n))), f(whole, n))

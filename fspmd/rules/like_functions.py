@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -89,7 +90,7 @@ def _new(function: Callable[..., Tensor], x: Sharded, *size: Any, **options: Any
     if "size" in options:
         size = (options["size"], *size)
     shape, args = (size[0], size[1:]) if isinstance(size[0], (tuple, list)) else (size, ())
-    new_shape = tuple(shape)
+    new_shape = tuple([operator.index(n) if hasattr(n, "__index__") else n for n in shape])  # NumPy's, or a tensor
     partition = P(*x.spec.partition) if new_shape == x.shape else P()
     spec = TensorSpec(x.spec.mesh, partition, new_shape, options.get("dtype") or x.dtype)
     value = [options["fill_value"]] if "fill_value" in options else args
