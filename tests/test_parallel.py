@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fspmd import (
+    ArgumentError,
     ColwiseParallel,
     Flat,
     FspmdError,
@@ -329,6 +330,11 @@ def test_arguments_by_keyword_and_tuples() -> None:
     ]
     first, second = plan["g"](lambda x: [x, x + 1])(device_put(x, P("tp"), mesh=LINE))
     assert (first.spec.partition, second.spec.partition) == (P("tp", None), P(None, None))
+    for out, count in (((x,), "1 result"), (x, "1 result"), ([], "0 results")):
+        with pytest.raises(ArgumentError, match=rf"lay out 2 results by .* but the module returned {count};"):
+            plan["g"](lambda out=out: out)()
+    _, plan = parallelize({}, {"g": PrepareOutput(output=(0, None))}, LINE)
+    assert plan["g"](lambda x: x)(x).spec.partition == P("tp", None)
 
 
 def test_one_parameter_under_two_names_stays_one() -> None:

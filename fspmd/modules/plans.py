@@ -17,7 +17,7 @@ from fspmd.collectives import pcast
 from fspmd.errors import ArgumentError, AxisError, TreeError
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh
-from fspmd.messages import Failure, described, quoted, refuse
+from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.modules.paths import matches, near, prefixes
 from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput, Style, laid_out, several
 from fspmd.redistribution.redistribute import to_blocks
@@ -239,6 +239,12 @@ class Placed:
         if style is None:
             return out
         layouts = several(style.output)
+        count = len(out) if isinstance(out, (tuple, list)) else 1
+        if any(layout is not None for layout in layouts[count:]):
+            raise ArgumentError(
+                f"the styles at {self.path!r} lay out {counted(len(layouts), 'result')} by output={style.output!r}, but "
+                f"the module returned {counted(count, 'result')}; give a layout for each, and None for those that stay"
+            )
         if not isinstance(out, (tuple, list)):
             return self._arranged(out, layouts[0], style, flat=True)
         arranged = [self._arranged(x, layout, style, flat=True) for x, layout in zip(out, layouts, strict=False)]
