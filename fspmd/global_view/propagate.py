@@ -46,6 +46,7 @@ from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
 from fspmd.local_view.empty_blocks import call_with_empty_blocks
 from fspmd.local_view.hooks import completing
 from fspmd.ops.linearity import stay_sums
+from fspmd.ops.operators import SOONER
 from fspmd.ops.signatures import Place, argument_of, at, by_signature, in_order, may_view, stand_in_order
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import topology
@@ -374,7 +375,7 @@ def _local_run(
     """Return the local call of a strategy without a body; ``copies`` is the operand that is copied, not viewed."""
     row, first = question.row, question.operands[0][1]
     writes_blocks = bool(writes(func)) and not row.sets
-    local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else func
+    local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else SOONER.get(func, func)
     if writes(func) and row.sets:
         local = without_write(func)
     if row.local is not None:

@@ -242,8 +242,9 @@ class Placed:
         count = len(out) if isinstance(out, (tuple, list)) else 1
         if any(layout is not None for layout in layouts[count:]):
             raise ArgumentError(
-                f"the styles at {self.path!r} lay out {counted(len(layouts), 'result')} by output={style.output!r}, but "
-                f"the module returned {counted(count, 'result')}; give a layout for each, and None for those that stay"
+                f"the styles at {self.path!r} lay out {counted(len(layouts), 'result')} by output={style.output!r}, "
+                f"but the module returned {counted(count, 'result')}; give a layout for each, and None for those that "
+                "stay"
             )
         if not isinstance(out, (tuple, list)):
             return self._arranged(out, layouts[0], style, flat=True)
