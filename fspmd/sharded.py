@@ -510,17 +510,24 @@ _GETITEM: Final[Any] = Tensor.__getitem__
 #: Makes the shell of a Sharded: shape, strides and dtype, no data. It is on the meta device, so that torch itself
 #: refuses to make it the memory of another tensor (``plain.data = x``), which would read where no data is.
 shell: Final[Callable[..., Sharded]] = make_wrapper_subclass
-STRIDED: Final = torch.strided
+_STRIDED: Final = torch.strided
 META: Final = torch.device("meta")
 
 
 def pair(local: Any, spec: TensorSpec) -> Sharded:
     """Return ``Sharded(local, spec)`` without the checks. The shell takes positional arguments: names cost 200 ns."""
-    x = shell(Sharded, spec.shape, None, None, None, spec.dtype, STRIDED, META)
+    x = shell(Sharded, spec.shape, None, None, None, spec.dtype, _STRIDED, META)
     x.block = local
     x.spec = spec
     x.form = spec
     return x
+
+
+def shell_of(spec: TensorSpec, lies: Laid | None) -> tuple[Any, ...]:
+    """Return the arguments of `shell` for a value that torch would keep as ``lies`` says; None: as a new tensor."""
+    strides = None if lies is None else lies.strides or packed(spec.shape)
+    start = None if lies is None else lies.start or None  # None is quicker for torch than 0
+    return Sharded, spec.shape, strides, start, None, spec.dtype, _STRIDED, META
 
 
 def laid(local: Any, spec: TensorSpec, lies: Laid) -> Sharded:
@@ -532,9 +539,7 @@ def formed(local: Any, spec: TensorSpec, form: Form, lies: Laid) -> Sharded:
     """Return a Sharded of a known form, which is that of ``lies``."""
     if form is spec:
         return pair(local, spec)
-    x = shell(
-        Sharded, spec.shape, lies.strides or packed(spec.shape), lies.start or None, None, spec.dtype, STRIDED, META
-    )
+    x = shell(*shell_of(spec, lies))
     x.block = local
     x.spec = spec
     x.form = form

@@ -34,7 +34,7 @@ from fspmd.redistribution.cost import replan_with
 from fspmd.redistribution.shared_moves import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
-from fspmd.sharded import META, STRIDED, Sharded, formed, held_as, is_sharded, laid, pair, shell
+from fspmd.sharded import Sharded, formed, held_as, is_sharded, laid, pair, shell
 from fspmd.spec import TensorSpec, is_float
 from fspmd.tracing import hidden
 
@@ -199,12 +199,11 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
             keep(casts, out)
         if plan.copies is not None:
             out = as_copies(out, viewed, plan.name)
-    results = plan.results
-    if not plan.single or out.dtype is not results.dtype:  # type: ignore[union-attr]
+    if not plan.single or out.dtype is not plan.dtype:
         return _wrapped(out, plan, (*args, *kwargs.values()) if kwargs else args)
-    value = shell(Sharded, results.shape, plan.strides, plan.start, None, results.dtype, STRIDED, META)  # type: ignore[union-attr] # as `pair` does
+    value = shell(*plan.shell)  # as `pair` does
     value.block = out
-    value.spec = results  # type: ignore[assignment]
+    value.spec = plan.results  # type: ignore[assignment]
     value.form = plan.form
     return value
 

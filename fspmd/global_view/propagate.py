@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fspmd.forms import Form, Laid, Strides, form_of, packed
+from fspmd.forms import Form, Laid, form_of, packed
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, viewed_call
 from fspmd.global_view.kernels import dtype_complaint, kernel_complaint
@@ -56,7 +56,7 @@ from fspmd.redistribution.moves import moves as moves_of
 from fspmd.rules import Factors, Row, Site, Whole, is_registered, row_of, without_write, writes
 from fspmd.rules.elementwise import elementwise
 from fspmd.rules.views import groups, reshaped
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, shell_of
 from fspmd.spec import P, TensorSpec, is_float
 
 T = TypeVar("T")
@@ -84,21 +84,20 @@ class OpPlan:
     at_once: bool = field(init=False)  # nothing is moved, cast, written or copied
     single: bool = field(init=False)  # the result is one tensor, whose storage offset the plan knows
     form: Any = field(init=False)  # of a single result
-    strides: Strides | None = field(init=False)
-    start: int | None = field(init=False)
+    dtype: torch.dtype | None = field(init=False)  # of a single result
+    shell: tuple[Any, ...] = field(init=False)  # the arguments of `sharded.shell` for a single result
     parts: tuple[tuple[Form, Laid], ...] | None = field(init=False)  # of several results, if the plan knows them
 
     def __post_init__(self) -> None:
         self.at_once = not (self.needs_redistribute or self.casts or self.writes or self.copies is not None)
         self.single = type(self.results) is not tuple
-        self.form, self.strides, self.start = self.results, None, None
-        if self.memory is not None and isinstance(self.results, TensorSpec):
-            laid, base = self.memory[0]
+        self.form, self.dtype, self.shell, self.parts = self.results, None, (), None
+        if isinstance(self.results, TensorSpec):
+            laid, base = (None, None) if self.memory is None else self.memory[0]
             self.single = base is None
-            self.form = form_of(self.results, laid)
-            self.strides = laid.strides or packed(self.results.shape)
-            self.start = laid.start or None  # None is quicker for torch than 0
-        self.parts = None
+            self.form = self.results if laid is None else form_of(self.results, laid)
+            self.dtype = self.results.dtype
+            self.shell = shell_of(self.results, None if self.form is self.results else laid)
         if isinstance(self.results, tuple) and all(base is None for _, base in self.memory or ()):
             memory = self.memory or [ResultMemory(Laid(packed(spec.shape))) for spec in self.results]
             pairs = zip(self.results, memory, strict=True)

@@ -26,7 +26,7 @@ from fspmd.programs.program import memory_of, owner
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, draws_seed, from_lists
 from fspmd.programs.shortened import in_few_steps
 from fspmd.remembered import wrote
-from fspmd.sharded import Sharded, is_plain, laid, lies, pair
+from fspmd.sharded import Sharded, is_plain, lies, shell, shell_of
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.trees import filling, flatten
 
@@ -281,15 +281,11 @@ def _pairing(values: Sequence[Sharded], result: str) -> Callable[[tuple[Any, ...
 
     It is straight-line Python, as replays are. ``result``: an expression of the names ``x0``, ``x1``, ...
     """
-    scope: dict[str, Any] = {
-        "pair": pair,
-        "laid": laid,
-        **{f"s{i}": x.spec for i, x in enumerate(values)},
-        **{f"l{i}": lies(x) for i, x in enumerate(values)},
-    }
+    scope: dict[str, Any] = {"shell": shell}
     lines = ["def rebuild(values):", f"    {''.join(f'v{i}, ' for i in range(len(values)))} = values"]
-    for i, x in enumerate(values):
-        lines += [f"    x{i} = pair(v{i}, s{i})" if x.form is x.spec else f"    x{i} = laid(v{i}, s{i}, l{i})"]
+    for i, x in enumerate(values):  # as `pair` does
+        scope |= {f"a{i}": shell_of(x.spec, None if x.form is x.spec else lies(x)), f"s{i}": x.spec, f"f{i}": x.form}
+        lines += [f"    x{i} = shell(*a{i})", f"    x{i}.block, x{i}.spec, x{i}.form = v{i}, s{i}, f{i}"]
     exec("\n".join([*lines, f"    return {result}"]), scope)
     rebuild: Callable[[tuple[Any, ...]], Any] = scope["rebuild"]
     return rebuild
