@@ -16,6 +16,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_misfit
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
+from fspmd.ops.operators import WithOperators
 from fspmd.pairs import apply, call
 from fspmd.pickled_blocks import Place, check_block, check_blocks, checked_rest, place_of, refuse_checkpoint
 from fspmd.redistribution.redistribute import redistribute
@@ -27,7 +28,7 @@ from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
 
 
-class Sharded(Tensor):
+class Sharded(WithOperators):
     """A global tensor: a pair of (local, spec), where ``local`` is this rank's block.
 
     ``shape`` and ``dtype`` are those of the global tensor. In a simulation ``local`` holds the blocks of all ranks.

@@ -87,6 +87,10 @@ def as_tensors(x: Sharded, w: Sharded, module: torch.nn.Module) -> Tensor:
     assert_type(x.spec.mesh, Mesh)
     assert_type(x.shape, torch.Size)
     assert_type(x.detach(), Sharded)
+    assert_type(2 - x @ w / 3, Sharded)
+    assert_type(-(x**2) > 1, Sharded)
+    x += 1
+    x = x * w.float()
     print(float(y.mean()), f"{y.sum():.3f}", len(x), [row.shape for row in x])
     numbers: dict[str, Tensor] = {"x": x, "y": torch.nn.functional.layer_norm(torch.cat([y, x]), x.shape[1:])}
     return -(numbers["y"] ** 2).mean() if x.dtype.is_floating_point else torch.einsum("ij,kj->ik", x, w)
