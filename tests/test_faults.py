@@ -700,6 +700,24 @@ def test_no_thread_waits_for_a_message_while_the_interpreter_ends() -> None:
         assert pool.run(fault_programs.waits_that_the_end_of_a_process_ends) == [[True, False]] * 2
 
 
+ASKED_AT_THE_END = """
+import datetime
+import torch.distributed as dist
+from fspmd.transport import reports
+
+store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+reports.within(0.01, lambda: store.wait(["never"], datetime.timedelta(seconds={seconds})))
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.4])
+def test_no_call_to_the_store_returns_while_the_interpreter_ends(seconds: float) -> None:
+    """It would abort the process: the thread ends within functions of C++ that must not be left so."""
+    program = [sys.executable, "-c", ASKED_AT_THE_END.format(seconds=seconds)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_message_to_a_lost_rank_is_a_peer_error() -> None:
     with Processes(4) as pool, pytest.raises(AssertionError) as caught:
         pool.run(fault_programs.killed_before_a_message, free_port())

@@ -19,7 +19,7 @@ from fspmd.outside import check_outside, the_mesh
 from fspmd.placement.source_rank import hear_all
 from fspmd.torch_internals import store_of_ranks
 from fspmd.tracing import is_recording
-from fspmd.transport.reports import own_store
+from fspmd.transport.reports import beside, own_store
 
 _PAUSES: Final = (0.0005, 0.05)  # the shortest and the longest pause in seconds between two looks into the store
 _SECONDS: Final = 1800.0  # how long a rank waits for the others' writes
@@ -118,7 +118,7 @@ class Settlement:
                     ended.wait(_PERIOD)
                 self.store.delete_key(f"alive/{self.crew.place}")
 
-        threading.Thread(target=tell, name="fspmd save lives", daemon=True).start()
+        beside(tell, "fspmd save lives")
         try:
             yield
         finally:

@@ -22,7 +22,7 @@ from fspmd.inspection.replays import compare_long, last_replays
 from fspmd.inspection.watch import compares
 from fspmd.meshes import world
 from fspmd.transport.pending import SLICE, Meeting, Message, is_over
-from fspmd.transport.reports import PATIENCE, failures, last_failure, own_store, within
+from fspmd.transport.reports import PATIENCE, beside, failures, last_failure, own_store, within
 
 _PERIOD: Final = 0.5  # seconds between two looks
 #: a rank that has told of a failure may have gone on; then it comes within so many seconds
@@ -56,8 +56,7 @@ class Lookout:
         self.news: list[str] = []  # of ranks that have failed
         self.over = threading.Event()
         self.answered = time.monotonic()  # when the store did
-        self.thread = threading.Thread(target=self._run, name="fspmd-lookout", daemon=True)
-        self.thread.start()
+        self.thread = beside(self._run, "fspmd-lookout")
 
     @property
     def is_vain(self) -> bool:

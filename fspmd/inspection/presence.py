@@ -21,7 +21,7 @@ from fspmd.inspection.watch import Note
 from fspmd.meshes import world
 from fspmd.messages import counted
 from fspmd.transport.pending import under_way
-from fspmd.transport.reports import store_here
+from fspmd.transport.reports import beside, store_here
 
 PERIOD: Final = 0.25  # seconds between two signs of life
 _MANY: Final = 64  # of so many ranks each is heard, and named
@@ -64,8 +64,7 @@ class Presence(Note):
     def begin(self) -> None:
         """Start the thread."""
         self.answered = time.monotonic()
-        self.thread = threading.Thread(target=self._run, name="fspmd-monitor", daemon=True)
-        self.thread.start()
+        self.thread = beside(self._run, "fspmd-monitor")
 
     def _run(self) -> None:
         me = world.process_rank()

@@ -26,6 +26,25 @@ PATIENCE: Final = 2.0  # seconds for an answer of the store
 _told: list[str] = []  # the last failure that this process told
 _clones: Final[list[tuple[Any, Any]]] = []  # a weak reference to the store, and a connection of our own to it
 _cloning: Final = threading.Lock()
+_threads: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
+
+
+def beside(run: Callable[[], None], name: str = "fspmd store") -> threading.Thread:
+    """Start a thread that asks the store. At the end of the program the interpreter waits for it, but not for long.
+
+    A thread whose call of C++ returns while the interpreter ends would abort the process.
+    """
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
+@atexit.register  # before the functions that let such threads end, so it runs after them
+def _end_threads() -> None:
+    end = time.monotonic() + PATIENCE
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def own_store(prefix: str) -> Any:
@@ -91,9 +110,7 @@ def within(seconds: float, ask: Callable[[], Any], otherwise: Any = None) -> Any
         except Exception:
             return
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    beside(run).join(seconds)
     return found[0]
 
 
