@@ -127,6 +127,25 @@ def test_complex_parameters(spec: P, foreach: bool) -> None:
     _same(ours, plain)
 
 
+def test_fused_step_of_parameters_that_share_memory() -> None:
+    matrix = device_put(torch.zeros(3, 4), P(), mesh=GRID).requires_grad_()
+    params = [matrix, matrix.detach().t().requires_grad_()]
+    for x, gradient in zip(params, (1.0, 10.0), strict=True):
+        x.grad = device_put(torch.full(x.shape, gradient), P(), mesh=GRID)
+    torch.optim.SGD(params, lr=1.0, fused=True).step()
+    torch.testing.assert_close(device_get(matrix.detach()), torch.full((3, 4), -11.0))
+
+
+def test_scaled_fused_step_with_an_expanded_gradient() -> None:
+    x = device_put(torch.zeros(2, 3), P(), mesh=GRID).requires_grad_()
+    x.grad = device_put(torch.tensor(8.0), P(), mesh=GRID).expand(2, 3)
+    optimizer: Any = torch.optim.SGD([x], lr=1.0, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    optimizer.step()
+    torch.testing.assert_close(device_get(x.detach()), torch.full((2, 3), -4.0))
+    torch.testing.assert_close(device_get(x.grad), torch.full((2, 3), 4.0))
+
+
 ELSEWHERE = [
     (make_mesh((3,), ("x",), transport="simulation"), (P("x"), P("x")), torch.float64),
     (make_mesh((4,), ("z",), transport="simulation"), (P(None, "z"), P()), torch.float64),

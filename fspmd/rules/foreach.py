@@ -69,22 +69,37 @@ def _fused(func: Any, given: list[Any], named: dict[str, Any]) -> Any:
     Torch's kernel for the CPU pairs elements by their places in memory, and does not look at strides. In torch
     ``backward`` gives a gradient the strides of its parameter. One that is assigned may have others.
     """
-    copies = []
-    for i, x in enumerate(given[0]):
-        lists = [values for values in given if isinstance(values, list) and values and values[i].shape == x.shape]
-        if not _lie_alike([values[i] for values in lists]):
-            for values in lists:
-                copies.append((values is given[1], values[i], dense := values[i].clone(memory_format=_DENSE)))
-                values[i] = dense
-    out = func(*given, **named)
-    for is_gradient, x, dense in copies:
-        if not is_gradient or named.get("grad_scale") is not None:  # else it was only read
-            x.copy_(dense)
-    return out
+    lists = [values for values in given if isinstance(values, list) and values]
+    if all(block.is_contiguous() for values in lists for x in values for block in blocks_of(x)):
+        return func(*given, **named)
+    unlike = dict.fromkeys(i for i, row in enumerate(zip(*lists, strict=True)) if not _lie_alike(row))
+    begin = 0
+    for i in (*unlike, len(given[0])):  # in order, since parameters may share memory
+        if begin < i:
+            func(*[values[begin:i] if isinstance(values, list) else values for values in given], **named)
+        if i in unlike:
+            row = [values[i] for values in lists]
+            dense = [x.clone(memory_format=_DENSE) for x in row]
+            numbers = iter(dense)
+            func(*[[next(numbers)] if isinstance(values, list) and values else values for values in given], **named)
+            if named.get("grad_scale") is None:  # the gradient was only read
+                del row[1], dense[1]
+            for x, y in zip(row, dense, strict=True):
+                _write(x, y)
+        begin = i + 1
+    return None
 
 
-def _lie_alike(row: list[Tensor]) -> bool:
-    """Whether tensors of one shape have equal strides and no gaps, on each rank."""
+def _write(x: Tensor, values: Tensor) -> None:
+    """Write values into a tensor that may be expanded."""
+    for block, new in zip(blocks_of(x), blocks_of(values), strict=True):
+        once = tuple(slice(0, None if stride else 1) for stride in block.stride())
+        block[once].copy_(new[once])
+
+
+def _lie_alike(row: Sequence[Tensor]) -> bool:
+    """Whether the tensors of a parameter that have its shape have equal strides and no gaps, on each rank."""
+    row = [x for x in row if x.shape == row[0].shape]  # a count of steps has another
     if all(block.is_contiguous() for x in row for block in blocks_of(x)):
         return True
     for x, *others in zip(*map(blocks_of, row), strict=True):
