@@ -190,8 +190,8 @@ def _named_tensors(function: Any, of_modules: bool, of_buffers: bool = True) -> 
                     stack += [row for name_of, x in held for row in _attributes(name_of, x, value)]
         elif isinstance(value, (list, tuple, dict)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
-            stack += [(f"{name}[{key!r}]", x) for key, x in items]
-        elif isinstance(inner := getattr(value, "__wrapped__", None), FunctionType):  # `Jitted`, `functools.cache`
+            stack += [(f"{name}[{_key_text(key, i)}]", x) for i, (key, x) in enumerate(items)]
+        elif isinstance(inner := _own(value).get("__wrapped__"), FunctionType):  # `Jitted`, `functools.cache`
             stack += _held_by(inner)
         elif value is home and isinstance(method := type(value).__call__, FunctionType):
             stack.append((name, MethodType(method, value)))
@@ -203,13 +203,29 @@ def _attributes(name: str, x: Any, function: FunctionType) -> list[tuple[str, An
     kind = type(x)
     if kind.__module__ != function.__module__ or isinstance(x, (type, torch.nn.Module)):
         return []
-    own, found = getattr(x, "__dict__", {}), []
+    own, found = _own(x), []
     for attribute in (*_attributes_of(function.__code__), "__call__"):
         if attribute in own:
             found.append((f"{name}.{attribute}", own[attribute]))
-        elif isinstance(method := getattr(kind, attribute, None), FunctionType):
+            continue
+        method = next((vars(each)[attribute] for each in kind.__mro__ if attribute in vars(each)), None)
+        if isinstance(method, FunctionType):
             found.append((f"{name}.{attribute}", MethodType(method, x)))
     return found
+
+
+def _own(x: Any) -> dict[str, Any]:
+    """Return the attributes of an object itself. None of its code runs, as ``getattr`` would let it."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+def _key_text(key: Any, place: int) -> str:
+    """Return the text of a key that is the same on all processes; of an object or an address, its place."""
+    return repr(key) if isinstance(key, str) or (isinstance(key, int) and key < 1 << 32) else f"key {place}"
 
 
 def _held_by(function: FunctionType) -> list[tuple[str, Any]]:
