@@ -1034,6 +1034,20 @@ def in_step(port: int) -> tuple[str, float]:
     return inner
 
 
+def in_stages(port: int) -> tuple[str, float]:
+    """The ranks of one half of a mesh run a function with collectives more often than those of the other half."""
+    mesh, rank = fresh(port, (2, 2), ("x", "y"))
+    mine = device_put(torch.ones(8, 4), P("y"), mesh=mesh["y"])
+    all_of_us = device_put(torch.ones(8, 4), P("x"), mesh=mesh)
+
+    def act() -> None:
+        for _ in range(3):
+            for x in [mine] * (1 + rank // 2) + [all_of_us]:
+                x.cumsum(0)
+
+    return outcome(act, debug(every=2))
+
+
 def in_backward(port: int) -> tuple[str, float]:
     """One rank does not come to a collective of backward."""
     mesh, rank = fresh(port)

@@ -621,6 +621,7 @@ def test_threads_leave_their_blocks_in_any_order() -> None:
         fault_programs.alike,
         fault_programs.alone,
         fault_programs.in_step,
+        fault_programs.in_stages,
         fault_programs.slow,
         fault_programs.stopped_for_a_while,
         fault_programs.a_record_alone,

@@ -167,6 +167,8 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
         RUNNING[run] = body
         state.body, state.tracker = body, mode if mode is not None and mode.types_values else None
         state.mode = mode
+        if outer is None:
+            state.collectives = 0
         with EnableTorchFunction():  # backward may have started with torch functions disabled
             if above is not None:
                 pop_function_mode()
