@@ -127,6 +127,15 @@ def test_complex_parameters(spec: P, foreach: bool) -> None:
     _same(ours, plain)
 
 
+def test_an_optimizer_that_does_not_call_the_constructor_of_torch() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            self.param_groups, self.defaults = [], {}
+            self.add_param_group({"params": params})
+
+    assert len(Wrapper([nn.Parameter(torch.ones(2))]).param_groups) == 1
+
+
 def test_fused_step_of_parameters_that_share_memory() -> None:
     matrix = device_put(torch.zeros(3, 4), P(), mesh=GRID).requires_grad_()
     params = [matrix, matrix.detach().t().requires_grad_()]

@@ -161,7 +161,8 @@ def _adding(original: Any) -> Any:
     @functools.wraps(original)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         original(self, param_group)
-        if _lay_out not in self._optimizer_load_state_dict_post_hooks.values():
+        known = getattr(self, "_optimizer_load_state_dict_post_hooks", None)  # None: it wraps another optimizer
+        if known is not None and _lay_out not in known.values():
             self.register_load_state_dict_post_hook(_lay_out)
 
     return add_param_group
