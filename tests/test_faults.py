@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -37,7 +38,7 @@ from fspmd import (
     reshard,
 )
 from fspmd.global_view.dispatch import dispatch
-from fspmd.inspection import monitor
+from fspmd.inspection import long_waits, monitor
 from fspmd.inspection.calls import arguments, kept_rows, numbers_of
 from fspmd.inspection.histories import parting_text
 from fspmd.inspection.lines import line_of
@@ -590,6 +591,18 @@ def test_a_wait_may_end_just_after_its_time(slices: int, error: str, monkeypatch
     monkeypatch.setattr(pending, "_slice", (pending.SLICE,))
     with pytest.raises(PeerError, match="the connection to another rank is lost") if error else nullcontext():
         pending.wait_for((_Work(slices, error),))
+
+
+def test_a_rank_that_was_stopped_itself_still_hears_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(long_waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(long_waits.Lookout, "_run", lambda self: None)
+    lookout = long_waits.Lookout(1.0, needs_all=True)
+    for now[0] in (0.5, 60.0, *range(61, 72)):  # stopped for a minute
+        lookout.check()
+    now[0] = 72.0
+    with pytest.raises(PeerError, match=r"the store of torch\.distributed does not answer"):
+        lookout.check()
 
 
 def test_threads_leave_their_blocks_in_any_order() -> None:

@@ -32,6 +32,7 @@ _SKEW: Final = 5.0  # seconds before the wait in which a failure counts
 #: seconds without an answer of the store, after which ranks that can only meet there wait in vain; to open a connection
 #: may take five
 _SILENCE: Final = 12.0
+_PAUSE: Final = 3.0  # seconds between two checks, which come once in a second or sooner
 STORE_ENDED: Final = (
     "the store of torch.distributed does not answer: the process that holds it, rank 0 without torchrun, has ended or "
     "is stopped"
@@ -55,7 +56,7 @@ class Lookout:
         self.begin = time.monotonic() - waited
         self.news: list[str] = []  # of ranks that have failed
         self.over = threading.Event()
-        self.answered = time.monotonic()  # when the store did
+        self.answered = self.checked = time.monotonic()  # when the store did, and when this rank last asked
         self.thread = beside(self._run, "fspmd-lookout")
 
     @property
@@ -72,7 +73,10 @@ class Lookout:
         """Raise an error if this rank waits in vain."""
         if self.parted:
             raise LockstepError(self.parted)
-        is_silent = self.needs_all and time.monotonic() - self.answered > _SILENCE
+        if (now := time.monotonic()) - self.checked > _PAUSE:  # this process was stopped, and the thread with it
+            self.answered += now - self.checked
+        self.checked = now
+        is_silent = self.needs_all and now - self.answered > _SILENCE
         if news := self.news or [STORE_ENDED] * is_silent:
             raise PeerError(join_failures(f"rank {world.process_rank()} waits in vain at {self.where}:", news, ADVICE))
 
