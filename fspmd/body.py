@@ -83,7 +83,7 @@ class _State(threading.local):
         self.mode: Any = None  # the torch function mode of the body
         self.completes = False  # within a user's function on blocks, whose gradients must exist on all ranks
         self.rank_mapped = False  # within a function that rank_map runs
-        self.collectives = 0  # to which this run of a body has come, if ranks compare them
+        self.collectives = 0  # how many this run of a body has come to, if ranks compare them
         self.seeks_mesh: Callable[[Mesh], None] | None = None  # called with the mesh of the first shard_map
 
 
