@@ -279,27 +279,29 @@ def test_what_a_body_closes_over_keeps_its_type() -> None:
         assert pool.run(shared, "process_group") == [expected] * 4
 
 
-class _Guarded(type):
-    def __getattr__(cls, name: str) -> Any:
-        raise RuntimeError(name)
-
-
-class _Proxy(metaclass=_Guarded):
+def _proxy() -> Any:
     """An object that finds attributes by code, which may fail or have side effects."""
 
-    def __init__(self) -> None:
-        self.weight = W
+    class Guarded(type):
+        def __getattr__(cls, name: str) -> Any:
+            raise RuntimeError(name)
 
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(name)
+    class Proxy(metaclass=Guarded):
+        def __init__(self) -> None:
+            self.weight = W
 
-    @property
-    def local(self) -> Tensor:
-        raise RuntimeError("local")
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+        @property
+        def local(self) -> Tensor:
+            raise RuntimeError("local")
+
+    return Proxy()
 
 
 def test_a_search_runs_no_code_of_objects() -> None:
-    proxy = _Proxy()
+    proxy = _proxy()
 
     def body(x: Tensor) -> Tensor:
         return x * proxy.weight if x is not None else proxy.local + proxy.absent
