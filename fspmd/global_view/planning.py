@@ -61,9 +61,9 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
     if any(map(_is_of_numpy, optree.tree_leaves((args, kwargs), none_is_leaf=True))):
         return opaque_plan(functools.partial(_with_own_numbers, func))
     if func in _INDEXING and any(map(_is_truth, tensors_of(_indices(args[1]), {}))):
-        return opaque_plan(functools.partial(_with_truths, func))
+        return opaque_plan(functools.partial(_with_index_values, func))
     if func in _INDEXING and any(map(_has_bounds, _indices(args[1]))):
-        return opaque_plan(functools.partial(_with_bounds, func))
+        return opaque_plan(functools.partial(_with_index_values, func))
     try:
         return _plan(func, args, kwargs)
     except ArgumentError:
@@ -238,29 +238,28 @@ def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     rest: Any = optree.tree_map(number, (args[1:], kwargs), none_is_leaf=True)
     named = (name for name in _numbers_of(func) if isinstance(kwargs.get(name), Tensor))
     numbers = {name: kwargs[name].item() for name in named}
-    args, kwargs = (args[0], *rest[0]), {**rest[1], **numbers}
+    return _again(func, (args[0], *rest[0]), {**rest[1], **numbers})
+
+
+def _with_index_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeat ``x[mask]`` and ``x[:n]`` with Python values for 0-d masks and bounds, which decide the result's shape.
+
+    A bool adds a dim of size 1 if it is True, and of size 0 if not.
+    """
+    index = tuple(map(_index_value, _indices(args[1])))
+    return _again(func, (args[0], index if isinstance(args[1], tuple) else index[0], *args[2:]), kwargs)
+
+
+def _index_value(x: Any) -> Any:
+    if _has_bounds(x):
+        return slice(*(operator.index(i) if isinstance(i, Tensor) else i for i in (x.start, x.stop, x.step)))
+    return x.item() if _is_truth(x) else x
+
+
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a call with other arguments, of which perhaps none is a `Sharded`."""
     has_sharded = any(map(is_sharded, tensors_of(args, kwargs)))
     return call_torch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
-
-
-def _with_truths(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeat ``x[mask]`` with bools for 0-d masks. A bool adds a dim of size 1 if it is True, and of size 0 if not."""
-    index = tuple(x.item() if _is_truth(x) else x for x in _indices(args[1]))
-    args = (args[0], index if isinstance(args[1], tuple) else index[0], *args[2:])
-    has_sharded = any(map(is_sharded, tensors_of(args, kwargs)))
-    return call_torch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
-
-
-def _with_bounds(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeat ``x[:n]`` with Python numbers for tensors: the shape of the result depends on the values of bounds."""
-    index = tuple(_with_indices(x) if _has_bounds(x) else x for x in _indices(args[1]))
-    args = (args[0], index if isinstance(args[1], tuple) else index[0], *args[2:])
-    has_sharded = any(map(is_sharded, tensors_of(args, kwargs)))
-    return call_torch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
-
-
-def _with_indices(x: slice) -> slice:
-    return slice(*(operator.index(i) if isinstance(i, Tensor) else i for i in (x.start, x.stop, x.step)))
 
 
 def _has_bounds(x: Any) -> bool:

@@ -56,11 +56,10 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     Each rank keeps a running hash of the collectives of each group: the row of the pair table, the axes, the mesh, the
     options, the shape, the dtype, the user's line, and in a body how many collectives came before it, over any axes.
     Shapes that may be uneven do not count. Ranks that run the same collective at different lines count as different, so
-    write it once, after the `if`. Ranks compare after every
-    ``every`` collectives of a group, at the end of the block, and when a rank waits for long. Within about two seconds
-    of a difference all ranks of the group raise an error at their next collective, or in the one that they wait for. It
-    has the first collective that differs, with its line, on each rank. Ranks that wait for each other in a circle, over
-    different axes, are named in the same time.
+    write it once, after the `if`. Ranks compare after every ``every`` collectives of a group, at the end of the block,
+    and when a rank waits for long. Within about two seconds of a difference all ranks of the group raise an error at
+    their next collective, or in the one that they wait for. It has the first collective that differs, with its line, on
+    each rank. Ranks that wait for each other in a circle, over different axes, are named in the same time.
 
     A collective that is new after the seven before it in its group waits until all ranks of the group have come to it.
     So a rank that takes another branch sends nothing that others do not expect. Steps of training repeat, so later ones
