@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import fspmd
 from fspmd import ArgumentError, Mesh, P, Sharded, VarianceError, device_get, device_put, jit, make_mesh
+from fspmd.cache import LIMIT
 from fspmd.variance import Variance, get_variance, set_variance
 
 F64 = torch.float64
@@ -708,7 +709,7 @@ def test_the_cache_keeps_as_many_plans_as_it_may_the_newest_ones() -> None:
         with pytest.raises(ArgumentError, match="a number of plans"):
             fspmd.propagation_cache_resize(-1)
     finally:
-        fspmd.propagation_cache_resize(65536)
+        fspmd.propagation_cache_resize(LIMIT)
 
 
 def test_a_list_of_operands_is_planned_once() -> None:

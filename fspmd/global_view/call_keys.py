@@ -20,6 +20,8 @@ _PLAIN: Final = CONSTANT | {int}
 _NO_NUMBERS: Final = BLOCKS | {slice, bool, tuple, list, dict, torch.Size}
 #: functions for which ints may bear on layouts
 COUNTING: Final[set[Any]] = set()
+#: functions for which no float bears on layouts
+FLOATING: Final[set[Any]] = set()
 _kinds: dict[Any, frozenset[type]] = {}  # function -> types of Python numbers that never bear on layouts
 _free: dict[Any, Free] = {}  # function -> the same, by place and value too
 
@@ -29,6 +31,7 @@ def forget_functions() -> None:
     _kinds.clear()
     _free.clear()
     COUNTING.clear()
+    FLOATING.clear()
 
 
 def hashable(arg: Any) -> Any:
@@ -89,6 +92,8 @@ def _kinds_of(func: Any) -> frozenset[type]:
         kinds = _kinds[func] = free.kinds
         if int not in kinds and not free.places:
             COUNTING.add(func)
+        if float in kinds:
+            FLOATING.add(func)
     return kinds
 
 
@@ -113,6 +118,5 @@ def add_argument(func: Any, arg: Any, kind: Any, key: list[Any], blocks: list[An
                 key.append(item if item_kind in _PLAIN else keyed(func, item))
         blocks.append(values or arg)
     else:
-        free = kind is float and float in (_kinds.get(func) or _kinds_of(func))
-        key.append(float if free else keyed(func, arg, name or len(blocks)))
+        key.append(float if kind is float and func in FLOATING else keyed(func, arg, name or len(blocks)))
         blocks.append(arg)

@@ -18,7 +18,7 @@ from fspmd.cache import Cache, CacheInfo, forgettable
 from fspmd.copies import as_copies, refuse_copy
 from fspmd.errors import ArgumentError
 from fspmd.forms import Laid, Strided, packed
-from fspmd.global_view.call_keys import CONSTANT, COUNTING, add_argument, forget_functions, keyed
+from fspmd.global_view.call_keys import CONSTANT, COUNTING, FLOATING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
 from fspmd.global_view.operands import cast_operands, move_operands, sharded_values
 from fspmd.global_view.planning import plan_call, tell_call
@@ -105,19 +105,29 @@ def dispatch(_: type[Sharded], func: Any, types: Any, args: tuple[Any, ...] = ()
     """
     if RUNNING and state.body is not None:
         _refuse_in_body(func, args, kwargs or {})
-    cached: tuple[Any, ...]
-    blocks: Any
+    cached: tuple[Any, ...] | None = None
+    blocks: Any = None
     count = len(args)
-    if not kwargs and count == 2 and type(x := args[0]) is Sharded and type(y := args[1]) is Sharded:
-        cached, blocks = (func, x.form, y.form), (x.block, y.block)  # same as below, in half the time
-    elif not kwargs and count == 1 and type(x := args[0]) is Sharded:
-        cached, blocks = (func, x.form), (x.block,)
-    elif not kwargs and count == 3 and type(x := args[0]) is type(y := args[1]) is type(z := args[2]) is Sharded:
+    if kwargs:
+        if func in IN_C and kwargs["dtype"] is None and type(dim := kwargs["dim"]) is int:
+            x, func, kwargs = args[0], IN_C[func], None
+            cached, blocks, args = (func, x.form, dim), (x.block, dim), (x, dim)
+    elif count == 2:  # as below, in half the time; the same for one argument, and for three
+        x, y = args
+        if type(x) is Sharded:
+            kind = type(y)
+            if kind is Sharded:
+                cached, blocks = (func, x.form, y.form), (x.block, y.block)
+            elif kind is int and func in COUNTING:
+                cached, blocks = (func, x.form, y), (x.block, y)
+            elif kind is float and func in FLOATING:
+                cached, blocks = (func, x.form, float), (x.block, y)
+    elif count == 1:
+        if type(x := args[0]) is Sharded:
+            cached, blocks = (func, x.form), (x.block,)
+    elif count == 3 and type(x := args[0]) is type(y := args[1]) is type(z := args[2]) is Sharded:
         cached, blocks = (func, x.form, y.form, z.form), (x.block, y.block, z.block)
-    elif kwargs and func in IN_C and kwargs["dtype"] is None and type(dim := kwargs["dim"]) is int:
-        x, func, kwargs = args[0], IN_C[func], None
-        cached, blocks, args = (func, x.form, dim), (x.block, dim), (x, dim)
-    else:
+    if cached is None:
         key: list[Any] = [func]
         blocks = []
         for arg in args:
