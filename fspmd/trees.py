@@ -346,7 +346,7 @@ def _register(kind: Any, node: Any) -> None:
     def flatten(x: Any) -> tuple[Any, ...]:
         children, context = node.flatten_fn(x)
         entries = None if keyed is None else tuple(map(_key, keyed(x)[0]))
-        return tuple(children), _Context(kind, context), entries
+        return tuple(children), _Context(kind, _sized_by(children, context)), entries
 
     def unflatten(context: _Context, children: Any) -> Any:
         value = context.value
@@ -356,6 +356,17 @@ def _register(kind: Any, node: Any) -> None:
     optree.register_pytree_node(
         kind, flatten, unflatten, path_entry_type=optree.GetItemEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
     )
+
+
+def _sized_by(children: Any, context: Any) -> Any:
+    """Return the context of a TensorDict without its batch size, which its children then decide, blocks or global.
+
+    Otherwise tensordict compares the sizes of new children with the batch size, and guesses where they differ.
+    """
+    dims = getattr(context.get("batch_size"), "batch_dims", None) if type(context) is dict else None
+    if dims is None or not any(hasattr(x, "shape") for x in children):
+        return context
+    return {name: value for name, value in context.items() if name != "batch_size"} | {"batch_dims": dims}
 
 
 def _key(entry: Any) -> Any:

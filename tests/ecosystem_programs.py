@@ -18,6 +18,7 @@ from fspmd import (
     communication_log,
     device_get,
     device_put,
+    from_process_local,
     functional_call,
     make_mesh,
     reshard,
@@ -101,6 +102,19 @@ def on_processes() -> tuple[str, str, list[float]]:
     bar = tqdm(total=1, file=io.StringIO())
     bar.set_postfix(loss=reshard(x.mean(), P()))
     return f"{reshard(x.mean(), P())}", str(bar.postfix), device_get(likely).flatten().tolist()
+
+
+def batches_of_processes() -> list[tuple[tuple[int, ...], bool]]:
+    """The batch sizes of TensorDicts that processes have loaded, even and not, and whether the values are whole."""
+    from tensordict import TensorDict  # which takes long
+
+    mesh, found = make_mesh((4,), ("x",), device="cpu"), []
+    for n in (8, 7):
+        whole = torch.arange(2.0 * n).view(n, 2)
+        mine = whole.chunk(4)[torch.distributed.get_rank()]
+        batch: Any = from_process_local(TensorDict({"a": mine}, batch_size=[len(mine)]), P("x"), mesh=mesh)
+        found.append((tuple(batch.batch_size), torch.equal(device_get(batch["a"]), whole)))
+    return found
 
 
 def metrics_of_processes() -> list[tuple[str, Tensor, Tensor]]:

@@ -14,7 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torchmetrics
 from accelerate import Accelerator
-from ecosystem_programs import check_scaled, metrics_of_processes, on_processes, refusals_of_wrappers
+from ecosystem_programs import (
+    batches_of_processes,
+    check_scaled,
+    metrics_of_processes,
+    on_processes,
+    refusals_of_wrappers,
+)
 from einops.layers.torch import EinMix, Rearrange, Reduce
 from jaxtyping import Float, Int, jaxtyped
 from processes import Processes
@@ -174,6 +180,15 @@ def test_tensordicts_go_through_bodies(jitted: bool) -> None:
             assert total.item() == 3 * n * (2 * n - 1)
 
 
+@pytest.mark.parametrize("n", [4, 5, 8, 16])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_batch_sizes_of_tensordicts_are_those_of_their_values(n: int, width: int) -> None:
+    """A block as long as it is wide looks to tensordict like a batch with one more dim."""
+    f = shard_map(lambda d: d.apply(torch.neg), mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+    found = f(TensorDict({"a": torch.ones(n, width), "n": {"b": torch.ones(n)}}, batch_size=[n]))
+    assert (found.batch_size, found["n"].batch_size) == ((n,), (n,))
+
+
 def test_gradients_of_tensordicts() -> None:
     params = device_put(_tree().exclude("n"), P("x"), mesh=LINE)
     found = grad(lambda p: (p["a"] ** 2).sum())(params)
@@ -198,6 +213,10 @@ def test_tools_on_processes(four: Processes) -> None:
     for text, postfix, found in four.run(on_processes):
         assert (text, postfix) == ("5.5", "loss=5.5000")
         assert found == pytest.approx(likely)
+
+
+def test_tensordicts_on_processes(four: Processes) -> None:
+    assert four.run(batches_of_processes) == [[((8,), True), ((7,), True)]] * 4
 
 
 def test_metrics_on_processes(four: Processes) -> None:
