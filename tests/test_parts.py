@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from full import FULL
+from full import sample
 from simulated import MESH
 
 import fspmd
@@ -80,18 +80,17 @@ LAYOUTS: dict[tuple[int, ...], list[P]] = {
     (4,): [P("x"), P(None, "x")],
     (2, 3): [P("x"), P("y", "x"), P(("x", "y"))],
 }
-LOWERED = [
+_LOWERED = [
     (view, around, sizes, shape, spec)
     for view in VIEWS
     for around in AROUND
     for sizes, specs in LAYOUTS.items()
     for spec in specs
     for shape in SHAPES
-][:: 1 if FULL else 17]
+]
 
 
-@pytest.mark.one_of(6)
-@pytest.mark.parametrize("case", LOWERED, ids=str)
+@pytest.mark.parametrize("case", sample(_LOWERED, 30), ids=str)
 def test_a_simulation_is_lowered_as_a_mesh_without_ranks(case: Any) -> None:
     """Time, bytes, FLOPs, memory and collectives are those of a process, whatever blocks there are."""
     view, around, sizes, shape, spec = case

@@ -1,7 +1,9 @@
 """Functions on uneven simulated blocks that need derivatives of their own: `split` and ``exp`` are examples.
 
 `split`, `chunk` and `unbind` give parts that are views. Torch's own backward makes zeros for a part that has no
-gradient, and needs plain sizes for them. Its forward mode does so for tangents. Here each part is a value of its own.
+gradient, and needs plain sizes for them. Its forward mode does so for tangents. Here backward has torch's steps, with
+zeros whose sizes differ from rank to rank, so that a program of a simulation has the steps of a process. In transforms
+and in forward mode, where zeros would need sizes again, each part is a value of its own.
 
 The derivative of ``exp`` uses its result. In derivatives of derivatives the result then gets one more gradient, which
 hooks on it must see. Where ranks are computed one after another, that gradient reaches each rank's own result, and a
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, NoReturn
 
 import torch
@@ -21,10 +23,11 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.ops.traits import tensors_in
+from fspmd.pairs import is_transformed
 from fspmd.remembered import ASKING
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.tracing import hidden
-from fspmd.transport.local_tensor import blocks_of
+from fspmd.transport.local_tensor import blocks_of, call_per_rank, common_frame
 
 Function = Callable[..., Any]
 Convert = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -134,6 +137,9 @@ def parted(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     place = PARTS[name]
     dim = kwargs.get("dim", args[place] if place < len(args) else 0)
     (x,) = tensors_in((*args, *kwargs.values()))
+    if not is_transformed():
+        parts: tuple[Tensor, ...] = _Parts.apply(x, functools.partial(func, *args, **kwargs), name == "unbind", dim)
+        return parts
     with torch.no_grad():
         parts = func(*args, **kwargs)
     if name == "unbind":
@@ -141,6 +147,44 @@ def parted(func: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     sizes = [part.shape[dim] for part in parts]
     starts = itertools.accumulate(sizes[:-1], initial=0)
     return tuple(_Narrow.apply(x, dim % x.ndim, *cut) for cut in zip(starts, sizes, strict=True))
+
+
+class _Parts(torch.autograd.Function):
+    """The parts of a tensor along a dim, with the steps of torch's own backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cut: Callable[[], Sequence[Tensor]], unbinds: bool, dim: int
+    ) -> tuple[Tensor, ...]:
+        parts = tuple(cut())
+        ctx.unbinds, ctx.dim, ctx.shapes = unbinds, dim, [part.shape for part in parts]
+        ctx.set_materialize_grads(False)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        given = [g for g in grads if g is not None]
+        if not given:
+            return None, None, None, None
+        zeros = functools.partial(_unbound_zeros if ctx.unbinds else _zeros, given[0])
+        parts = [zeros(shape) if g is None else g for g, shape in zip(grads, ctx.shapes, strict=True)]
+        return torch.stack(parts, ctx.dim) if ctx.unbinds else torch.cat(parts, ctx.dim), None, None, None
+
+
+def _zeros(like: Tensor, shape: Sequence[Any]) -> Tensor:
+    return _sized(torch.zeros, shape, dtype=like.dtype, device=like.device)
+
+
+def _unbound_zeros(like: Tensor, shape: Sequence[Any]) -> Tensor:
+    """The zeros of `unbind`: one number, expanded."""
+    return _sized(Tensor.expand, _zeros(like, ()), shape)
+
+
+def _sized(func: Function, *args: Any, **options: Any) -> Tensor:
+    """Calls a function of sizes, which may differ from rank to rank."""
+    held = common_frame(args, None)
+    out: Tensor = func(*args, **options) if held is None else call_per_rank(func, args, options, held)
+    return out
 
 
 class _Narrow(torch.autograd.Function):

@@ -90,7 +90,8 @@ def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, 
     end. Every other value is freed after its last use.
     """
     steps = (*program.steps, *program.deferred)
-    once = made_once(program.steps, {*program.results, *program.kept}) | made_once(program.deferred, program.gradients)
+    once = made_once(program.steps, {*program.results, *program.kept}, of_a_rank=True)
+    once |= made_once(program.deferred, program.gradients, of_a_rank=True)
     given = (*program.inputs, *program.constants)
     begins = {owner(node): 0 for node in given}
     ends: dict[fx.Node, int] = {}

@@ -122,15 +122,20 @@ def written(node: fx.Node) -> list[fx.Node]:
     return list(node.all_input_nodes) if is_unknown(node) else []
 
 
-def made_once(steps: Sequence[fx.Node], ends: Collection[Any]) -> dict[fx.Node, None]:
+def made_once(steps: Sequence[fx.Node], ends: Collection[Any], of_a_rank: bool = False) -> dict[fx.Node, None]:
     """The steps that a replay runs only once: small tensors that depend on nothing, and that nobody writes into.
 
-    ``ends``: the results of the steps. The caller may write into them.
+    Args:
+        steps: the steps of a program.
+        ends: their results. The caller may write into them.
+        of_a_rank: for a simulation, the steps that the replay of a process would run only once.
     """
     found: dict[fx.Node, None] = {}
     exposed: set[fx.Node] | None = None
     for node in steps:
-        if not found.keys() >= set(node.all_input_nodes) or not is_aten(node) or not is_of_one_rank(node):
+        if not found.keys() >= set(node.all_input_nodes) or not is_aten(node) or "value" not in node.meta:
+            continue
+        if not of_a_rank and not is_of_one_rank(node):
             continue
         if exposed is None:
             given = [x for step in steps for x in (written(step) if is_aten(step) else step.all_input_nodes)]
