@@ -56,6 +56,10 @@ PUBLIC: Final = _named(
 )
 
 
+#: aten functions whose list of sizes torch takes faster, by some 0.5 µs, as arguments of their own
+_SPREAD: Final = (torch.ops.aten.view.default, torch.ops.aten.expand.default)
+
+
 @cached
 def callable_of(overload: Any) -> Callable[..., Any]:
     """The fastest function that calls an aten function."""
@@ -167,7 +171,10 @@ class _Writer:
         """The expression of a step."""
         if node.target is operator.getitem:
             return f"{self.value(node.args[0])}[{node.args[1]}]"
-        arguments = [self.value(arg) for arg in node.args]
+        given: Sequence[Any] = node.args
+        if node.target in _SPREAD and len(given) == 2 and given[1]:
+            given = given[0], *given[1]
+        arguments = [self.value(arg) for arg in given]
         arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
         target: Any = node.target
         if isinstance(target, OpOverload):
