@@ -102,6 +102,7 @@ def pipeline(
         run.boundary = boundaries[key]
         run.count = schedule.microbatches if count is None else sum(_number(count(target)) for target in targets)
         ranks = {r: _Rank(run, r) for r in places.mine}
+        blank = functools.cache(lambda r: places.blank(run.boundary, r))
         for row, rounds in zip(schedule.ticks, schedule.moves(), strict=True):
             now = {r: action for r in ranks if (action := row[r]) is not None}
             sent = {r: ranks[r].act(action) for r, action in now.items()}
@@ -111,7 +112,7 @@ def pipeline(
                     ranks[r].inbox[_key(to)] = value
             for edges in rounds:
                 sources = {source for source, _, _ in edges}
-                given = {r: x for r, x in sent.items() if r in sources}
+                given = {r: sent[r] if r in sources else blank(r) for r in ranks}
                 received = places.permuted(edges, given, run.boundary)
                 for _, r, action in edges:
                     after = schedule.successor(action)

@@ -106,7 +106,7 @@ class Places:
 
         No body runs: blocks go to the pair table as they lie.
         """
-        blocks = {r: sent[r].local if r in sent else self.blank(spec, r) for r in self.mine}
+        blocks = {r: sent[r].local for r in self.mine}
         perm = tuple((source, to) for source, to, _ in edges)
         move = call("ppermute", self.mesh, (self.axis,), Options(perm=perm))
         received = apply(self.whole(blocks, spec.partition), move)
@@ -119,7 +119,6 @@ class Places:
             if to in self.mine
         }
 
-    def blank(self, spec: TensorSpec, r: int) -> Tensor:
-        """Blocks of zeros for a position that sends nothing."""
-        there = TensorSpec(self.parts[r], spec.partition, spec.shape, spec.dtype)
-        return zeros(*there.shape, spec=there.partition, dtype=there.dtype, mesh=there.mesh).local
+    def blank(self, spec: TensorSpec, r: int) -> Sharded:
+        """Zeros, which a position sends that sends nothing."""
+        return zeros(*spec.shape, spec=spec.partition, dtype=spec.dtype, mesh=self.parts[r])
