@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd import tracing
+from fspmd.autodiff.engine import gradients
 from fspmd.cache import Cache, forgettable
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh, set_mesh
@@ -259,7 +260,7 @@ class _Rank:
         wanted = [t for t in (*to_x, *to_params) if t is not None and t.requires_grad]
         if not wanted:
             return None
-        values = iter(torch.autograd.grad(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
+        values = iter(gradients(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
         found = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
             new, old = found[len(to_x) :], self.grads.get(stage)
