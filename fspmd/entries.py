@@ -155,6 +155,20 @@ def blocks(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(cut)
 
 
+def block_at(size: int, parts: tuple[int, ...], place: Iterable[int]) -> tuple[int, int]:
+    """Return the one of `blocks` at a place along each axis. No block is longer than that at place 0 of all.
+
+    >>> block_at(5, (2, 2), (0, 1)), block_at(5, (2, 2), (1, 0))
+    ((2, 1), (3, 1))
+    """
+    offset, length = 0, size
+    for n, i in zip(parts, place, strict=True):
+        step = -(-length // n)
+        start = min(i * step, length)
+        offset, length = offset + start, min(step, length - start)
+    return offset, length
+
+
 # --- flat dims --------------------------------------------------------------------------------------------------------
 
 

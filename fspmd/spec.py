@@ -21,6 +21,7 @@ from fspmd.entries import (
     Entry,
     Factors,
     Flat,
+    block_at,
     blocks,
     checked_entries,
     entry_axes,
@@ -240,10 +241,7 @@ class TensorSpec:
         _check_coordinate(coordinate, self.mesh)
         at = dict(zip(self.mesh.axis_names, coordinate, strict=True))
         for dim, axes, sizes in self.cuts:
-            index = 0
-            for axis, n in zip(axes, sizes, strict=True):
-                index = index * n + at[axis]
-            yield dim, blocks(self.shape[dim], sizes)[index]
+            yield dim, block_at(self.shape[dim], sizes, [at[axis] for axis in axes])
 
     @property
     def dual(self) -> TensorSpec:
@@ -328,8 +326,7 @@ def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, 
     cuts = tuple([(d, axes, tuple([sizes_of[a] for a in axes])) for d, axes in enumerate(partition.dim_axes) if axes])
     even, first = True, list(shape)
     for dim, _, sizes in cuts:
-        lengths = [length for _, length in blocks(shape[dim], sizes)]
-        even, first[dim] = even and len(set(lengths)) == 1, lengths[0]
+        even, (_, first[dim]) = even and shape[dim] % prod(sizes) == 0, block_at(shape[dim], sizes, (0,) * len(sizes))
     return cuts, even, tuple(first)
 
 

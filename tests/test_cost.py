@@ -15,13 +15,14 @@ from simulated import layouts
 from torch import Tensor
 
 from fspmd import ArgumentError, Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
+from fspmd.entries import blocks
 from fspmd.global_view.propagate import ask
 from fspmd.global_view.strategies import strategies
-from fspmd.redistribution.bounds import bound, least_times
+from fspmd.redistribution.bounds import _overlapped, _rows, bound, least_times
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology
 from fspmd.redistribution.edges import edges, priced, reblock
 from fspmd.redistribution.routes import Route, route
-from fspmd.transport.windows import Reblock, Traffic, Window, coordinates, is_idle, traffic, window
+from fspmd.transport.windows import Reblock, Traffic, Window, _pieces, coordinates, is_idle, traffic, window
 
 WHOLE = 1 << 30
 #: latency does not count, nor what a rank reads and writes itself: the limit of large arrays
@@ -298,6 +299,25 @@ def test_bounds_are_as_exact_as_prices() -> None:
     figures = Topology(axes=(("x", Link(0.0, 1e3)), ("y", Link(1.0, 450e3))), memory=float("inf"))
     found, least = brute_force(mesh, (1 << 16,), figures)
     assert float((least_times(found, found, figures) - least).max()) <= 1e-9
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_blocks_that_meet_are_counted_without_all_blocks(seed: int) -> None:
+    rng = random.Random(seed)
+    size, some, others = rng.randint(0, 60), *(tuple(rng.choices(range(1, 5), k=rng.randint(0, 3))) for _ in range(2))
+    start, length = blocks(size, others)[-1]
+    meeting = [n for begin, n in blocks(size, some) if n and begin < start + length and start < begin + n]
+    assert _overlapped(size, some, others) == max(1, len(meeting))
+    places = tuple(rng.choice([None, rng.randrange(n)]) for n in some)
+    rows = set[int]()
+    for at, (begin, n) in zip(itertools.product(*map(range, some)), blocks(size, some), strict=True):
+        if all(place in (None, i) for place, i in zip(places, at, strict=True)):
+            rows.update(range(begin, begin + n))
+    found = _rows(size, some, places)
+    assert [i for begin, end in found for i in range(begin, end)] == sorted(rows)
+    assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(found))
+    starts, ends = _pieces(size, some)
+    assert [*zip(starts.tolist(), (ends - starts).tolist(), strict=True)] == [*blocks(size, some)]
 
 
 @pytest.mark.parametrize(

@@ -1501,7 +1501,10 @@ GIVEN: dict[str, tuple[Any, ...]] = {
     "_log_softmax": (M, 1, False),
     "_softmax_backward_data": (M, M, 1, F64),
     "_log_softmax_backward_data": (M, M, 1, F64),
-} | dict.fromkeys(("ge.Scalar", "gt.Scalar", "le.Scalar", "lt.Scalar"), (M, 1.0))
+    "_scaled_dot_product_flash_attention_for_cpu": (M[None, None], M[None, None], M[None, None]),
+    **dict.fromkeys(("ge.Scalar", "gt.Scalar", "le.Scalar", "lt.Scalar"), (M, 1.0)),
+    **dict.fromkeys(("le.Tensor", "lt.Tensor"), (M, M.t())),
+}
 BINARY = ("add", "add_", "div", "div_", "eq", "maximum", "minimum", "mm", "mul", "mul_", "sub", "sub_", "copy_")
 
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from full import FULL
 from processes import Processes, free_port
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fspmd import P, device_get, device_put, jit, make_mesh, psum, shard_map
 from fspmd.programs import shortened
+from fspmd.programs.program import Value
 from fspmd.programs.replay import ProgramPart
+from fspmd.programs.views import one_view
 
 X = torch.linspace(-1, 1, 4 * 3 * 8).view(4, 3, 8)
 W, V, B = torch.linspace(-2, 1, 40).view(8, 5), torch.linspace(-1, 3, 40).view(5, 8), torch.linspace(0, 1, 5)
@@ -47,8 +49,14 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = 
     "matmul of joined heads": (
         lambda x, w: x.transpose(1, 2).flatten(2) @ w,
         (X[:, :, None], W.repeat(3, 1)),
-        ["transpose.int", "view.default", "matmul"],
+        ["view_of_views", "matmul"],
     ),
+    "views of views": (
+        lambda x: (x[:, :2].transpose(0, 2).unsqueeze(1) * 2, x.flatten()[8:].view(2, 44).t() + 1),
+        (X,),
+        ["view_of_views", "mul.Tensor", "view.default", "slice.Tensor", "view.default", "t.default", "add.Tensor"],
+    ),
+    "a view of views that is returned": (lambda x: x.transpose(0, 1).unsqueeze(0), (X,), ["view_of_views"]),
     "two matmuls": (lambda x, w, v: (x @ w) + F.linear(x, v), (X, W, V), ["matmul", "linear", "add.Tensor"]),
     "linear": (F.linear, (X, V, B), ["linear"]),
     "linear of a matrix": (F.linear, (X[0], V, B), ["t.default", "addmm.default"]),
@@ -114,6 +122,75 @@ def test_replays_call_what_users_call(name: str, dtype: torch.dtype, steps: list
                 ours.add_(7)  # results are the caller's; one may be a view of the argument
             expected = function(*args)
     assert not names or steps == [names]
+
+
+def _viewed(x: Tensor, rng: random.Random) -> Tensor:
+    """A view of ``x``, which may begin later in its memory."""
+    n = x.dim()
+    kinds = ["unsqueeze", "t", "view", "expand", "alias"] + ["transpose", "squeeze", "slice", "select", "last"] * (
+        n > 0
+    )
+    match rng.choice(kinds):
+        case "unsqueeze":
+            return x.unsqueeze(rng.randint(0, n))
+        case "t":
+            return x.permute(rng.sample(range(n), n))
+        case "view":
+            return x.view(rng.choice([(-1,), (1, -1), (*x.shape, 1), (*x.shape[:-1], 1, x.shape[-1] if n else 1)]))
+        case "expand":
+            return x.expand(2, *x.shape)
+        case "transpose":
+            return x.transpose(rng.randrange(n), rng.randrange(n))
+        case "squeeze":
+            return x.squeeze(rng.randrange(n))
+        case "slice":
+            return x.narrow(rng.randrange(n), rng.randint(0, 1), 1)
+        case "select":
+            return x.select(rng.randrange(n), 0)
+        case "last":
+            return x[..., -1]
+    return torch.ops.aten.alias(x)
+
+
+@pytest.mark.parametrize("seed", range(200 if FULL else 40))
+def test_views_of_views_are_what_torch_gives(seed: int) -> None:
+    """In values, shapes and strides, of arguments that begin anywhere in memory, and of results of kernels."""
+
+    def views(x: Tensor) -> tuple[Tensor, ...]:
+        rng, found = random.Random(seed), [x, x.exp(), x.exp().transpose(0, -1)]
+        for _ in range(30):
+            try:
+                found.append(_viewed(rng.choice(found), rng))
+            except (RuntimeError, IndexError):
+                continue  # torch has no such view
+            if found[-1].numel() > 1000:
+                found.pop()
+        return tuple(found[1:])
+
+    memory = torch.arange(500.0)
+    recorded = jit(views)
+    with torch.no_grad():
+        for start in (0, 7):
+            x = memory.as_strided((3, 1, 4, 2), (8, 5, 2, 1), start)
+            for ours, theirs in zip(recorded(x), views(x), strict=True):
+                assert torch.equal(ours, theirs)
+                assert ours.stride() == theirs.stride()
+
+
+def test_a_record_may_be_wrong_about_strides() -> None:
+    """A kernel may lay its result out otherwise than the record says: views of it are then taken one by one."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta.update(value=Value((3, 1, 4), torch.float32), frame=None)
+    views = [graph.call_function(torch.ops.aten.unsqueeze.default, (x, 0))]
+    views.append(graph.call_function(torch.ops.aten.transpose.int, (views[0], 1, 3)))
+    made = one_view(views)
+    assert made is not None
+    new = torch.arange(12.0).view(3, 1, 4)
+    for given in (new, new.transpose(0, 2).contiguous().transpose(0, 2), new.as_strided((3, 1, 4), (4, 9, 1))):
+        expected = given.unsqueeze(0).transpose(1, 3)
+        assert torch.equal(made(given), expected)
+        assert made(given).stride() == expected.stride()
 
 
 def _normed(x: Tensor, w: Tensor, dims: Any = -1, keep: bool = True, eps: Any = 1e-3) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 import re
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from processes import Processes
 
 from fspmd import FspmdError, Mesh, P, Sharded, TensorSpec, make_mesh
-from fspmd.entries import blocks, entry_axes
+from fspmd.entries import block_at, blocks, entry_axes
 
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -219,6 +220,15 @@ def test_five_on_four() -> None:
         ((5,), (0,)),
     ]
     assert blocks(0, (2, 3)) == ((0, 0),) * 6
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 200), st.lists(st.integers(1, 5), max_size=4).map(tuple))
+def test_blocks_are_known_without_those_before_them(size: int, parts: tuple[int, ...]) -> None:
+    every = blocks(size, parts)
+    assert every == tuple(block_at(size, parts, place) for place in itertools.product(*map(range, parts)))
+    assert max(length for _, length in every) == every[0][1]
+    assert (len({length for _, length in every}) == 1) is (size % math.prod(parts) == 0)
 
 
 def _loaded(data: bytes) -> Any:

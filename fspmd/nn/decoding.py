@@ -285,26 +285,26 @@ def cached_attention(
     positions = places if ranks == 1 else places * ranks + rank
     seen = Causal() if mask is None else Causal() & as_mask(mask, "cached_attention")
     allowed = seen.allows(queries[..., None], positions)
-    lost = queries >= (keys.shape[2] - 1) * ranks
+    finds_place = queries < (keys.shape[2] - 1) * ranks
     # the heads that share a KV head are as more queries of one head
     group = query.shape[1] // keys.shape[1]
     folded = query.reshape(*keys.shape[:2], group * n, query.shape[3])
     if n > 1:
-        allowed, lost = allowed.repeat(1, group, 1), lost.repeat(1, group)
-    allowed, lost = allowed[:, None], lost[:, None, :, None]
+        allowed, finds_place = allowed.repeat(1, group, 1), finds_place.repeat(1, group)
+    allowed, finds_place = allowed[:, None], finds_place[:, None, :, None]
     if sinks is not None:
         sinks = sinks.view(-1, group, 1).expand(-1, -1, n).flatten(1)
     if not axis:
         bias = torch.where(allowed, 0.0, -torch.inf)
         if sinks is not None:  # the last row of the cache has a key and a value of zeros, and no position
             bias = torch.where(places == keys.shape[2] - 1, sinks[..., None], bias)
-        bias = bias.where(~lost, torch.nan).to(query.dtype)
+        bias = bias.where(finds_place, torch.nan).to(query.dtype)
         out = F.scaled_dot_product_attention(folded, keys, values, bias, scale=scale)
     else:
         out, lse = merge_over(attend_block(folded, keys, values, allowed, scale), axis)
         if sinks is not None:
             out = out * (lse - sinks).sigmoid()[..., None]
-        out = out.where(~lost, torch.nan).to(query.dtype)
+        out = out.where(finds_place, torch.nan).to(query.dtype)
     return out.reshape(*query.shape[:3], values.shape[3])
 
 

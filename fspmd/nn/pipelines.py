@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd import tracing
+from fspmd.autodiff.engine import gradients
 from fspmd.cache import Cache, forgettable
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh, set_mesh
@@ -102,6 +103,7 @@ def pipeline(
         run.boundary = boundaries[key]
         run.count = schedule.microbatches if count is None else sum(_number(count(target)) for target in targets)
         ranks = {r: _Rank(run, r) for r in places.mine}
+        blank = functools.cache(lambda r: places.blank(run.boundary, r))
         for row, rounds in zip(schedule.ticks, schedule.moves(), strict=True):
             now = {r: action for r in ranks if (action := row[r]) is not None}
             sent = {r: ranks[r].act(action) for r, action in now.items()}
@@ -111,7 +113,7 @@ def pipeline(
                     ranks[r].inbox[_key(to)] = value
             for edges in rounds:
                 sources = {source for source, _, _ in edges}
-                given = {r: x for r, x in sent.items() if r in sources}
+                given = {r: sent[r] if r in sources else blank(r) for r in ranks}
                 received = places.permuted(edges, given, run.boundary)
                 for _, r, action in edges:
                     after = schedule.successor(action)
@@ -258,7 +260,7 @@ class _Rank:
         wanted = [t for t in (*to_x, *to_params) if t is not None and t.requires_grad]
         if not wanted:
             return None
-        values = iter(torch.autograd.grad(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
+        values = iter(gradients(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
         found = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
             new, old = found[len(to_x) :], self.grads.get(stage)

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fspmd.cache import cached
-from fspmd.collectives import ppermute
-from fspmd.local_view.shard_map import shard_map
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes.mesh import Mesh, make_mesh
+from fspmd.pairs import apply, call
 from fspmd.placement.creation import zeros
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.transport import Options
 from fspmd.transport.frame import frame
 
 
@@ -103,12 +102,14 @@ class Places:
         return reshard(Sharded(self.whole({r: v.local for r, v in values.items()}, spec.partition), spec), partition)
 
     def permuted(self, edges: Any, sent: dict[int, Any], spec: TensorSpec) -> dict[int, Any]:
-        """What the positions of this process receive along edges (source, destination), of values laid out by spec."""
-        blocks = {r: sent[r].local if r in sent else self.blank(spec, r) for r in self.mine}
-        lifted = P(self.axis, *spec.partition.entries)
-        whole = TensorSpec(self.mesh, lifted, (len(self.parts), *spec.shape), spec.dtype)
-        move = _permuted(self.mesh, self.axis, lifted, tuple((source, to) for source, to, _ in edges))
-        received = move(Sharded(self.whole(blocks, lifted).unsqueeze(0), whole)).local.squeeze(0)
+        """What the positions of this process receive along edges (source, destination), of values laid out by spec.
+
+        No body runs: blocks go to the pair table as they lie.
+        """
+        blocks = {r: sent[r].local for r in self.mine}
+        perm = tuple((source, to) for source, to, _ in edges)
+        move = call("ppermute", self.mesh, (self.axis,), Options(perm=perm))
+        received = apply(self.whole(blocks, spec.partition), move)
         return {
             to: Sharded(
                 self.part(received, spec.partition, to),
@@ -118,12 +119,6 @@ class Places:
             if to in self.mine
         }
 
-    def blank(self, spec: TensorSpec, r: int) -> Tensor:
-        """Blocks of zeros for a position that sends nothing."""
-        there = TensorSpec(self.parts[r], spec.partition, spec.shape, spec.dtype)
-        return zeros(*there.shape, spec=there.partition, dtype=there.dtype, mesh=there.mesh).local
-
-
-@cached(maxsize=1024)
-def _permuted(mesh: Mesh, axis: str, spec: P, perm: tuple[tuple[int, int], ...]) -> Any:
-    return shard_map(lambda x: ppermute(x, axis, perm), mesh=mesh, in_specs=spec, out_specs=spec)
+    def blank(self, spec: TensorSpec, r: int) -> Sharded:
+        """Zeros, which a position sends that sends nothing."""
+        return zeros(*spec.shape, spec=spec.partition, dtype=spec.dtype, mesh=self.parts[r])

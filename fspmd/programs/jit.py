@@ -21,11 +21,12 @@ from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
-from fspmd.programs.keys import flatten_call, guard, kinds_of, not_hashable, without_key
+from fspmd.programs.keys import flatten_call, guard, kinds_of, not_hashable, surroundings, without_key
 from fspmd.programs.known_arguments import check_orders, tell_values
 from fspmd.programs.lower import Lowered
 from fspmd.programs.options import Names, Numbers, check_static_not_donated, chosen
 from fspmd.programs.passes.table import Passes, passes_of
+from fspmd.programs.readers import Reader, reader
 from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, meet, replayed
 from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
@@ -202,19 +203,29 @@ def jit(
     return _Checked(recordable) if check else Jitted(recordable)
 
 
+class _Latest(NamedTuple):
+    """A record, and who tells whether a call is as the one that found it."""
+
+    around: tuple[Any, ...]  # the `surroundings`
+    read: Reader
+    is_alike: Callable[..., bool]
+    record: Record
+
+
 class _Records(Cache[Any, Record]):
     """The records of one function by their keys.
 
     ``near`` finds the latest records without a key: it maps the part of a key that excludes the leaves to pairs of a
-    `guard` of leaves and a record.
+    `guard` of leaves and a record. ``latest`` finds the latest of them before the arguments are flattened.
     """
 
-    __slots__ = ("near", "recordable")
+    __slots__ = ("latest", "near", "recordable")
 
     def __init__(self, recordable: Recordable) -> None:
         super().__init__()
         self.recordable = recordable
         self.near: Cache[Any, list[tuple[Callable[..., bool], Record]]] = Cache()
+        self.latest: _Latest | None = None
 
     def called(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], around: Any, watched: bool
@@ -248,7 +259,7 @@ class _Records(Cache[Any, Record]):
         if watched:
             tell(record.moved)
         if strides == record.strides:
-            self.bring_near(record, around, leaves)
+            self.bring_near(record, around, leaves, args, kwargs)
         return replayed(record, values, strides)
 
     def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
@@ -264,12 +275,16 @@ class _Records(Cache[Any, Record]):
             recording.release()
         return record
 
-    def bring_near(self, record: Record, around: Any, leaves: list[Any]) -> None:
+    def bring_near(
+        self, record: Record, around: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Let calls with similar leaves find the record without a key."""
         closed = record.closed.tensors
         if not record.modules and (check := guard([*leaves, *closed])) is not None:
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
             self.near[around] = [(is_alike, record), *self.near.get(around, ())][:_NEAR]
+            if (read := reader(args, kwargs, leaves)) is not None:
+                self.latest = _Latest(surroundings(), read, is_alike, record)
 
     def counts(self) -> JitCacheInfo:
         """The counts for ``cache_info``."""
@@ -279,6 +294,7 @@ class _Records(Cache[Any, Record]):
         """Forget all records, and count from zero."""
         super().clear()
         self.near.clear()
+        self.latest = None
 
 
 class Jitted(Generic[Q, R]):
@@ -324,21 +340,30 @@ class Jitted(Generic[Q, R]):
         named: dict[str, Any] = kwargs
         if self._has_static:
             positional, named = self._recordable.marked(positional, named)
-        leaves, around = flatten_call(positional, named)
         records = self._records
+        if (latest := records.latest) is not None and latest.around == surroundings():
+            known = latest.read(positional, named)
+            if known is not None and latest.is_alike(*known):
+                return self._replayed(latest.record, known, positional, named, watched)  # type: ignore[no-any-return]
+        leaves, around = flatten_call(positional, named)
         try:
             near = records.near.get(around)
         except TypeError:
             raise not_hashable(positional, named) from None
         for is_alike, record in near or ():
             if is_alike(*leaves):
-                records.hits += 1
-                if watched:
-                    tell_values(record, self._recordable.function, positional, named)
-                    tell(record.moved)
-                values = record.run(*(leaves if record.plain else record.donation.given(leaves)))
-                return record.rebuild(values)  # type: ignore[no-any-return]
+                return self._replayed(record, leaves, positional, named, watched)  # type: ignore[no-any-return]
         return records.called(positional, named, leaves, around, watched)  # type: ignore[no-any-return]
+
+    def _replayed(
+        self, record: Record, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], watched: bool
+    ) -> Any:
+        """The result of a call, by a record that is near."""
+        self._records.hits += 1
+        if watched:
+            tell_values(record, self._recordable.function, args, kwargs)
+            tell(record.moved)
+        return record.rebuild(record.run(*(leaves if record.plain else record.donation.given(leaves))))
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function and run nothing. A `TensorSpec` may stand for a `Sharded`.

@@ -23,7 +23,7 @@ from fspmd.torch_internals import (
     is_any_autocast_enabled,
 )
 from fspmd.transport.local_tensor import LocalTensor
-from fspmd.trees import flatten, flatten_args, flatten_in_order
+from fspmd.trees import flatten, flatten_args, flatten_trees
 
 _grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
@@ -49,12 +49,16 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """The leaves of the arguments of a call, and the part of its key that excludes their kinds."""
-    leaves, structure = flatten_in_order((args, kwargs)) if kwargs else flatten_args(args)
-    casts = autocasts() if is_any_autocast_enabled() else ()
-    around: tuple[Any, ...] = structure, _grad_enabled(), _default_dtype(), casts, current_mesh()
-    if count_function_modes():
-        around += (default_device(),)
+    leaves, structure = flatten_trees((args, kwargs)) if kwargs else flatten_args(args)
+    around = structure, *surroundings()
     return leaves, around if not kwargs else (*around, dict)  # the structure includes the dict
+
+
+def surroundings() -> tuple[Any, ...]:
+    """The part of the key of a call that excludes its arguments."""
+    casts = autocasts() if is_any_autocast_enabled() else ()
+    around = _grad_enabled(), _default_dtype(), casts, current_mesh()
+    return (*around, default_device()) if count_function_modes() else around
 
 
 def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:

@@ -26,9 +26,9 @@ from fspmd.programs.program import memory_of, owner
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, draws_seed, from_lists
 from fspmd.programs.shortened import in_few_steps
 from fspmd.remembered import wrote
-from fspmd.sharded import Sharded, is_plain, lies, shell, shell_of
+from fspmd.sharded import Sharded, lies, shell, shell_of
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
-from fspmd.trees import filling, flatten
+from fspmd.trees import filling, flatten_values
 
 
 class Closed:
@@ -266,26 +266,23 @@ def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """A function that makes a result with the structure of ``out`` from its tensors."""
-    if is_plain(out):
-        return lambda values: values[0]
-    if type(out) is Sharded:
-        return _pairing([out], "x0")
-    if type(out) is tuple and out and all(type(x) is Sharded for x in out):
-        return _pairing(out, "".join(f"x{i}, " for i in range(len(out))))
-    return filling(*flatten(out))
+    """A function that makes a result with the structure of ``out`` from its tensors, without checks.
 
-
-def _pairing(values: Sequence[Sharded], result: str) -> Callable[[tuple[Any, ...]], Any]:
-    """A function that makes `Sharded` values with the specs of ``values`` from blocks, without checks.
-
-    It is straight-line Python, as replays are. ``result``: an expression of the names ``x0``, ``x1``, ...
+    It is straight-line Python, as replays are.
     """
-    scope: dict[str, Any] = {"shell": shell}
-    lines = ["def rebuild(values):", f"    {''.join(f'v{i}, ' for i in range(len(values)))} = values"]
-    for i, x in enumerate(values):  # as `pair` does
+    leaves, treedef = flatten_values(out)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    names = "".join(f"x{i}, " for i in range(len(tensors)))
+    scope: dict[str, Any] = {"shell": shell, "filled": filling(leaves, treedef)}
+    lines = ["def rebuild(values):", f"    ({names.replace('x', 'v')}) = values"]
+    for i, x in enumerate(tensors):
+        if type(x) is not Sharded:
+            lines.append(f"    x{i} = v{i}")
+            continue
         scope |= {f"a{i}": shell_of(x.spec, None if x.form is x.spec else lies(x)), f"s{i}": x.spec, f"f{i}": x.form}
-        lines += [f"    x{i} = shell(*a{i})", f"    x{i}.block, x{i}.spec, x{i}.form = v{i}, s{i}, f{i}"]
+        lines += [f"    x{i} = shell(*a{i})", f"    x{i}.block, x{i}.spec, x{i}.form = v{i}, s{i}, f{i}"]  # as `pair`
+    is_flat = type(out) is tuple and bool(out) and all(isinstance(x, Tensor) for x in out)
+    result = "x0" if treedef.is_leaf() and tensors else f"({names})" if is_flat else f"filled([{names}])"
     exec("\n".join([*lines, f"    return {result}"]), scope)
     rebuild: Callable[[tuple[Any, ...]], Any] = scope["rebuild"]
     return rebuild

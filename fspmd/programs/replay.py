@@ -48,12 +48,17 @@ def _named(text: str) -> frozenset[str]:
 #: aten functions that are faster, by some 0.5 µs, through torch's Python functions and methods with the same arguments
 PUBLIC: Final = _named(
     "abs add.Tensor add_.Tensor addmm amax amin argmax bitwise_not bmm cat clamp clone constant_pad_nd copy_ cos "
-    "div.Tensor div_.Tensor eq.Tensor exp expand gather ge.Scalar gt.Scalar index_select le.Scalar log logical_not "
-    "lt.Scalar masked_fill.Scalar max.dim maximum mean.dim minimum mm mul.Tensor mul_.Tensor native_layer_norm neg "
-    "permute pow.Tensor_Scalar reciprocal relu rsqrt scatter_.src select.int sigmoid silu sin split.Tensor sqrt "
-    "squeeze.dim stack sub.Tensor sub_.Tensor sum sum.dim_IntList t tanh transpose.int unsqueeze view where.self "
-    "zero_ _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data"
+    "div.Tensor div_.Tensor eq.Tensor exp expand gather ge.Scalar gt.Scalar index_select le.Scalar le.Tensor log "
+    "logical_not lt.Scalar lt.Tensor masked_fill.Scalar max.dim maximum mean.dim minimum mm mul.Tensor mul_.Tensor "
+    "native_layer_norm neg permute pow.Tensor_Scalar reciprocal relu rsqrt scatter_.src select.int sigmoid silu sin "
+    "split.Tensor sqrt squeeze.dim stack sub.Tensor sub_.Tensor sum sum.dim_IntList t tanh transpose.int unsqueeze "
+    "view where.self zero_ _log_softmax _log_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
+    "_softmax _softmax_backward_data"
 )
+
+
+#: aten functions whose list of sizes torch takes faster, by some 0.5 µs, as arguments of their own
+_SPREAD: Final = (torch.ops.aten.view.default, torch.ops.aten.expand.default)
 
 
 @cached
@@ -167,7 +172,10 @@ class _Writer:
         """The expression of a step."""
         if node.target is operator.getitem:
             return f"{self.value(node.args[0])}[{node.args[1]}]"
-        arguments = [self.value(arg) for arg in node.args]
+        given: Sequence[Any] = node.args
+        if node.target in _SPREAD and len(given) == 2 and given[1]:
+            given = given[0], *given[1]
+        arguments = [self.value(arg) for arg in given]
         arguments += [f"{name}={self.value(arg)}" for name, arg in node.kwargs.items()]
         target: Any = node.target
         if isinstance(target, OpOverload):

@@ -22,6 +22,7 @@ from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.steps import is_aten, is_collective
 from fspmd.programs.torch_steps import runs
+from fspmd.programs.views import is_link, one_view
 from fspmd.redistribution.cost import moves
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.carriers import FLOATS
@@ -135,7 +136,7 @@ class _Shorter:
             if self.uses[node] and not left[node]:
                 unused.add(node)
                 left.subtract(node.all_input_nodes)
-            elif (one := self.unmoved(node) or next(self.calls(node), None)) is not None:
+            elif (one := self.unmoved(node) or next(self.calls(node), None) or self.view(node)) is not None:
                 found[node] = one
                 left.subtract(node.all_input_nodes)
                 left.update(x for x in one.args if isinstance(x, fx.Node))
@@ -152,6 +153,16 @@ class _Shorter:
                 one = match(self, node)
                 if one is not None and self.is_call(one, node) and not self.is_interrupted(one.first, node):
                     yield one
+
+    def view(self, node: fx.Node) -> Joined | None:
+        """One call in the place of a view of views."""
+        views, x = list[fx.Node](), node
+        while x in self.place and is_link(x) and (x is node or next(self.calls(x), None) is None):
+            views.append(x)
+            x = x.all_input_nodes[0]
+        if len(views) < 2 or self.reshapes or (view := one_view(views[::-1])) is None:
+            return None
+        return Joined(view, (x,), node)
 
     def is_call(self, one: Joined, node: fx.Node) -> bool:
         """Whether a call runs the very steps in whose place it shall stand, if any."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fspmd.cache import cached
-from fspmd.entries import blocks
+from fspmd.entries import block_at
 from fspmd.meshes.mesh import Mesh
 from fspmd.redistribution.cost import Topology
 from fspmd.spec import TensorSpec
@@ -315,10 +315,22 @@ def _senders_of(target: TensorSpec) -> Callable[[TensorSpec], int]:
 @cached(maxsize=1 << 14)
 def _overlapped(size: int, before: tuple[int, ...], after: tuple[int, ...]) -> int:
     """Return how many blocks of a dim cut by ``before`` the last block of the dim cut by ``after`` overlaps."""
-    if not size:
+    start, length = block_at(size, after, [n - 1 for n in after])
+    if not length:
         return 1
-    start, length = blocks(size, after)[-1]
-    return max(1, sum(begin < start + length and start < begin + n for begin, n in blocks(size, before) if n))
+    return 1 + _starts_before(size, before, start + length) - _starts_before(size, before, start + 1)
+
+
+def _starts_before(size: int, cuts: tuple[int, ...], end: int) -> int:
+    """Return how many blocks of a dim that are not empty start before a row."""
+    if end <= 0:
+        return 0
+    if not cuts:
+        return 1
+    step = -(-size // cuts[0])
+    whole, rest = divmod(end, step)
+    count = whole * _starts_before(step, cuts[1:], step)
+    return count + _starts_before(min(step, size - whole * step), cuts[1:], rest)
 
 
 def _received_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSpec], float]:
@@ -394,11 +406,10 @@ def _cuts(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def _rows(size: int, cuts: tuple[int, ...], places: tuple[int | None, ...]) -> Rows:
     """Return the rows of the blocks at ``places`` along the cuts. None stands for all places. Neighbours are joined."""
     rows: list[tuple[int, int]] = []
-    all_blocks = blocks(size, cuts)
-    chosen = [0]
-    for place, n in zip(places, cuts, strict=True):
-        chosen = [i * n + k for i in chosen for k in (range(n) if place is None else (place,))]
-    for start, length in (all_blocks[i] for i in chosen):
+    while places and places[-1] is None:  # the minor blocks of a block follow one another
+        cuts, places = cuts[:-1], places[:-1]
+    spans = [range(n) if place is None else (place,) for place, n in zip(places, cuts, strict=True)]
+    for start, length in (block_at(size, cuts, chosen) for chosen in itertools.product(*spans)):
         if length:
             joins = rows and rows[-1][1] == start
             rows.append((rows.pop()[0] if joins else start, start + length))

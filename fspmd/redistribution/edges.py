@@ -105,14 +105,21 @@ def moved(
     )
 
 
-@cached(maxsize=8192)
+def is_cut_evenly(spec: TensorSpec, dim: int, axes: Axes) -> bool:
+    """Return whether the blocks of a dim cut by ``axes`` have one length."""
+    return spec.shape[dim] % math.prod([spec.mesh.shape[axis] for axis in axes]) == 0
+
+
 def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
     """Return the block lengths of a dim cut by ``axes``, in rank order, or None where they are equal."""
-    parts = tuple([spec.mesh.shape[axis] for axis in axes])
-    if spec.shape[dim] % math.prod(parts) == 0:
+    if is_cut_evenly(spec, dim, axes):
         return None
-    cut = tuple(length for _, length in blocks(spec.shape[dim], parts))
-    return None if len(set(cut)) == 1 else cut
+    return _uneven_lengths(spec.shape[dim], tuple([spec.mesh.shape[axis] for axis in axes]))
+
+
+@cached
+def _uneven_lengths(size: int, parts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([length for _, length in blocks(size, parts)])
 
 
 def _splits(mesh: Mesh, axes: Axes, wanted: Axes, straight: bool) -> Iterator[tuple[Axes, Axes]]:
@@ -134,7 +141,7 @@ def can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
     That needs blocks of one length, with and without them. Where no ``kept`` axis cuts the dim it is always possible.
     """
     cut = _wide(spec.mesh, kept)
-    return not cut or (lengths(spec, dim, kept) is None and lengths(spec, dim, (*kept, *axes)) is None)
+    return not cut or is_cut_evenly(spec, dim, (*kept, *axes))
 
 
 def sizes_over(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> tuple[int, ...] | None:

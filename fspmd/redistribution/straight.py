@@ -26,7 +26,7 @@ from fspmd.redistribution.edges import (
     exchanges,
     free_axes,
     gathers,
-    lengths,
+    is_cut_evenly,
     moved,
     priced,
     reblocks,
@@ -118,7 +118,7 @@ def _for_parts(spec: TensorSpec, target: TensorSpec, run: Axes) -> Iterator[int]
             continue
         if run == tuple(axis for axis in then if axis in run):
             yield dim
-        elif lengths(spec, dim, (*now, *run)) is None:
+        elif is_cut_evenly(spec, dim, (*now, *run)):
             rank = len(now) + len(then), -spec.block_shape[dim]
             other, least = (dim, rank) if rank < least else (other, least)
     if other is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fspmd.cache import cached
-from fspmd.entries import blocks
+from fspmd.entries import block_at, blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import DisableTorchDispatch, DisableTorchFunction
@@ -120,20 +120,19 @@ def coordinates(mesh: Mesh, axes: frozenset[str] | None = None) -> Iterator[Coor
 
 def window(spec: TensorSpec, at: Coordinate) -> Window:
     """Return the window of the rank at a coordinate."""
-    return tuple([cuts[sum([at[i] * n for i, n in strides])] for strides, cuts in _cuts(spec)])
+    return tuple([block_at(size, parts, [at[i] for i in places]) for size, parts, places in _cuts(spec)])
 
 
 @cached
-def _cuts(spec: TensorSpec) -> tuple[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]], ...]:
-    """Return for each dim its strides in windows, (mesh axis, stride), and its windows in rank order."""
-    names, sizes, cuts = spec.mesh.axis_names, spec.mesh.shape, []
-    for size, axes in zip(spec.shape, spec.partition.dim_axes, strict=True):
-        count, strides = 1, []
-        for axis in reversed(axes):
-            strides.append((names.index(axis), count))
-            count *= sizes[axis]
-        cuts.append((tuple(strides), tuple(blocks(size, tuple([sizes[axis] for axis in axes])))))
-    return tuple(cuts)
+def _cuts(spec: TensorSpec) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
+    """Return for each dim its size, and the sizes and the places in the mesh of the axes that cut it."""
+    names, sizes = spec.mesh.axis_names, spec.mesh.shape
+    return tuple(
+        [
+            (size, tuple([sizes[axis] for axis in axes]), tuple([names.index(axis) for axis in axes]))
+            for size, axes in zip(spec.shape, spec.partition.dim_axes, strict=True)
+        ]
+    )
 
 
 def lacking(source: TensorSpec, target: TensorSpec) -> int:
@@ -275,7 +274,12 @@ def _places(sizes: tuple[int, ...], cut: tuple[int, ...]) -> Tensor:
 @cached(maxsize=256)
 def _pieces(size: int, cuts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the starts and the ends of the pieces of a dim."""
-    starts, lengths = torch.tensor(list(blocks(size, cuts)), device="cpu").T.contiguous()
+    starts, lengths = torch.tensor([[0], [size]], device="cpu")
+    for n in cuts:  # as `blocks` does
+        steps = -(-lengths // n)
+        begins = torch.minimum(steps[:, None] * torch.arange(n, device="cpu"), lengths[:, None])
+        starts, lengths = starts[:, None] + begins, torch.minimum(steps[:, None], lengths[:, None] - begins)
+        starts, lengths = starts.flatten(), lengths.flatten()
     return starts, starts + lengths
 
 
@@ -302,7 +306,7 @@ def _received(move: Reblock, at: Coordinate) -> tuple[Window, Window | None, int
 @cached(maxsize=1024)
 def _starts(spec: TensorSpec) -> tuple[tuple[int, ...], ...]:
     """Return for each dim the starts of its pieces that are not empty."""
-    return tuple(tuple(sorted({start for start, rows in cuts if rows})) for _, cuts in _cuts(spec))
+    return tuple(tuple(sorted({start for start, n in blocks(size, parts) if n})) for size, parts, _ in _cuts(spec))
 
 
 def _touched(starts: tuple[int, ...], start: int, length: int) -> int:

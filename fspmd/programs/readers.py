@@ -1,0 +1,70 @@
+"""Readers: the leaves of arguments of one structure by straight-line Python, sooner than by a walk through trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+from typing import Any, Final
+
+import optree
+from torch import Tensor, nn
+
+from fspmd.sharded import Sharded
+
+#: returns the leaves of arguments, or None if they have another structure
+Reader = Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
+_LEAVES: Final = (Sharded, Tensor, nn.Parameter)
+
+
+def reader(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Reader | None:
+    """A reader of the arguments of calls like this one, which has these leaves. It keeps none of them.
+
+    Like arguments have equal containers with equal keys, and leaves of these types and forms. Returns None where a
+    leaf is no tensor, and for containers other than tuples, lists, dicts and named tuples.
+    """
+    writing = _Writing()
+    if not (writing.read("args", args) and writing.read("kwargs", kwargs)):
+        return None
+    names, values = [*writing.leaves], [*writing.leaves.values()]
+    forms = [f"{name}.form" for name, x in writing.leaves.items() if type(x) is Sharded]
+    blocks = [f"{name}.block" if type(x) is Sharded else name for name, x in writing.leaves.items()]
+    writing.require(f"[*map(type, [{', '.join(names)}])] ==", list(map(type, values)))
+    writing.require(f"[{', '.join(forms)}] ==", [x.form for x in values if type(x) is Sharded])
+    source = "\n    ".join(["def read(args, kwargs):", *writing.lines, f"return [{', '.join(blocks)}]"])
+    exec(source, writing.scope)
+    read: Reader = writing.scope["read"]
+    found = read(args, kwargs)  # a library may have registered a named tuple as a node of its own
+    return read if found is not None and len(found) == len(leaves) and all(map(is_, found, leaves)) else None
+
+
+class _Writing:
+    """The lines of a reader, and the values of their names."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.scope: dict[str, Any] = {}
+        self.leaves: dict[str, Any] = {}  # by name
+        self.count = 0
+
+    def require(self, comparison: str, value: Any) -> None:
+        """Let the reader return None unless a value is as it was."""
+        name = f"c{len(self.scope)}"
+        self.scope[name] = value
+        self.lines.append(f"if not {comparison} {name}: return None")
+
+    def read(self, name: str, tree: Any) -> bool:
+        """Take a tree apart. Returns whether that is possible."""
+        kind = type(tree)
+        if kind in _LEAVES:
+            self.leaves[name] = tree
+            return True
+        if kind is not dict and kind is not list and kind is not tuple and not optree.is_namedtuple_class(kind):
+            return False
+        self.require(f"type({name}) is", kind)
+        children: list[Any] = [*(tree.values() if kind is dict else tree)]
+        self.require(f"[*{name}] ==" if kind is dict else f"len({name}) ==", [*tree] if kind is dict else len(tree))
+        names = [f"x{self.count + i}" for i in range(len(children))]
+        self.count += len(children)
+        if names:
+            self.lines.append(f"{', '.join(names)}, = {name}{'.values()' * (kind is dict)}")
+        return all(map(self.read, names, children))

@@ -1,0 +1,60 @@
+"""Readers find the leaves of arguments of one structure, and refuse all others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from simulated import MESH
+from torch import nn
+
+from fspmd import P, device_put, reshard
+from fspmd.programs.readers import reader
+from fspmd.trees import flatten_in_order
+
+M = torch.ones(2, 2)
+X = device_put(torch.arange(8.0), P("x"), mesh=MESH)
+
+
+class _Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+#: arguments, and arguments of another structure or form
+_READ: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
+    "a dict": (({"w": M, "b": X},), {}, ({"b": M, "w": X},), {}),
+    "a dict in another order": (({"w": M, "b": X},), {}, ({"b": X, "w": M},), {}),
+    "a dict with another key": (({"w": M, "b": X},), {}, ({"w": M, "c": X},), {}),
+    "a longer list": (([M, [X]],), {}, ([M, [X], M],), {}),
+    "a tuple in the place of a list": (([M, [X]],), {}, ([M, (X,)],), {}),
+    "a named tuple": ((_Pair(M, (X, {})),), {}, ((M, (X, {})),), {}),
+    "another container within": ((_Pair(M, (X, {})),), {}, (_Pair(M, (X, [])),), {}),
+    "another argument": ((M, [X]), {}, (M, [X], []), {}),
+    "a name": (([M],), {"x": X}, ([M],), {"y": X}),
+    "no tree": ((M, X), {}, (X, M), {}),
+    "another spec": (([X],), {}, ([reshard(X, P())],), {}),
+    "another form": (([X],), {}, ([X[::2][:4]],), {}),
+    "a parameter": (([nn.Parameter(M)],), {}, ([M],), {}),
+    "a number": (([M],), {}, ([3],), {}),
+}
+
+
+@pytest.mark.parametrize("name", _READ)
+def test_readers_know_their_arguments(name: str) -> None:
+    args, kwargs, others, other_names = _READ[name]
+    leaves = flatten_in_order((args, kwargs))[0]
+    read = reader(args, kwargs, leaves)
+    assert read is not None
+    found = read(args, kwargs)
+    assert found is not None
+    assert len(found) == len(leaves)
+    assert all(x is y for x, y in zip(found, leaves, strict=True))
+    assert read(others, other_names) is None
+
+
+@pytest.mark.parametrize("tree", [3, None, OrderedDict(w=M), [M, "a"], {1}, torch.Size([2])])
+def test_other_trees_have_no_reader(tree: Any) -> None:
+    assert reader((tree,), {}, flatten_in_order((tree, {}))[0]) is None
