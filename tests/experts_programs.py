@@ -1,6 +1,7 @@
 """Experts on the ranks of a mesh, beside a loop over tokens and experts in float64: what `test_experts` runs."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +135,30 @@ def worst(cases: list[Case], jitted: bool) -> list[tuple[Case, float]]:
         (case, max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in compute(case, "process_group", jitted)))
         for case in cases
     ]
+
+
+def second_derivatives(tokens: int, dtype: torch.dtype, transport: str = "process_group") -> float:
+    """The largest error of second derivatives of matrices and tokens on 4 ranks, some of them without a token."""
+    torch.manual_seed(0)
+    mesh = make_mesh((4,), ("ep",), transport=transport, device="cpu")
+    x, w = torch.randn(tokens, 2, dtype=dtype), torch.randn(3, 2, 2, dtype=dtype)
+    logits = torch.randn(tokens, 3, dtype=dtype)
+
+    def body(x: Tensor, w: Tensor, logits: Tensor) -> Tensor:
+        return experts(
+            x, route(logits, 1), lambda rows, counts: grouped_matmul(rows, w, counts).sin(), axis="ep", capacity=2
+        )[0]
+
+    on_ranks = shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+
+    def second(f: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [v.to(dtype).requires_grad_() for v in (x, w)]
+        first = torch.autograd.grad(f(*leaves, logits.to(dtype)).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.sin().sum() for g in first), leaves)
+
+    found = second(lambda *given: device_get(on_ranks(*given)), dtype)
+    wanted = second(lambda x, w, logits: torch.einsum("ta,tab->tb", x, w[logits.argmax(1)]).sin(), F64)
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
 def told_of_little_room(transport: str, sizes: tuple[int, int], jitted: bool) -> str:

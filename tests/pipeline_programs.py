@@ -152,3 +152,31 @@ def separate(shape: dict[str, int], name: str, microbatches: int, recorded: Any 
         if parts[r].coordinate() is not None:  # this process holds the stage
             far += [device_get(found[s][f"{n}{s}"]) - right[n][s] for n in "wb"]
     return max(float(x.abs().max()) for x in far)
+
+
+def of_any_shape(name: str, dtype: torch.dtype, transport: str = "process_group", jitted: bool = False) -> float:
+    """The largest distance from the dense model in float64, of microbatches of 1 to 5 tokens and a float32 loss."""
+    mesh = make_mesh((2, 2), ("pp", "dp"), transport=transport, device="cpu")
+    schedule = SCHEDULES[name](2, 4)
+    torch.manual_seed(0)
+    w = torch.randn(schedule.stages, 3, 3).to(dtype)
+    x, t = ([torch.randn(n, 3).to(dtype) for n in (3, 1, 5, 3)] for _ in range(2))
+
+    def squares(y: Any, t: Any) -> Any:
+        return (y.float() - t.float()).square().sum() if dtype is torch.bfloat16 else (y - t).square().sum()
+
+    step = pipeline(
+        lambda w, x: x + torch.tanh(x @ w), schedule, loss=squares, count=lambda t: t.shape[0], mesh=mesh, axis="pp"
+    )
+    step = jit(step) if jitted else step
+    given = device_put((x, t), P("dp"), mesh=mesh)
+    value, gradient = step(device_put(w[list(schedule.order)], P("pp"), mesh=mesh), *given)
+    leaf = w.double().requires_grad_()
+    y = torch.cat(x).double()
+    for each in leaf:
+        y = y + torch.tanh(y @ each)
+    right = (y - torch.cat(t).double()).square().sum() / 12
+    (wanted,) = torch.autograd.grad(right, leaf)
+    found = device_get(gradient)[torch.tensor(schedule.order).argsort()]
+    assert value.dtype is (torch.float32 if dtype is torch.bfloat16 else dtype)
+    return max(float((value - right).abs().detach()), float((found - wanted).abs().max()))

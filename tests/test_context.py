@@ -289,6 +289,13 @@ def test_work_is_even_where_a_layout_says_so(name: str, ranks: int) -> None:
         assert lies not in layouts or work.max() <= 1.05 * work.double().mean()
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_a_balanced_layout_of_nothing_is_empty(name: str) -> None:
+    layout = balanced(0, 3, MASKS[name][0])
+    assert layout.table.shape == (3, 0)
+    assert layout.work(MASKS[name][0]) == [0, 0, 0]
+
+
 def test_balancing_looks_at_few_pairs() -> None:
     """All pairs of 65,536 positions are 2 ** 32. It looked at each of them, in 42 seconds."""
 

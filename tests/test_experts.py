@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts_programs import CASES, F64, Case, compute, told_of_little_room, worst
+from experts_programs import CASES, F64, Case, compute, second_derivatives, told_of_little_room, worst
 from full import FULL, sample
 from processes import Processes
 from torch import Tensor
@@ -70,6 +70,14 @@ def test_processes_give_the_same() -> None:
         for jitted in (False, True):
             for found in pool.run(worst, sample(cases, 2, str(jitted)), jitted, seconds=3000 if FULL else 300):
                 assert not [row for row in found if not row[1] < 1e-11]
+
+
+def test_processes_without_tokens_have_second_derivatives() -> None:
+    """Their products have graphs like those of others. Without one they raised while others waited for them."""
+    with Processes(4) as pool:
+        for tokens, dtype in itertools.product((1, 5, 8), (F64, torch.float32)):
+            assert max(pool.run(second_derivatives, tokens, dtype)) < (1e-11 if dtype is F64 else 1e-4)
+            assert second_derivatives(tokens, dtype, "simulation") < (1e-11 if dtype is F64 else 1e-4)
 
 
 def test_all_ranks_hear_of_little_room() -> None:
@@ -143,7 +151,7 @@ def test_rows_past_the_last_group_are_zero_and_have_gradients_of_zero(counts: li
     x, w, cotangent = torch.randn(10, 5), torch.randn(4, 5, 3), torch.randn(10, 3)
     x, w, cotangent = (v.to(dtype) for v in (x, w, cotangent))
     past = sum(counts)
-    x[past:] = torch.nan
+    x[past:] = cotangent[past:] = torch.nan
     mine, right = (x, w), (x[:past].double(), w.double())
     for v in (*mine, *right):
         v.requires_grad_()
@@ -157,6 +165,20 @@ def test_rows_past_the_last_group_are_zero_and_have_gradients_of_zero(counts: li
     near = 1e-12 if dtype is F64 else 1e-5 if dtype is torch.float32 else 5e-2
     for a, b in ((out[:past], expected), (grads[0][:past], wanted[0]), (grads[1], wanted[1])):
         torch.testing.assert_close(a.double(), b, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+def test_groups_do_not_see_each_other(dtype: torch.dtype) -> None:
+    """What is not finite in the rows, the matrix or the gradient of a group stays there."""
+    x, w, counts = torch.ones(6, 4, dtype=dtype), torch.ones(3, 4, 2, dtype=dtype), torch.tensor([2, 2, 2])
+    cotangent = torch.ones(6, 2, dtype=dtype)
+    x[2], w[1], cotangent[3] = torch.nan, torch.inf, torch.nan
+    x.requires_grad_(), w.requires_grad_()
+    out = grouped_matmul(x, w, counts)
+    of_rows, of_matrices = torch.autograd.grad(out, (x, w), cotangent)
+    for rows, found in ((out, 4.0), (of_rows, 2.0)):
+        assert (rows[[0, 1, 4, 5]] == found).all()
+    assert (of_matrices[[0, 2]] == 2).all()
 
 
 @pytest.mark.parametrize("capacity", [None, 1, 3])

@@ -381,6 +381,54 @@ def test_calls_of_many_kinds_in_any_order(seed: int) -> None:
     assert info.misses == info.currsize <= len(some)
 
 
+_LAID: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x,
+    lambda x: x[:1].expand(32, 70),
+    lambda x: x[:, :1].expand(32, 70),
+    lambda x: x[:1, :1].expand(32, 70),
+    lambda x: x.flatten()[:101].unfold(0, 70, 1),
+    lambda x: x.t().contiguous().t(),
+]
+_READING: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x * 2,
+    lambda x: x.sum(),
+    lambda x: x.sum(0),
+    lambda x: x.mean(1),
+    lambda x: x.norm(),
+    lambda x: x @ x.mT,
+]
+
+
+@pytest.mark.parametrize("lay", [lambda x: x, lambda x: device_put(x, P("x"), mesh=MESH)], ids=["plain", "sharded"])
+@pytest.mark.parametrize("seed", range(4))
+def test_arguments_whose_elements_share_memory(seed: int, lay: Any) -> None:
+    """Results are those of the function, to the bit where strides are those of the recording, whatever came before."""
+    chosen = random.Random(seed)
+    for f in _READING:
+        recorded = jit(f)
+        layouts = chosen.sample(_LAID[:-1], 5)
+        for lies in [*layouts, *layouts, _LAID[-1]]:
+            x = lies(lay(torch.randn(32, 70, dtype=chosen.choice([torch.float32, torch.float64]))))
+            found, expected = recorded(x), f(x)
+            if lies is _LAID[-1]:
+                torch.testing.assert_close(found, expected)
+            else:
+                assert torch.equal(found, expected)
+    x = lay(torch.ones(8, 1)).expand(8, 3)
+    for write in (lambda x: x.add_(1), jit(lambda x: x.add_(1))):
+        with pytest.raises((RuntimeError, ArgumentError), match="memory"):
+            write(x)
+
+
+@pytest.mark.parametrize("place", range(len(_LAID)))
+def test_a_lowered_program_takes_any_strides(place: int) -> None:
+    for f in _READING:
+        compiled = jit(f).lower(_LAID[place](torch.randn(32, 70, dtype=torch.float64))).compile()
+        for lies in _LAID:
+            x = lies(torch.randn(32, 70, dtype=torch.float64))
+            torch.testing.assert_close(compiled(x), f(x))
+
+
 def test_records_of_calls_that_differ_in_shape_alone_are_all_found() -> None:
     recorded = jit(lambda x, y: x * len(x) + y)
     for _ in range(3):

@@ -18,6 +18,7 @@ from pipeline_programs import (
     dense,
     errors_and_permutes,
     loss,
+    of_any_shape,
     separate,
     worst,
 )
@@ -133,6 +134,20 @@ def test_rows_of_other_lengths_are_refused() -> None:
     two_at_once = replace(schedule, ticks=((*schedule.ticks[0], Action("F", 0, 1)), *schedule.ticks[1:]))
     with pytest.raises(ArgumentError, match="tick 0 has 3 cells, but there are 2 ranks"):
         two_at_once.validate()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_microbatches_may_have_any_shapes_and_a_loss_a_wider_dtype(name: str, jitted: bool) -> None:
+    assert of_any_shape(name, F64, "simulation", jitted) < 1e-12
+    assert of_any_shape(name, torch.bfloat16, "simulation", jitted) < 0.2
+
+
+def test_processes_with_microbatches_of_any_shapes() -> None:
+    with Processes(4) as pool:
+        for name in ("one_f_one_b", "zbv"):
+            assert max(pool.run(of_any_shape, name, F64)) < 1e-12
+            assert max(pool.run(of_any_shape, name, torch.bfloat16)) < 0.2
 
 
 @pytest.mark.one_of(8)

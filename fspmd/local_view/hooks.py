@@ -1,7 +1,8 @@
-"""Wrappers of eight places where torch hides a call, or drops an argument or the type of a tensor.
+"""Wrappers of nine places where torch hides a call, or drops an argument or the type of a tensor.
 
 * A TorchFunctionMode does not see ``autograd.Function.apply``, so its operands would not be cast.
 * The backward of a custom Function runs outside the body, where no axes are bound for its collectives.
+* Tensors that a custom Function has saved come back as new ones, if a checkpoint or another hook kept them.
 * ``vmap`` unwraps its result to a new tensor without the type.
 * ``torch.func`` differentiates with respect to a value that in a mapped function belongs to one element.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on new tensors.
@@ -24,7 +25,7 @@ from typing import Any
 import optree
 import torch
 import torch.utils.checkpoint
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -51,6 +52,7 @@ from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
 
 _BODY = "_fspmd_body"
+_SAVED = "_fspmd_saved"  # on the backward of a Function: the types of the tensors that it saves
 _ZEROS = (
     "_fspmd_zeros"  # on the backward of a Function: for each argument with a gradient the function that makes zeros
 )
@@ -61,6 +63,7 @@ def install() -> None:
     """Install the wrappers."""
     _wrap_apply()
     _wrap_backward()
+    _wrap_saved()
     _wrap_vmap_exit()
     _wrap_derivatives()
     _wrap_recomputation()
@@ -209,6 +212,26 @@ def _wrap_backward() -> None:
         return run_in(bodies[0], mode_for(*bodies), completed, *args)
 
     BackwardCFunction.apply = apply  # type: ignore[method-assign]
+
+
+def _wrap_saved() -> None:
+    save: Any = FunctionCtx.save_for_backward
+    saved: Any = inspect.getattr_static(BackwardCFunction, "saved_tensors")
+
+    def save_for_backward(self: Any, *tensors: Any) -> None:
+        if state.tracker is not None:
+            setattr(self, _SAVED, [getattr(x, ATTRIBUTE, None) for x in tensors])
+        save(self, *tensors)
+
+    def saved_tensors(self: Any) -> Any:
+        tensors = saved.__get__(self)
+        for x, variance in zip(tensors, getattr(self, _SAVED, ()), strict=False):
+            if variance is not None and getattr(x, ATTRIBUTE, None) is None:
+                set_variance(x, variance)
+        return tensors
+
+    FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]
+    BackwardCFunction.saved_tensors = property(saved_tensors)  # type: ignore[assignment]
 
 
 def _wrap_vmap_exit() -> None:

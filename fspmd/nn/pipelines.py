@@ -54,11 +54,13 @@ def pipeline(
         count: ``count(target)`` returns the number of items of a microbatch. The loss is divided by the number of items
             of all microbatches before backward. Without it that number is the number of microbatches.
 
-    Inputs and targets are lists with one entry for each microbatch, not cut over ``axis``. What stages pass on has one
-    shape, dtype and layout. With ``schedule.forwards()`` nothing is kept for backward, and the gradients are None.
+    Inputs and targets are lists with one entry for each microbatch, not cut over ``axis``. What stages pass on of a
+    microbatch has one shape, dtype and layout. With ``schedule.forwards()`` nothing is kept for backward, and the
+    gradients are None. The loss is float32, or float64 if that is what stages pass on.
 
     Communication: that of the stages; after each tick one permute along ``axis`` over the edges of ``schedule.moves``,
-    which all ranks join; at the end an all-reduce of the loss, and one for each shared leaf.
+    which all ranks join, or one for each shape if microbatches have several; at the end an all-reduce of the loss, and
+    one for each shared leaf.
 
     Raises:
         ArgumentError: the schedule does not fit the mesh or the microbatches.
@@ -97,13 +99,15 @@ def pipeline(
         if schedule.ranks > 1:
             tracing.note_unlike(f"each rank runs the actions of its stages in the schedule {schedule.name}")
         run = _PipelineCall(places, schedule, functions, loss, params, inputs, targets)
-        key = run.treedef, tuple(x.spec for x in run.leaves), inputs[0].spec
-        if key not in boundaries:
-            boundaries[key] = run.find_boundary()
-        run.boundary = boundaries[key]
+        layouts = run.treedef, tuple(x.spec for x in run.leaves)
+        for x in inputs:
+            key = layouts, x.spec
+            if key not in boundaries:
+                boundaries[key] = run.find_boundary(x.spec)
+            run.boundaries.append(boundaries[key])
         run.count = schedule.microbatches if count is None else sum(_number(count(target)) for target in targets)
         ranks = {r: _Rank(run, r) for r in places.mine}
-        blank = functools.cache(lambda r: places.blank(run.boundary, r))
+        blank = functools.cache(places.blank)
         for row, rounds in zip(schedule.ticks, schedule.moves(), strict=True):
             now = {r: action for r in ranks if (action := row[r]) is not None}
             sent = {r: ranks[r].act(action) for r, action in now.items()}
@@ -111,10 +115,10 @@ def pipeline(
                 to = schedule.successor(now[r])
                 if to is not None and schedule.ranks_of_stages[to.stage] == r:
                     ranks[r].inbox[_key(to)] = value
-            for edges in rounds:
+            for edges, boundary in run.by_boundary(rounds):
                 sources = {source for source, _, _ in edges}
-                given = {r: sent[r] if r in sources else blank(r) for r in ranks}
-                received = places.permuted(edges, given, run.boundary)
+                given = {r: sent[r] if r in sources else blank(boundary, r) for r in ranks}
+                received = places.permuted(edges, given, boundary)
                 for _, r, action in edges:
                     after = schedule.successor(action)
                     if r in ranks and after is not None:
@@ -160,15 +164,22 @@ class _PipelineCall:
         self.leaves, self.treedef = optree.tree_flatten(params, is_leaf=is_sharded)
         self.inputs, self.targets, self.trains = inputs, targets, schedule.trains
         self.count: Any = 1
-        self.boundary: Any = None
+        self.boundaries: list[Any] = []  # of each microbatch
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = (self.leaves[0] if self.boundary is None else self.boundary).dtype
-        return dtype
+        """The dtype of the loss. All ranks know it, and the last stage alone computes one."""
+        passed_on = (x.dtype for x in (*self.boundaries, *self.leaves) if x is not None and x.dtype.is_floating_point)
+        return torch.promote_types(next(passed_on, torch.float32), torch.float32)
 
-    def find_boundary(self) -> TensorSpec | None:
-        """What stages pass on, by recording each of them alone on an abstract mesh."""
+    def by_boundary(self, rounds: Any) -> Iterator[tuple[list[tuple[int, int, Action]], TensorSpec]]:
+        """Yield the edges of each permute. What travels in it has one shape."""
+        for edges in rounds:
+            for boundary in dict.fromkeys(self.boundaries[action.microbatch] for *_, action in edges):
+                yield [edge for edge in edges if self.boundaries[edge[2].microbatch] is boundary], boundary
+
+    def find_boundary(self, first: TensorSpec) -> TensorSpec | None:
+        """What stages pass on of an input, by recording each of them alone on an abstract mesh."""
         mesh = self.places.abstract
 
         def seen(x: Any, r: int) -> TensorSpec | None:
@@ -177,7 +188,6 @@ class _PipelineCall:
             cut = self.places.is_stacked(x)
             return TensorSpec(mesh, P(*x.spec.partition.entries[cut:]), x.spec.shape[cut:], x.dtype)
 
-        first = self.inputs[0].spec
         x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
         found = None
         for stage, function in enumerate(self.functions[:-1]):
@@ -240,9 +250,9 @@ class _Rank:
             y = run.functions[stage](run.treedef.unflatten(params), x)
             if stage == run.schedule.stages - 1:
                 y = reshard(run.loss(y, self.targets[m]) / run.count, P())
-                self.value = self.value + y.detach()
+                self.value = self.value + y.detach().to(run.dtype)
             else:
-                y = reshard(y, run.boundary.partition)
+                y = reshard(y, run.boundaries[m].partition)
         if run.trains:
             self.kept[stage, m] = (params, x, y)
         return None if stage == run.schedule.stages - 1 else y.detach()

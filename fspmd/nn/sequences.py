@@ -220,7 +220,7 @@ def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLa
             f"multiple of {ranks * parts}: pad the sequence, or pass fewer parts"
         )
     n = length // (ranks * parts)
-    work = [_pairs(mask, range(start, start + n), range(length)) for start in range(0, length, n)]
+    work = [_pairs(mask, range(p * n, p * n + n), range(length)) for p in range(ranks * parts)]
     queue, rows = [(0, r) for r in range(ranks)], [list[int]() for _ in range(ranks)]
     for part in sorted(range(len(work)), key=lambda part: -work[part]):
         done, r = heapq.heappop(queue)
@@ -232,6 +232,8 @@ def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLa
 
 def _pairs(mask: Mask, queries: range, keys: range) -> int:
     """The number of pairs that a mask allows. Ranges are halved as long as the mask says nothing of all their pairs."""
+    if not (queries and keys):
+        return 0
     seen = mask.over(queries, keys)
     if seen is not None:
         return len(queries) * len(keys) * seen

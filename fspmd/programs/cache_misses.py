@@ -143,7 +143,8 @@ def _nearest(now: Facts, known: Iterable[Facts]) -> tuple[str, ...]:
     """The differences from the nearest record."""
     per_record = [differences(now, before) for before in known]
     return min(reversed(per_record), key=len) or (
-        "an argument became a torch.nn.Parameter, or ceased to be one, or its blocks vary over other axes",
+        "an argument became a torch.nn.Parameter, or ceased to be one, or its blocks vary over other axes, or share "
+        "memory of elements in another way",
     )
 
 

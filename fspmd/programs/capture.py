@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
-from fspmd.programs.fake_tensors import like, without_gaps
+from fspmd.programs.fake_tensors import like, unshared
 from fspmd.programs.program import Program, memory_of
 from fspmd.programs.reachable import reachable_from
 from fspmd.programs.recorder import ProgramRecorder
@@ -43,6 +43,7 @@ class Capture:
     closed: tuple[Tensor, ...]  # tensors closed over
     written: tuple[int, ...]  # places of ``leaves`` that are written into
     modules: tuple[torch.nn.Module, ...]  # modules that ran
+    is_fake: bool  # whether it ran without values
 
 
 def capture(
@@ -102,6 +103,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         tuple(x for node, x in recorder.captured.items() if node not in recorder.made),
         written,
         tuple(recorder.modules.values()),
+        is_fake,
     )
 
 
@@ -149,7 +151,7 @@ def copies_of(tensors: Iterable[Tensor]) -> list[Tensor]:
         return other
 
     with torch.inference_mode(False):
-        return [like(x, without_gaps(copied(x))) for x in tensors]
+        return [like(x, unshared(copied(x))) for x in tensors]
 
 
 def _reduced(out: Any) -> list[Frame | None]:

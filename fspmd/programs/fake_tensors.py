@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fspmd.fake_mode import FakeMode
+from fspmd.forms import overlaps
 from fspmd.local_view.type_rules import tensors_of
 from fspmd.ops.schemas import facts_of
 from fspmd.programs.refusals import is_dense, not_dense
@@ -48,9 +49,12 @@ def fake_mode() -> FakeTensorMode:
     return CachingFakeMode()
 
 
-def stand_ins(tree: Any, mode: FakeTensorMode) -> Any:
-    """A tree with a fake tensor for each tensor, and a `Sharded` of a fake block for each `TensorSpec`."""
-    return optree.tree_map(lambda leaf: _stand_in(leaf, mode), tree, none_is_leaf=True, namespace=NODES)
+def stand_ins(tree: Any, mode: FakeTensorMode, as_they_lie: bool = False) -> Any:
+    """A tree with a fake tensor for each tensor, and a `Sharded` of a fake block for each `TensorSpec`.
+
+    ``as_they_lie``: also tensors whose elements share memory keep their strides.
+    """
+    return optree.tree_map(lambda leaf: _stand_in(leaf, mode, as_they_lie), tree, none_is_leaf=True, namespace=NODES)
 
 
 def active_mode() -> FakeTensorMode:
@@ -67,13 +71,14 @@ def stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake
 
 
-def _stand_in(leaf: Any, mode: FakeTensorMode) -> Any:
+def _stand_in(leaf: Any, mode: FakeTensorMode, as_they_lie: bool) -> Any:
     if isinstance(leaf, TensorSpec):
         return Sharded(_block(leaf, mode), leaf)
     if isinstance(leaf, Tensor):
         if not is_dense(leaf):
             raise not_dense(leaf)
-        return like(leaf, without_gaps(_fake(leaf, mode)))
+        fake = _fake(leaf, mode)
+        return like(leaf, fake if as_they_lie else unshared(fake))
     return leaf
 
 
@@ -84,10 +89,15 @@ def like(x: Tensor, made: Tensor) -> Tensor:
     return made.requires_grad_(x.requires_grad)
 
 
-def without_gaps(x: Tensor) -> Tensor:
+def unshared(x: Tensor) -> Tensor:
     """``x``, or a copy where elements share memory, so that other arguments may have the strides of the result."""
     is_strided = x.layout is torch.strided and not x.is_nested
-    return x.contiguous() if is_strided and any(0 in block.stride() for block in blocks_of(x)) else x
+    return x.contiguous() if is_strided and any(map(is_shared, blocks_of(x))) else x
+
+
+def is_shared(block: Tensor) -> bool:
+    """Whether elements of a block share memory, as those of an expanded one do."""
+    return overlaps(block.shape, block.stride())
 
 
 def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:

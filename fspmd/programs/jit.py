@@ -21,7 +21,15 @@ from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
-from fspmd.programs.keys import flatten_call, guard, kinds_of, not_hashable, surroundings, without_key
+from fspmd.programs.keys import (
+    flatten_call,
+    guard,
+    kinds_of,
+    not_hashable,
+    shared_strides,
+    surroundings,
+    without_key,
+)
 from fspmd.programs.known_arguments import check_orders, tell_values
 from fspmd.programs.lower import Lowered
 from fspmd.programs.options import Names, Numbers, check_static_not_donated, chosen
@@ -94,8 +102,9 @@ def jit(
 
     **Kinds.** The kind of a call consists of the tree of the arguments; the spec of each `Sharded`; the shape, dtype,
     device and ``requires_grad`` of each tensor; the value of every other argument; the grad mode, the mesh of
-    `set_mesh` and the default dtype. Strides are no part of the kind. A tensor whose strides differ from the recorded
-    strides is copied, which takes time. `explain_cache_misses` says why a call is recorded anew.
+    `set_mesh` and the default dtype. Strides are no part of the kind, unless elements of a tensor share memory
+    (``x.expand(...)``). A tensor whose strides differ from the recorded strides is copied, which takes time.
+    `explain_cache_misses` says why a call is recorded anew.
 
     **Purity.** ``f`` must be pure. It is recorded on tensors without values, and then the record runs. Everything that
     ``f`` reads from outside is a constant of the record: globals, attributes, hooks, lists and numbers that it closes
@@ -243,12 +252,16 @@ class _Records(Cache[Any, Record]):
             kinds, values, strides = kinds_of(leaves)
         except RuntimeError as error:
             raise without_key(leaves, error) from None
+        key: tuple[Any, ...] = around, kinds
         try:
-            record = self.get((around, kinds))
+            record = self.get(key)
         except TypeError:
             raise not_hashable(args, kwargs) from None
+        if record is None or (strides != record.strides and not record.by_values):
+            key = around, kinds, *shared_strides(values)
+            record = self.get(key)
         if record is None or changed(record):
-            record = self.made((around, kinds), args, kwargs)
+            record = self.made(key, args, kwargs)
             if record is None:
                 return self.recordable.plain(*args, **kwargs)
         else:
@@ -270,7 +283,7 @@ class _Records(Cache[Any, Record]):
         try:
             record = self.recordable.record(args, kwargs, self.values(), self.get(key))
             check_orders(record, self.recordable.function, args, kwargs)
-            self[key] = record
+            self[key[:2] if record.by_values else key] = record
         finally:
             recording.release()
         return record

@@ -14,6 +14,7 @@ from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import described
 from fspmd.ops.traits import autocasts
+from fspmd.programs.fake_tensors import is_shared
 from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.torch_internals import (
     DeviceContext,
@@ -22,7 +23,7 @@ from fspmd.torch_internals import (
     function_mode_at,
     is_any_autocast_enabled,
 )
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.trees import flatten, flatten_args, flatten_trees
 
 _grad_enabled = torch.is_grad_enabled
@@ -123,6 +124,15 @@ def identity(value: Any) -> Any:
 
 #: types whose equal values cannot be distinguished
 _DISTINCT: Final = frozenset({int, bool, str, type(None)})
+
+
+def shared_strides(values: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The places and strides of tensors whose elements share memory. Other values do not fit into such memory."""
+    return tuple(
+        (i, *(block.stride() for block in blocks_of(x)))
+        for i, x in enumerate(values)
+        if any(map(is_shared, blocks_of(x)))
+    )
 
 
 class Static:

@@ -171,7 +171,7 @@ class Recordable:
         report(self.function, facts, (record.facts for record in others), stale(last) if last is not None else ())
         given = self.donated(args, kwargs)
         try:
-            captured = capture_fake(self.plain, *without_values(args, kwargs))
+            captured = capture_fake(self.plain, *without_values(args, kwargs, as_they_lie=True))
         except _NEEDS_VALUES as error:
             clear_frames(error.__traceback__)  # torch before 2.13 leaves the hooks of a checkpoint there
             captured = capture(self.plain, args, kwargs)
@@ -207,11 +207,13 @@ class Recordable:
         return Lowered(self.function, shown, (given, named), donated.places, compiled)
 
 
-def without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, FakeTensorMode]:
-    """The arguments with fake tensors, and the fake mode."""
+def without_values(
+    args: tuple[Any, ...], kwargs: dict[str, Any], as_they_lie: bool = False
+) -> tuple[Any, Any, FakeTensorMode]:
+    """The arguments with fake tensors, and the fake mode. ``as_they_lie`` is that of `stand_ins`."""
     mode = fake_mode()
     with torch.inference_mode(False):
-        return *stand_ins((args, kwargs), mode), mode
+        return *stand_ins((args, kwargs), mode, as_they_lie), mode
 
 
 @unwound

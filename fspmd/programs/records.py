@@ -113,6 +113,7 @@ class Record:
     plain: bool  # whether nothing is donated
     unmet: list[History]  # the collectives of each group of processes, before the ranks have agreed on them
     draws_seeds: bool  # whether a run draws seeds, which all ranks must have alike, from torch's own generator
+    by_values: bool  # whether the function ran with values, on all processes at once
 
 
 def meet(record: Record, function: Callable[..., Any]) -> None:
@@ -221,7 +222,8 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
     made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
     unmet = histories((program.steps, False), (program.deferred, True))
     draws_seeds = any(map(draws_seed, (*program.steps, *program.deferred)))
-    return Record(run, strides, *made_of, facts, donation, halves, moved, not donation.places, unmet, draws_seeds)
+    is_plain_call, by_values = not donation.places, not captured.is_fake
+    return Record(run, strides, *made_of, facts, donation, halves, moved, is_plain_call, unmet, draws_seeds, by_values)
 
 
 def _returning_arguments(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:

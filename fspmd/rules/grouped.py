@@ -85,8 +85,8 @@ def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """Return ``[s, n]``: the rows ``a[s, k]`` of each group times its matrix of ``b[g, k, n]``; zeros past the last."""
     if has_torch_function((a, b, offs)):
         return handle_torch_function(rows_by_groups, (a, b, offs), a, b, offs)
-    if a.is_meta:
-        return a.new_empty(a.shape[0], b.shape[2])
+    if a.is_meta:  # the shape, and a gradient of what it has one of
+        return a @ b.sum(0)
     past = _past(a.shape[0], offs)[:, None]
     a = torch.where(past, 0, a)  # and its gradient; a mask of rows makes `masked_fill` slow on the CPU
     if 0 in (*a.shape, *b.shape):
@@ -99,11 +99,15 @@ def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def _one_by_one(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """`rows_by_groups`, where torch has no kernel: all rows times each matrix, rows of other groups being 0."""
+    """`rows_by_groups`, where torch has no kernel: all rows times each matrix, rows of other groups being 0.
+
+    Rows of other groups are 0 in the result, too, so that what is not finite in a group stays there, as in a kernel.
+    """
     group = torch.searchsorted(offs, torch.arange(a.shape[0], device=a.device, dtype=offs.dtype), right=True)[:, None]
     out = a.new_zeros(a.shape[0], b.shape[2])
     for g, matrix in enumerate(b.unbind()):
-        out = out + a.where(group == g, 0) @ matrix
+        own = group == g
+        out = torch.where(own, a.where(own, 0) @ matrix, out)
     return out
 
 
@@ -112,7 +116,7 @@ def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     if has_torch_function((a, b, offs)):
         return handle_torch_function(groups_of_columns, (a, b, offs), a, b, offs)
     if a.is_meta:
-        return a.new_empty(offs.shape[0], a.shape[0], b.shape[1])
+        return (a @ b).repeat(offs.shape[0], 1, 1)
     past = _past(a.shape[1], offs)
     a, b = torch.where(past, 0, a), torch.where(past[:, None], 0, b)
     if 0 in (*a.shape, *b.shape, *offs.shape):
