@@ -31,8 +31,6 @@ from fspmd.torch_internals import (
     DynamicOutputShapeException,
     OpOverload,
     OpOverloadPacket,
-    aten_embedding_bag,
-    core_aten_decompositions,
     decomposition_table,
 )
 from fspmd.tracing import outside_transforms
@@ -293,14 +291,15 @@ def _symbols() -> Any:
 @cached
 def _simpler() -> dict[Any, Function]:
     """Return torch's decompositions of functions without a rule."""
-    return {op: f for op, f in core_aten_decompositions().items() if row_of(op) is None and handler_of(op) is None}
+    table = torch.export.default_decompositions()
+    return {op: f for op, f in table.items() if row_of(op) is None and handler_of(op) is None}
 
 
 def _own(func: Function) -> dict[Any, Function]:
     """Return the decompositions of an op: registered ones, or kernels made of other ops that autograd records too."""
     op = getattr(func, "_opoverload", func)
     packet = getattr(op, "overloadpacket", op)
-    if not isinstance(packet, OpOverloadPacket) or packet in _OWN_GRADIENTS:
+    if not isinstance(packet, OpOverloadPacket) or packet is torch.ops.aten.embedding:  # it drops `scale_grad_by_freq`
         return {}
     overloads = [getattr(packet, name) for name in packet.overloads()]
     table = {overload: decomposition_table[overload] for overload in overloads if overload in decomposition_table}
@@ -312,5 +311,3 @@ def _own(func: Function) -> dict[Any, Function]:
 
 
 _EXPLICIT: Final = DispatchKey.CompositeExplicitAutograd
-#: ops with options for the gradient alone (``scale_grad_by_freq``), which decompositions ignore
-_OWN_GRADIENTS: Final = (torch.ops.aten.embedding, aten_embedding_bag)

@@ -20,7 +20,7 @@ from torch import nn
 
 from fspmd.cache import cached
 from fspmd.global_view.refusals import shown
-from fspmd.torch_internals import current_autograd_node, module_call
+from fspmd.torch_internals import current_autograd_node
 from fspmd.user_code import is_library
 
 
@@ -81,7 +81,7 @@ def operands_of(expression: str, what: str, count: int) -> list[str]:
     return [ast.unparse(operand) for operand in operands]
 
 
-_CALL: Final = module_call.__code__
+_CALL: Final = nn.Module.__call__.__code__
 #: model -> module -> its path in the model; None for a module of another model
 _paths: Final[WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, str | None]]] = WeakKeyDictionary()
 

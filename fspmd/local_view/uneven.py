@@ -30,7 +30,7 @@ from fspmd.torch_internals import (
     DisableTorchFunction,
     aten_zero_tensor,
     forward_ad,
-    is_gradtracking,
+    is_batched,
     is_wrapped,
     wrapped_by,
 )
@@ -190,9 +190,11 @@ def _copied_per_rank(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any])
 def differentiated(x: Tensor, forward: bool = False) -> bool:
     """Whether reverse mode, or with ``forward`` also forward mode, follows a value, at any level of transforms."""
     forward = forward and forward_ad._current_level >= 0
-    while not x.requires_grad and not (forward and is_gradtracking(x)):
+    while not x.requires_grad:
         if not is_wrapped(x):
             return False
+        if forward and not is_batched(x):  # a derivative wraps it
+            return True
         x = wrapped_by(x)
     return True
 

@@ -15,13 +15,10 @@ from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
-    FAKE_KEY,
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    default_device,
-    dispatch_mode_of,
     make_subclass,
     refuse_pointers,
     warn_of_pointers,
@@ -51,13 +48,6 @@ def fake_mode() -> FakeTensorMode:
 def stand_ins(tree: Any, mode: FakeTensorMode) -> Any:
     """A tree with a fake tensor for each tensor, and a `Sharded` of a fake block for each `TensorSpec`."""
     return optree.tree_map(lambda leaf: _stand_in(leaf, mode), tree, none_is_leaf=True, namespace=NODES)
-
-
-def active_mode() -> FakeTensorMode:
-    """The fake mode of the recording."""
-    mode: Any = dispatch_mode_of(FAKE_KEY)
-    assert mode is not None
-    return mode  # type: ignore[no-any-return]
 
 
 def stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -229,7 +219,7 @@ def _is_cacheable(func: Any) -> bool:
 
 def _key(args: Any, kwargs: Any) -> Any:
     """The looks of the arguments of a call, and everything else that results depend on."""
-    return *map(_key_part, args), _key_part(kwargs or None), _default_dtype(), default_device()
+    return *map(_key_part, args), _key_part(kwargs or None), _default_dtype()
 
 
 def _key_part(value: Any) -> Any:

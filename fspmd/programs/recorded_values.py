@@ -17,7 +17,7 @@ from fspmd.body import state
 from fspmd.errors import RecordError
 from fspmd.forms import packed
 from fspmd.inspection.causes import Cause, trace
-from fspmd.programs.fake_tensors import active_mode, stand_in
+from fspmd.programs.fake_tensors import stand_in
 from fspmd.programs.program import Value, memory_of, value_of
 from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
 from fspmd.programs.steps import JOINED, shard_of
@@ -51,7 +51,7 @@ class Values(RecordingMode):
     def __init__(self, is_fake: bool) -> None:
         super().__init__()
         self.is_fake = is_fake  # whether tensors have no values
-        self.mode = active_mode() if is_fake else None
+        self.mode = tracing.fake_mode_here() if is_fake else None
         self.graph = fx.Graph()
         self.refused: RecordError | None = None  # the first refusal
         self.given: list[Tensor] = []  # tensors among the arguments

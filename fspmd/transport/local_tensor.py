@@ -21,7 +21,7 @@ from fspmd.ops.schemas import FACTS, OpFacts, learn
 from fspmd.spec import describe
 from fspmd.torch_internals import (
     aten_same_storage_size,
-    current_graph_task,
+    current_autograd_node,
     disabled_torch_function,
     is_wrapped,
     make_wrapper_subclass,
@@ -393,7 +393,7 @@ def _apply_in_parts(
 
 def _looks_for_nan() -> bool:
     """Whether autograd itself asks, as under ``torch.autograd.detect_anomaly``."""
-    return torch.is_anomaly_check_nan_enabled() and current_graph_task() != -1
+    return torch.is_anomaly_check_nan_enabled() and current_autograd_node() is not None
 
 
 def _refuse_numbers(func: Any, asks: str, x: LocalTensor) -> None:
