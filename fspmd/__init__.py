@@ -67,8 +67,8 @@ from fspmd.inspection.lives import install as _install_lives
 from fspmd.inspection.lockstep import lockstep
 from fspmd.inspection.lost_peers import install as _install_lost_peers
 from fspmd.inspection.watch import Communication
+from fspmd.layout_search.apply import Layouts
 from fspmd.layout_search.auto_spec import auto_spec
-from fspmd.layout_search.found_layouts import Layouts
 from fspmd.local_view.hooks import install as _install_hooks
 from fspmd.local_view.rank_map import rank_map
 from fspmd.local_view.shard_map import shard_map

@@ -31,6 +31,7 @@ from fspmd.torch_internals import (
     DynamicOutputShapeException,
     OpOverload,
     OpOverloadPacket,
+    constant_source,
     decomposition_table,
 )
 from fspmd.tracing import outside_transforms
@@ -240,7 +241,7 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
         structure[:] = [spec]
         return results
 
-    symbols = _symbols() if symbolic else None
+    symbols = _Symbols() if symbolic else None
     operands = [leaves[place] for place in places]
     # `auto_spec` has plain tensors with data beside `Sharded` values without: all become meta tensors
     is_meta = any(x.device.type == "meta" for x in operands if isinstance(x, Sharded))
@@ -281,11 +282,28 @@ def _does_something(node: fx.Node) -> bool:
     return node.is_impure() or (schema is not None and not schema.returns)
 
 
-def _symbols() -> Any:
-    """Return new `Symbols`, imported on demand: the import of torch's symbolic shapes takes a second."""
-    from fspmd.global_view.symbolic_floats import Symbols
+class _Symbols:
+    """The symbols for the floats of one trace, which record whether the function reads their values."""
 
-    return Symbols()
+    def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # its import takes a second
+
+        self.env = ShapeEnv()
+        self._numbers: dict[object, int] = {}  # symbol -> number of its operand
+
+    def of(self, x: float, number: int) -> float | torch.SymFloat:
+        """Return a symbol for the operand of this number."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = constant_source(f"operand_{number}")
+        symbol = self.env.create_symbol(x, source, DimDynamic.DYNAMIC, None, None, do_not_specialize_zero_one=True)
+        self._numbers[symbol] = number
+        return self.env.create_symfloatnode(symbol, hint=x, source=source)
+
+    def looked_at(self) -> frozenset[int]:
+        """Return the numbers of the operands whose values the function has read or compared."""
+        known = {*self.env.replacements}.union(*(guard.expr.free_symbols for guard in self.env.guards))
+        return frozenset(number for symbol, number in self._numbers.items() if symbol in known)
 
 
 @cached

@@ -54,7 +54,7 @@ from fspmd.redistribution.moves import Leg
 from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.rules import Factors, Row, Site, Whole, is_registered, row_of, without_write, writes
-from fspmd.rules.elementwise import elementwise
+from fspmd.rules.factors import elementwise
 from fspmd.rules.views import groups, reshaped
 from fspmd.sharded import Sharded, shell_of
 from fspmd.spec import P, TensorSpec, is_float

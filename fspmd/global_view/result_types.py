@@ -19,7 +19,7 @@ from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
 from fspmd.rules import Factors, Rule, Whole, row_of
-from fspmd.rules.elementwise import elementwise
+from fspmd.rules.factors import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec, is_float

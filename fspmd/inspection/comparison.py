@@ -27,7 +27,6 @@ from fspmd.digests import digests, of_bytes
 from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
 from fspmd.inspection.agreements import Gathering
 from fspmd.inspection.calls import arguments, kept_rows, numbers_of
-from fspmd.inspection.circles import circle
 from fspmd.inspection.histories import (
     DIGEST,
     PARTED,
@@ -42,8 +41,7 @@ from fspmd.inspection.histories import (
     ring_of,
     ring_text,
 )
-from fspmd.inspection.lines import user_line, user_place
-from fspmd.inspection.presence import Presence
+from fspmd.inspection.presence import Presence, circle
 from fspmd.inspection.sites import CallSites, Rows, Table, parted, site_text
 from fspmd.inspection.values import is_told, number_of
 from fspmd.inspection.watch import Communication, Noted
@@ -57,6 +55,7 @@ from fspmd.tracing import is_recording
 from fspmd.transport.known_values import ArgumentRow
 from fspmd.transport.pending import wait_for
 from fspmd.transport.reports import store_needed
+from fspmd.user_code import user_line, user_place
 
 _KEPT: Final = 64  # hashes of each group that stay in the store
 _CONTEXTS: Final = 65536  # contexts of each group that are kept

@@ -12,10 +12,9 @@ import optree
 
 from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.foreign import refuse_foreign
-from fspmd.layout_search.apply import PlannedOp, short
+from fspmd.layout_search.apply import Layouts, PlannedOp, short
 from fspmd.layout_search.cost_model import CostModel
 from fspmd.layout_search.elimination import TooWide
-from fspmd.layout_search.found_layouts import Layouts
 from fspmd.layout_search.memory_limit import fitting, peak_of
 from fspmd.layout_search.op_graph import Op, OpGraph, is_value, record
 from fspmd.layout_search.search import DoesNotFit, LayeredSearch, LayoutPlan

@@ -32,7 +32,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placement.reshard import with_reshard_as
 from fspmd.rules import ENGINE, Factors, Row, writes
-from fspmd.rules.elementwise import elementwise
+from fspmd.rules.factors import elementwise
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import DisableTorchFunction, aten_number, transforms_active

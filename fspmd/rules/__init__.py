@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fspmd.rules.bodies import Bodied, BodyLayout, Site, reducing
-from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.global_call import Rule, Whole
+from fspmd.rules.factors import Factors, Rule, Whole, match, parse
 from fspmd.rules.handlers import ENGINE, handler_of
 from fspmd.rules.numbers import FLOATS, NONE, Free
 from fspmd.rules.table import Row, composite_of, is_ragged, may_be_composite, without_write, writes

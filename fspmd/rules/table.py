@@ -58,9 +58,8 @@ from fspmd.rules.contractions import (
     matmul,
     with_added,
 )
-from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
-from fspmd.rules.global_call import Rule, notation
+from fspmd.rules.factors import Rule, elementwise, elementwise_over, notation
 from fspmd.rules.losses import ELEMENTWISE, WEIGHED, smoothed, smoothed_of_linear
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
 from fspmd.rules.reductions import extreme, mean_of_blocks, over

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from fspmd.ops.traits import name_of
 from fspmd.rules.composites import sums_of_groups
-from fspmd.rules.elementwise import elementwise
-from fspmd.rules.global_call import notation
+from fspmd.rules.factors import elementwise, notation
 from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import alike, ctc, gaussian, of_rows, of_samples
