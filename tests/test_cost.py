@@ -15,7 +15,7 @@ from simulated import layouts
 from torch import Tensor
 
 from fspmd import ArgumentError, Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
-from fspmd.global_view.propagate import ask
+from fspmd.global_view.question import ask
 from fspmd.global_view.strategies import strategies
 from fspmd.redistribution.bounds import bound, least_times
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology

@@ -20,7 +20,7 @@ from fspmd.errors import ArgumentError, FspmdError
 from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.interceptors import intercept_dispatch
-from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
 from fspmd.global_view.strategies import Strategy, strategies

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import differentiated
 from fspmd.global_view.strategies import Strategy, strategies

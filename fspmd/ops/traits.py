@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -332,6 +333,14 @@ def name_of(func: Any) -> str:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute if name == "__get__" and attribute in LINEAR else f"{name.strip('_')} {attribute}"
     return str(name)
+
+
+def is_torch(func: Any) -> bool:
+    """Whether a function is of torch: an op of aten, a method, or a function in one of its modules."""
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        name: str = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
+        return name.startswith(("aten::", "prims::"))
+    return not isinstance(func, FunctionType) or (func.__module__ or "").startswith("torch")
 
 
 @cached

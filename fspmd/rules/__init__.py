@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fspmd.rules.bodies import Bodied, BodyLayout, Site, reducing
+from fspmd.rules.composites import composite_of, may_be_composite
 from fspmd.rules.factors import Factors, Rule, Whole, match, parse
 from fspmd.rules.handlers import ENGINE, handler_of
 from fspmd.rules.numbers import FLOATS, NONE, Free
-from fspmd.rules.table import Row, composite_of, is_ragged, may_be_composite, without_write, writes
+from fspmd.rules.table import Row, is_ragged, without_write, writes
 from fspmd.rules.user_rules import IN_C, free_numbers, is_registered, register, row_of
 
 __all__ = [

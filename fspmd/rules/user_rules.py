@@ -8,16 +8,17 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.ops.traits import name_of
-from fspmd.rules.composites import sums_of_groups
+from fspmd.rules.composites import has_composite
 from fspmd.rules.factors import elementwise, notation
 from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import alike, ctc, gaussian, of_rows, of_samples
+from fspmd.rules.normalizations import sums_of_groups
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, free
 from fspmd.rules.reductions import over
 from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
 from fspmd.rules.spectra import gathered_along
-from fspmd.rules.table import Row, has_composite
+from fspmd.rules.table import Row
 from fspmd.rules.table import row_of as row_of_torch
 from fspmd.torch_internals import OpOverloadPacket
 
