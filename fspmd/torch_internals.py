@@ -208,8 +208,6 @@ DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutput
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
 #: makes a tensor warn when its pointer is read
 warn_of_pointers: Any = torch._C._set_warn_deprecated_on_mutable_data_ptr
-#: makes a tensor raise when its pointer is read
-refuse_pointers: Any = torch._C._set_throw_on_mutable_data_ptr
 
 # Memory
 

@@ -339,16 +339,12 @@ def _rows(operands: Sequence[_NamedOperand], strategy: Strategy) -> Iterator[str
             yield f"{operand.name}: {_shown(_route(operand, need, axes), backward=operand.has_gradient)}"
         for cast in _cast_calls(need, axes) if operand.has_gradient else ():
             cost = _priced(cast, need.block_shape, need.dtype)
-            yield f"{operand.name}: {_short(need)} → {_short(target)} [in backward {cost}]"
+            yield f"{operand.name}: {need.text} → {target.text} [in backward {cost}]"
 
 
 def _route(operand: _NamedOperand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
     """The route of an operand to the layout ``need``; a cast over ``axes`` follows it."""
     return moves(operand.spec, need, axes, topology(), operand.has_gradient).route
-
-
-def _short(spec: TensorSpec) -> str:
-    return repr(spec).partition(" on ")[0]
 
 
 def _over(call: Call) -> str:
@@ -384,7 +380,7 @@ def _shown(route: Route, *, backward: bool = False) -> str:
         steps = _backward_steps(route) if backward else []
         parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in steps]
         cost = f"in backward {', '.join(parts)}" if parts else "moves nothing"
-    return f"{_short(route.source)} → {_short(route.target)} [{cost}]"
+    return f"{route.source.text} → {route.target.text} [{cost}]"
 
 
 # --- alternatives ---------------------------------------------------------------------------------------------------
@@ -410,9 +406,9 @@ def _alternatives(question: Question, operands: Sequence[_NamedOperand], others:
     for strategy in others:
         price = _price(operands, strategy)
         time = price.time + strategy.body
-        before = ", ".join(map(_short, strategy.operands))
+        before = ", ".join(spec.text for spec in strategy.operands)
         results = zip(question.results, strategy.results, strict=True)
-        after = ", ".join(_short(spec.with_partition(partition)) for spec, partition in results)
+        after = ", ".join(spec.with_partition(partition).text for spec, partition in results)
         where = " in a sharded body" if strategy.by_body else ""
         alternatives.append((time, f"{before} → {after} [{price.moved:,.0f} B, {micros(time)}{where}]"))
     return [text for _, text in sorted(alternatives, key=lambda alternative: alternative[0])]

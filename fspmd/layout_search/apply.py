@@ -54,18 +54,13 @@ class PlannedOp:
 
     def __str__(self) -> str:
         parts = [
-            f"{short(spec)} -> {short(need)}"
+            f"{spec.text} -> {need.text}"
             for spec, need in zip(self.before, self.needs, strict=True)
             if spec is not need
         ]
         rows = zip(self.needs, self.casts, strict=True)
-        parts += [f"gradient of {short(need)} summed over {', '.join(axes)}" for need, axes in rows if axes]
+        parts += [f"gradient of {need.text} summed over {', '.join(axes)}" for need, axes in rows if axes]
         return f"{self.name}: {'; '.join(parts)}" if parts else ""
-
-
-def short(spec: TensorSpec) -> str:
-    """A spec without its mesh."""
-    return repr(spec).partition(" on ")[0]
 
 
 def applied(
@@ -211,7 +206,7 @@ class Layouts:
         time = f"{self.time:,.1f} µs, of which {self.communication:,.1f} are collectives"
         held = f"{self.memory:,} B on each rank" if self.peak is None else f"at most {self.peak:,} B on a rank"
         lines = [f"{time}{gap}; {held}"]
-        lines += [f"  {name:{width}}  {short(spec):<32} {spec.partition}" for name, spec in self.leaves]
+        lines += [f"  {name:{width}}  {spec.text:<32} {spec.partition}" for name, spec in self.leaves]
         moved = [f"  {step}" for step in self.steps if str(step)]
         return "\n".join([*lines, *(["moves:", *moved] if moved else ["no moves"])])
 

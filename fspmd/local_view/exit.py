@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.cache import Cache
+from fspmd.collectives.checks import where
 from fspmd.collectives.steps import Handle
 from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
@@ -373,13 +374,13 @@ def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, n
     checked = []
     for at, layout in zip(coordinates, layouts, strict=True):
         if layout is None:
-            raise ArgumentError(f"{name}: {where_is(mesh, at)} has no tensor; every rank must pass its block")
+            raise ArgumentError(f"{name}: {where(mesh, at)} has no tensor; every rank must pass its block")
         checked.append(layout)
     dtype, first = checked[0]
     for at, (kind, shape) in zip(coordinates, checked, strict=True):
         if kind != dtype or len(shape) != len(first):
             raise ShapeError(
-                f"{name}: {where_is(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
+                f"{name}: {where(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
                 f"{short_dtype(dtype)} of shape {first}; all ranks must hold one dtype and one number of dims"
             )
     if wrong := complain(partition, mesh, len(first)):
@@ -399,16 +400,10 @@ def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, n
     for at, (_, shape) in zip(coordinates, checked, strict=True):
         if shape != spec.local_shape(at):
             raise ShapeError(
-                f"{name}: {where_is(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
+                f"{name}: {where(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
                 f"gives it {spec.local_shape(at)}; pad the blocks to one shape, or put them together first: all_gather"
             )
     return spec
-
-
-def where_is(mesh: Any, at: tuple[int, ...]) -> str:
-    """Return the text of a rank and its coordinate: ``rank 3 at x=1, y=1``."""
-    place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
-    return f"rank {mesh.rank_at(at)} at {place}"
 
 
 def _in_outer_body(x: Tensor, spec: TensorSpec | P, body: Body) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fspmd.body import Body, state
 from fspmd.errors import VarianceError
+from fspmd.local_view.backward_calls import call_backward
 from fspmd.local_view.empty_blocks import ConnectingMode, call_with_empty_blocks
 from fspmd.local_view.indexing import IndexMode, index_by_tensor
 from fspmd.local_view.modes import BodyMode, run_in
@@ -39,7 +40,6 @@ from fspmd.local_view.uneven import (
     hold_each,
     numbers_frame,
     numbers_to_tensors,
-    per_rank_like,
 )
 from fspmd.ops.traits import OPS, Traits, learn
 from fspmd.pairs import Call, apply, call
@@ -116,7 +116,7 @@ class Tracker(BodyMode):
         if kwargs:
             tensors.extend(tensors_of(kwargs.values()))
         if op.backward:
-            return self._backward(op.backward, func, args, kwargs)
+            return call_backward(self, op.backward, func, args, kwargs)
         if op.hook:
             return func(args[0], _typed_hook(args[0], args[1], self.body), *args[2:], **kwargs)
         if op.elementwise and (parts := parts_by_type(args)):
@@ -312,50 +312,6 @@ class Tracker(BodyMode):
         index = int(body.transport.index(body.mesh, axes))
         with one_stream(seed, index):
             return func(*args, **kwargs)
-
-    def _backward(
-        self, signature: tuple[str, int, str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Handles a call that runs backward: casts cotangents to the dual types of outputs, and types the gradients.
-
-        The inputs of such a call are places in the graph, not operands.
-        """
-        name, place, cotangents = signature
-        outputs = args[0] if args else kwargs[name]
-        if len(args) > place:
-            args = (*args[:place], self._cotangents(outputs, args[place]), *args[place + 1 :])
-        elif cotangents in kwargs:
-            kwargs = {**kwargs, cotangents: self._cotangents(outputs, kwargs[cotangents])}
-        results = func(*args, **kwargs)
-        if results is not None:
-            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-            for x, gradient in zip(tensors_of((inputs,)), results, strict=True):
-                if gradient is not None:
-                    set_variance(gradient, get_variance(x).dual)
-        return results
-
-    def _cotangents(self, outputs: Any, cotangents: Any) -> Any:
-        if isinstance(cotangents, Tensor):
-            output = outputs if isinstance(outputs, Tensor) else outputs[0]
-            return self._cotangent(output, cotangents)
-        if not isinstance(cotangents, (list, tuple)) or isinstance(outputs, Tensor) or len(cotangents) != len(outputs):
-            return cotangents
-        return [self._cotangent(*row) for row in zip(outputs, cotangents, strict=True)]
-
-    def _cotangent(self, output: Any, cotangent: Any) -> Any:
-        if not isinstance(output, Tensor) or not isinstance(cotangent, Tensor):
-            return cotangent
-        if extra := get_variance(cotangent).varying - get_variance(output).varying:
-            raise VarianceError(
-                f"a cotangent {show_value(cotangent)} was given for an output {show_value(output)}: it varies "
-                f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
-            )
-        to = get_variance(output).dual
-        if not to.unreduced:
-            given, cotangent = cotangent, self.cast(cotangent, to)
-            if cotangent is given:  # autograd may return it as a gradient, which has another type
-                cotangent = set_variance(given.view_as(given), get_variance(given))
-        return per_rank_like(cotangent, output) if UNEVEN and self.simulated else cotangent
 
 
 def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:

@@ -47,7 +47,6 @@ from fspmd.transport.local_tensor import (
     is_uneven,
     local_tensor,
 )
-from fspmd.transport.randomness import per_rank_generators
 from fspmd.variance import storage_of, unwrapped
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,14 +71,8 @@ def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """Calls a function without tensors, such as ``torch.zeros(x.shape)``, once per rank."""
     if func.__name__.lstrip("_").startswith("sym_"):  # arithmetic on sizes, which `LocalInt` has
         return func(*args, **kwargs)
-    with outside_transforms(), per_rank_generators(held) as switch:
-        ranks = iter(range(held.volume))
-
-        def call_on_rank(*row: Any, **named: Any) -> Any:
-            switch(next(ranks))
-            return func(*row, **named)
-
-        return call_per_rank(call_on_rank, args, kwargs, held)
+    with outside_transforms():
+        return call_per_rank(func, args, kwargs, held, draws=True)
 
 
 def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> tuple[Any, Any]:

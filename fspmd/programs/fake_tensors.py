@@ -20,7 +20,6 @@ from fspmd.torch_internals import (
     FakeTensorMode,
     OpOverload,
     make_subclass,
-    refuse_pointers,
     warn_of_pointers,
 )
 from fspmd.tracing import DispatchMode
@@ -194,13 +193,12 @@ class CachingFakeMode(DispatchMode, FakeMode):
 
     def _fake(self, block: Tensor, device: torch.device) -> Tensor:
         """``FakeTensor(self, block, device)``, made faster: its attributes depend on the device alone."""
+        if not self._allow_unsafe_data_ptr_access:
+            return FakeTensor(self, block, device)
         if (state := self._states.get(device)) is None:
             state = self._states[device] = dict(FakeTensor(self, block, device).__dict__)
         fake: Tensor = make_subclass(FakeTensor, block, False, dispatch_device=True, device_for_backend_keys=device)
-        if self._allow_unsafe_data_ptr_access:
-            warn_of_pointers(fake)
-        else:
-            refuse_pointers(fake)
+        warn_of_pointers(fake)
         fake.__dict__.update(state)
         return fake
 
