@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.errors import VarianceError
-from fspmd.local_view.type_rules import show_value, tensors_of
+from fspmd.local_view.type_rules import show_value
 from fspmd.local_view.uneven import per_rank_like
+from fspmd.ops.traits import tensors_in
 from fspmd.transport.frame import UNEVEN
 from fspmd.variance import get_variance, set_variance
 
@@ -29,7 +30,7 @@ def call_backward(
     results = func(*args, **kwargs)
     if results is not None:
         inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-        for x, gradient in zip(tensors_of((inputs,)), results, strict=True):
+        for x, gradient in zip(tensors_in((inputs,)), results, strict=True):
             if gradient is not None:
                 set_variance(gradient, get_variance(x).dual)
     return results

@@ -32,7 +32,8 @@ from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import is_active, run_in
 from fspmd.local_view.tracking import Tracker, mode_for, own
-from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
+from fspmd.local_view.type_rules import first_seen, show_value
+from fspmd.ops.traits import tensors_in
 from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import (
@@ -332,7 +333,7 @@ def _wrap_script() -> None:
 
 def _check_frozen(method: Any, operands: Any) -> None:
     module: Any = wrap_script_module(method.owner)
-    varying = next((x for x in tensors_of(operands) if get_variance(x) is not INVARIANT), None)
+    varying = next((x for x in tensors_in(operands) if get_variance(x) is not INVARIANT), None)
     if varying is not None and any(p.requires_grad for p in module.parameters()):
         raise VarianceError(
             f"a TorchScript module was called with {show_value(varying)}: its parameters would get the gradient of one "

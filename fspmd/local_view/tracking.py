@@ -31,7 +31,6 @@ from fspmd.local_view.type_rules import (
     refuse_branch,
     refuse_shared_draw,
     show_value,
-    tensors_of,
 )
 from fspmd.local_view.uneven import (
     call_uneven,
@@ -41,7 +40,7 @@ from fspmd.local_view.uneven import (
     numbers_frame,
     numbers_to_tensors,
 )
-from fspmd.ops.traits import OPS, Traits, learn
+from fspmd.ops.traits import OPS, Traits, learn, tensors_in
 from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import is_dead_wrapper, transforms_active
@@ -112,9 +111,9 @@ class Tracker(BodyMode):
         self, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
     ) -> Any:
         """Handles any call. ``numbers`` is the frame of sizes among the arguments that differ from rank to rank."""
-        tensors = list(tensors_of(args[1:] if op.constant else args))
+        tensors = list(tensors_in(args[1:] if op.constant else args))
         if kwargs:
-            tensors.extend(tensors_of(kwargs.values()))
+            tensors.extend(tensors_in(kwargs.values()))
         if op.backward:
             return call_backward(self, op.backward, func, args, kwargs)
         if op.hook:
@@ -134,7 +133,7 @@ class Tracker(BodyMode):
         if result is INVARIANT:
             out = self._invariant(func, args, kwargs)
             if draws and known_values.hear is not None:
-                for x in tensors_of((out,)):
+                for x in tensors_in((out,)):
                     known_values.hear(self.body.mesh, f"what {op.shown} draws", x)
             return out
         if op.ragged is not None and op.ragged(*args, **kwargs):
@@ -196,7 +195,7 @@ class Tracker(BodyMode):
         numbers = numbers_frame((*args, *kwargs.values()))
         if numbers is None:
             return self._general(op, func, args, kwargs)
-        operands = [*tensors_of(args), *tensors_of(kwargs.values())]
+        operands = [*tensors_in(args), *tensors_in(kwargs.values())]
         if not operands:
             out = call_with_numbers(func, args, kwargs, numbers)
             annotate(out, Variance(varying=numbers.axes))
@@ -233,7 +232,7 @@ class Tracker(BodyMode):
             return out if all(map(operator.is_, parts, out)) else type(out)(parts)
         if not isinstance(out, Tensor) or out.layout is not torch.strided:  # others have no storage to share
             return out
-        for x in tensors_of(operands):
+        for x in tensors_in(operands):
             source = get_variance(x)
             if source is not to and x.layout is torch.strided and storage_of(x) == storage_of(out):
                 out = x.view_as(x) if out is x else out
@@ -261,7 +260,7 @@ class Tracker(BodyMode):
                 self.cast(value, to)
                 if isinstance(value, Tensor)
                 else value
-                if not isinstance(value, (tuple, list)) or next(tensors_of(value), None) is None
+                if not isinstance(value, (tuple, list)) or next(tensors_in(value), None) is None
                 else list(self.cast_all(value, to))
                 if isinstance(value, list)
                 else self.cast_all(value, to)
@@ -393,7 +392,7 @@ def annotate(out: Any, variance: Variance) -> None:
 
 def mark_invariant(out: Any) -> None:
     """Marks a result as invariant, and as given by a call."""
-    for x in tensors_of((out,)):
+    for x in tensors_in((out,)):
         setattr(x, ATTRIBUTE, INVARIANT)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -14,23 +13,12 @@ from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
 from fspmd.ops.linearity import ADDED, BETWEEN, plain_name, stay_sums
 from fspmd.ops.signatures import in_order
-from fspmd.ops.traits import Traits, written_operands
+from fspmd.ops.traits import Traits, tensors_in, written_operands
 from fspmd.remembered import wrote
 from fspmd.spec import describe
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.frame import Frame
 from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, inherited, join, show, storage_of
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """Every tensor among the values, in lists, tuples and slices too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in (list, tuple) or (isinstance(value, tuple)):
-            yield from tensors_of(value)
-        elif type(value) is slice:
-            yield from tensors_of((value.start, value.stop, value.step))
 
 
 def first_seen(x: Tensor) -> Variance:
@@ -46,7 +34,7 @@ def parts_by_type(args: tuple[Any, ...]) -> list[list[int]] | None:
     parts: dict[Variance, list[int]] = {}
     for i in range(len(lists[0]) if lists else 0):
         result = INVARIANT
-        for x in tensors_of([each[i] for each in lists if i < len(each)]):
+        for x in tensors_in([each[i] for each in lists if i < len(each)]):
             result = join(result, get_variance(x))
         parts.setdefault(result, []).append(i)
     return list(parts.values()) if len(parts) > 1 else None
@@ -67,7 +55,7 @@ def pending_sum(
     """
     if kwargs:
         args, kwargs = in_order(func, args, kwargs)
-        tensors = list(tensors_of((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         variances = [get_variance(x) for x in tensors]
     unreduced = [v for v in variances if v.unreduced]
     axes = frozenset[str]().union(*(v.unreduced for v in unreduced))
@@ -99,7 +87,7 @@ def pending_sum(
 
 def check_stays_sum(op: Traits, tensors: list[Tensor], out: Any) -> None:
     """A pending sum of floating-point numbers does not become one of integers, nor any one of truths."""
-    result = next(tensors_of((out,)), None)
+    result = next(tensors_in((out,)), None)
     if result is None:
         return
     for x in tensors:

@@ -156,12 +156,14 @@ def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, and in lists and tuples among them."""
+    """Yield the tensors among values, and in lists, tuples and slices among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
+        elif type(value) is slice:
+            yield from tensors_in((value.start, value.stop, value.step))
 
 
 def _tensor_as_size(*args: Any, **kwargs: Any) -> bool:

@@ -13,7 +13,7 @@ from fspmd.collectives.checks import where
 from fspmd.digests import digests
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.foreign import refuse_foreign
-from fspmd.local_view.exit import spec_of_layouts
+from fspmd.local_view.measured_layouts import spec_of_layouts
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fspmd.fake_mode import FakeMode
-from fspmd.local_view.type_rules import tensors_of
 from fspmd.ops.schemas import facts_of
+from fspmd.ops.traits import tensors_in
 from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
@@ -146,7 +146,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
             return self._made(entries[key], args)
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         try:
-            entry = self._entry(out, args, list(tensors_of((*args, *(kwargs or {}).values()))))
+            entry = self._entry(out, args, list(tensors_in((*args, *(kwargs or {}).values()))))
             if _key(args, kwargs) != key:  # the call has changed its arguments
                 return out
         except _NotCacheable:
@@ -162,7 +162,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
         Raises `_NotCacheable` for a result in the memory of one of ``others``, except of the first argument.
         """
         if type(out) in (tuple, list):
-            return type(out)(self._entry(x, args, [*others, *tensors_of(out[:i])]) for i, x in enumerate(out))
+            return type(out)(self._entry(x, args, [*others, *tensors_in(out[:i])]) for i, x in enumerate(out))
         if out is None:
             return None
         if type(out) is not FakeTensor or out.requires_grad:
