@@ -12,7 +12,7 @@ import torch
 
 from fspmd.cache import cached
 from fspmd.errors import join_failures
-from fspmd.inspection.positions import collective_text
+from fspmd.inspection.causes import collective_text
 from fspmd.inspection.watch import Communication, communicates
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call

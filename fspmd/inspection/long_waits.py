@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any, Final
 
 from fspmd.errors import LockstepError, PeerError, join_failures
+from fspmd.inspection.causes import Rendezvous, position
 from fspmd.inspection.lives import ended
-from fspmd.inspection.positions import Rendezvous, position
 from fspmd.inspection.replays import compare_long, last_replays
 from fspmd.inspection.watch import compares
 from fspmd.meshes import process_groups, world

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from fspmd.errors import DeadlineError, FspmdError, LockstepError, PeerError, join_failures
 from fspmd.global_view.interceptors import hear_calls_with
+from fspmd.inspection.causes import position
 from fspmd.inspection.comparison import LATE, Comparison
 from fspmd.inspection.long_waits import Lookout, wait_beside
 from fspmd.inspection.lost_peers import told_by, what_failed
-from fspmd.inspection.positions import position
 from fspmd.inspection.presence import FAREWELL, PERIOD
 from fspmd.inspection.watch import note_with
 from fspmd.meshes import process_groups, world

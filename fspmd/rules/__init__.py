@@ -7,8 +7,7 @@ from fspmd.rules.composites import composite_of, may_be_composite
 from fspmd.rules.factors import Factors, Rule, Whole, match, parse
 from fspmd.rules.handlers import ENGINE, handler_of
 from fspmd.rules.numbers import FLOATS, NONE, Free
-from fspmd.rules.table import Row, is_ragged, without_write, writes
-from fspmd.rules.user_rules import IN_C, free_numbers, is_registered, register, row_of
+from fspmd.rules.table import IN_C, Row, free_numbers, is_ragged, is_registered, register, row_of, without_write, writes
 
 __all__ = [
     "ENGINE",

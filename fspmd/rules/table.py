@@ -1,4 +1,4 @@
-"""The table of torch functions: one row for each, by name."""
+"""The table of torch functions: one row for each, by name. Rows of users precede it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from fspmd.rules import (
 )
 from fspmd.rules.batches import batched, gathered, solved
 from fspmd.rules.bodies import Bodied
+from fspmd.rules.composites import has_composite
 from fspmd.rules.contractions import (
     convolution,
     convolution_of_blocks,
@@ -43,14 +44,18 @@ from fspmd.rules.contractions import (
 )
 from fspmd.rules.extremes import EXTREMES
 from fspmd.rules.factors import Rule, elementwise, elementwise_over, notation
-from fspmd.rules.losses import ELEMENTWISE
-from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
+from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
+from fspmd.rules.handlers import handler_of
+from fspmd.rules.losses import ELEMENTWISE, alike, ctc, gaussian, of_rows, of_samples
+from fspmd.rules.normalizations import sums_of_groups
+from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, Kinds, free
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
 from fspmd.rules.resizes import RESIZES
 from fspmd.rules.scans import SCANS
-from fspmd.rules.spectra import SPECTRA
+from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
+from fspmd.rules.spectra import SPECTRA, gathered_along
 from fspmd.rules.views import joined, parts, permuted
-from fspmd.torch_internals import OpOverload
+from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
 Linear = str | Callable[..., str]  # a function takes the arguments in order, tensors among them
 
@@ -305,7 +310,7 @@ _BY_FUNCTION: Final[dict[Any, Row]] = {
 
 
 @cached
-def row_of(func: Any) -> Row | None:
+def _row_of_torch(func: Any) -> Row | None:
     """Return the row of a torch function, method or property; None if there is none, or if it is not of torch."""
     if not is_torch(func):
         return None
@@ -369,3 +374,56 @@ def without_write(func: Any) -> Callable[..., Any]:
 #: writes that run as new values: torch's write, or its backward, needs the sizes of uneven simulated blocks as ints
 _REWRITTEN: Final = frozenset(_names("eq_ ne_ lt_ le_ gt_ ge_ sgn_ copysign_ nextafter_"))
 _WRITES: Final = _rows({"zero_": Row(elementwise), "fill_": Row(elementwise, free=NUMBERS), "copy_": Row(elementwise)})
+
+
+# --- rows by function, of users and of fspmd, which precede the table -----------------------------------------------
+
+#: Python functions that pass their operand, ``dim`` and ``dtype`` on to a function in C, unless ``dim`` is None; torch
+#: dispatches them with both as keyword arguments
+IN_C: Final[dict[Any, Any]] = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
+_ROWS: Final[dict[Any, Row]] = {
+    alike: Row(of_rows),
+    gaussian: Row(elementwise),
+    ctc: Row(of_samples, empty=False),
+    rows_by_groups: Row(pointing("[s] k, [g] k n, 1 -> [s] n", "g"), "product", body=own_groups),
+    groups_of_columns: Row(pointing("m [s], [s] n, 1 -> 1 m n", "s"), "product", body=own_columns),
+    of_labels: Row(labelled, body=labelled_on_blocks),
+    ratio: Row(notation("[a] -> ")),
+    sums_of_groups: Row(notation("n c, c -> n 1"), "first", free=NONE),
+    gathered_along: Row(over(1, "dims", kept=True), "first"),
+}
+
+
+def register(func: Any, row: Row) -> None:
+    """Make a row the rule of a function, and of the ops that its calls are dispatched as."""
+    for key in (func, *_overloads(func)):
+        _ROWS[key] = row
+        IN_C.pop(key, None)
+
+
+def _overloads(func: Any) -> list[Any]:
+    """Return the ops behind an object of ``torch.library.custom_op`` or ``torch.ops``."""
+    op = getattr(func, "_opoverload", func)
+    packet = getattr(op, "overloadpacket", op)
+    if not isinstance(packet, OpOverloadPacket):
+        return []
+    return [packet, *(getattr(packet, name) for name in packet.overloads())]
+
+
+def is_registered(func: Any) -> bool:
+    """Whether a function has a row here, which precedes everything else that is known of it."""
+    return func in _ROWS
+
+
+def row_of(func: Any) -> Row | None:
+    """Return the row of a function, or None."""
+    return _ROWS.get(func) or _row_of_torch(func)
+
+
+def free_numbers(func: Any) -> Free:
+    """Return the Python numbers among the arguments of a function that bear on no layout."""
+    if func in _ROWS:
+        return Free(_ROWS[func].free)
+    row = _row_of_torch(func)
+    kinds = FLOATS if row is None else row.free
+    return free(name_of(func), NUMBERS if handler_of(func) is not None or has_composite(func) else kinds)
