@@ -206,8 +206,6 @@ FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 #: the error when a shape depends on values
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
-#: makes a tensor warn when its pointer is read
-warn_of_pointers: Any = torch._C._set_warn_deprecated_on_mutable_data_ptr
 
 # Memory
 

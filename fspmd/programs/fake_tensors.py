@@ -20,7 +20,6 @@ from fspmd.torch_internals import (
     FakeTensorMode,
     OpOverload,
     make_subclass,
-    warn_of_pointers,
 )
 from fspmd.tracing import DispatchMode
 from fspmd.transport.frame import frame
@@ -198,7 +197,6 @@ class CachingFakeMode(DispatchMode, FakeMode):
         if (state := self._states.get(device)) is None:
             state = self._states[device] = dict(FakeTensor(self, block, device).__dict__)
         fake: Tensor = make_subclass(FakeTensor, block, False, dispatch_device=True, device_for_backend_keys=device)
-        warn_of_pointers(fake)
         fake.__dict__.update(state)
         return fake
 
