@@ -141,8 +141,9 @@ def ask(
         return None
     after = [shape for shape, _ in outcome.results]
     results = [_undecided_spec(shape, dtype, specs[0]) for shape, dtype in outcome.results]
+    whole = Whole(shapes, plain, kwargs, after)
     try:
-        factors = row.rule(Whole(shapes, plain, kwargs, after)) if known_factors is None else known_factors
+        factors = row.rule(whole) if known_factors is None else known_factors
     except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
         refuse_global(func, specs, error)
     if fixed := writes(func):
@@ -155,21 +156,12 @@ def ask(
     cuts = factors.whole or factors.summed
     as_is = outcome.same and not fixed and row.as_is and all(map(strides_known, values))
     if as_is or (outcome.same and not fixed and cuts):
-        row = replace(
-            row,
-            rule=elementwise,
-            linear="first",
-            local=functools.partial(untouched, outcome.kind, len(results)),
-            body=None,
-            blocks=None,
-        )
-        factors = elementwise(Whole(shapes, plain, kwargs, after))
+        local = functools.partial(untouched, outcome.kind, len(results))
+        row = replace(row, rule=elementwise, linear="first", local=local, body=None, blocks=None)
+        factors = elementwise(whole)
     free = factors.scaled if row.body is None else factors.scaled | factors.whole
     if known_factors is None and not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
-    linear = _linearity(row, func, args, kwargs, specs, results[0])
-    products = viewed_call(row, factors, specs, results)
-    bare = frozenset([i for i, x in enumerate(values) if type(x) is not Sharded])
     viewed = None if fixed else outcome.bases[0]
     copies = outcome.bases[0] is None and not fixed and outcome.kind is None
     return Question(
@@ -178,12 +170,12 @@ def ask(
         results=results,
         kind=outcome.kind,
         factors=factors,
-        linear=linear,
+        linear=_linearity(row, func, args, kwargs, specs, results[0]),
         fixed=fixed,
         viewed=viewed,
         names=tuple(kwargs),
-        products=products,
-        plain=bare,
+        products=viewed_call(row, factors, specs, results),
+        plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
         memory=outcome.memory,
         may_alias=copies and results[0].dtype is specs[0].dtype and may_view(func),
         loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),

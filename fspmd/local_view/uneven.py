@@ -271,13 +271,9 @@ def hold_each(values: Iterable[Any], copies: Call) -> Iterator[Any]:
 
 def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
     """Returns the common frame of the uneven blocks among the values, or None."""
-    for value in values:
-        if isinstance(value, Tensor):
-            inner = unwrapped(value)
-            if is_uneven(inner) and (own := held_frame(inner)) is not None:
-                held = own if held is None else union(held, own)
-        elif type(value) is list or type(value) is tuple:
-            held = uneven_frame(value, held)
+    for x in map(unwrapped, tensors_in(values)):
+        if is_uneven(x) and (own := held_frame(x)) is not None:
+            held = own if held is None else union(held, own)
     return held
 
 
