@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.errors import VarianceError
-from fspmd.local_view.type_rules import show_value
 from fspmd.local_view.uneven import per_rank_like
 from fspmd.ops.traits import tensors_in
 from fspmd.transport.frame import UNEVEN
-from fspmd.variance import get_variance, set_variance
+from fspmd.variance import get_variance, set_variance, show
 
 
 def call_backward(
@@ -50,7 +49,7 @@ def _cotangent(tracker: Any, output: Any, cotangent: Any) -> Any:
         return cotangent
     if extra := get_variance(cotangent).varying - get_variance(output).varying:
         raise VarianceError(
-            f"a cotangent {show_value(cotangent)} was given for an output {show_value(output)}: it varies "
+            f"a cotangent {show(cotangent)} was given for an output {show(output)}: it varies "
             f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
         )
     to = get_variance(output).dual

@@ -30,7 +30,6 @@ from fspmd.local_view.type_rules import (
     pending_sum,
     refuse_branch,
     refuse_shared_draw,
-    show_value,
 )
 from fspmd.local_view.uneven import (
     call_uneven,
@@ -57,6 +56,7 @@ from fspmd.variance import (
     get_variance,
     join,
     set_variance,
+    show,
     storage_of,
 )
 
@@ -212,7 +212,7 @@ class Tracker(BodyMode):
             out = function(*args)
             if extra := get_variance(out).varying - to.varying:
                 raise VarianceError(
-                    f"{name} returned {show_value(out)}, which varies over {', '.join(map(repr, sorted(extra)))}, "
+                    f"{name} returned {show(out)}, which varies over {', '.join(map(repr, sorted(extra)))}, "
                     f"but the operands do not; cast one first: pcast(x, {min(extra)!r}, to='varying')"
                 )
             return self.cast(out, to)
@@ -322,7 +322,7 @@ def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
         out = run_in(body, Tracker(typed_by), hook, gradient)
         if isinstance(out, Tensor) and (extra := get_variance(out).varying - dual.varying):
             raise VarianceError(
-                f"a hook on {show_value(x)} returned {show_value(out)}, which varies over "
+                f"a hook on {show(x)} returned {show(out)}, which varies over "
                 f"{', '.join(map(repr, sorted(extra)))}; a gradient varies where its value does: psum it first"
             )
         return out

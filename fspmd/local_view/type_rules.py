@@ -73,7 +73,7 @@ def pending_sum(
     allowed = allowed and (first or not op.writes)  # else what is written into would become a pending sum
     allowed = allowed and op.linear_when(*args, **kwargs)
     if not (allowed or trusted):
-        shown = ", ".join(show_value(x) for x in tensors)
+        shown = ", ".join(show(x) for x in tensors)
         raise VarianceError(
             f"{op.name}({shown}): a value unreduced over {quoted(sorted(axes))} is a sum still pending, which only "
             f"linear ops keep so; add it up first: psum(x, {as_axis_name(sorted(axes))}), or psum_scatter"
@@ -93,7 +93,7 @@ def check_stays_sum(op: Traits, tensors: list[Tensor], out: Any) -> None:
     for x in tensors:
         if get_variance(x).unreduced and not stay_sums(x.dtype, result.dtype):
             raise VarianceError(
-                f"{op.name} of {show_value(x)} gives {result.dtype}: rounding a pending sum on each rank is not "
+                f"{op.name} of {show(x)} gives {result.dtype}: rounding a pending sum on each rank is not "
                 "rounding the sum; reduce it first: psum or psum_scatter over the axis"
             )
 
@@ -112,7 +112,7 @@ def check_known_to_vary(op: Traits, operands: list[Tensor], numbers: Frame) -> N
         if missing and torch.is_grad_enabled() and differentiated(x):
             axes = missing[0] if len(missing) == 1 else tuple(missing)
             raise VarianceError(
-                f"{op.name} of {show_value(x)} and a size that differs from rank to rank over {axes!r}: ranks that run "
+                f"{op.name} of {show(x)} and a size that differs from rank to rank over {axes!r}: ranks that run "
                 "as processes see a plain int there and could not tell that the result varies, so the gradient would "
                 f"not be summed; cast the value first: pcast(x, {axes!r}, to='varying')"
             )
@@ -128,7 +128,7 @@ def check_writes(
     for target in written_operands(func, op, args, kwargs):
         have = get_variance(target)
         if missing := result.varying - have.varying:
-            raise VarianceError(written_in_place(op.shown, show_value(target), missing, op.instead))
+            raise VarianceError(written_in_place(op.shown, show(target), missing, op.instead))
         known = borrowed.get(storage_of(target)) if borrowed else None
         if getattr(target, BORROWED, False) or (known is not None and have is not known[1]):
             raise VarianceError(WRITTEN_CAST.format(op.shown))
@@ -150,9 +150,3 @@ def refuse_shared_draw(op: Traits, axes: frozenset[str]) -> NoReturn:
         "that is mapped, so that ranks would draw the same; draw like a mapped value: torch.rand_like(x), or "
         "F.dropout(w + 0 * x) of a weight"
     )
-
-
-def show_value(x: Tensor) -> str:
-    """A tensor's dtype, shape and type, for messages."""
-    with DisableTorchFunction():
-        return show(x)
