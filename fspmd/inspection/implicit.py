@@ -24,7 +24,7 @@ from fspmd.inspection.watch import communicates, price_of
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import micros
 from fspmd.ops.operators import REFLECTED
-from fspmd.ops.signatures import Place
+from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
@@ -99,7 +99,7 @@ def _is_only_read(x: Tensor, dispatched: FrameType) -> bool:
     func, args, kwargs = names["func"], names["args"], names["kwargs"] or {}
     operands = _operands(func, args, kwargs, [], _Names({}, {}, {}), True)
     given = (*args, *kwargs.values())
-    places = [place for place in operands if _holds(_at(given, place), x)]
+    places = [place for place in operands if _holds(at(given, place), x)]
     return bool(places) and not any(operands[place].has_gradient for place in places)
 
 
@@ -141,7 +141,7 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     )
     around = f'with explicit("off"): {_statement(trace, shown_as)}'
     lines.append(f"write {fix or around + (f', or {bodiless}' if bodiless else '')}")
-    if any(_holds(_at((*args, *kwargs.values()), place), x) for place in operands):
+    if any(_holds(at((*args, *kwargs.values()), place), x) for place in operands):
         of_gradients = findings.only_sums
     else:  # an operand of an operand, which is made anew
         of_gradients = findings.idle and _are_sums(implied(x, first, trace))
@@ -232,10 +232,6 @@ def _names(user: FrameType | None, expression: str) -> _Names:
                     else:
                         names.constant.setdefault(id(leaf), path.codify(name))
     return names
-
-
-def _at(given: Sequence[Any], place: Place) -> Any:
-    return given[place[0]][place[1]] if isinstance(place, tuple) else given[place]
 
 
 def _operands(
