@@ -48,6 +48,8 @@ DisableTorchFunction = torch.DisableTorchFunction
 DisableTorchFunctionSubclass = torch.DisableTorchFunctionSubclass
 #: the `__torch_function__` of a class that sees no calls
 disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
+#: the functions of `torch.nn.functional` in C
+nn_functions: Any = getattr(torch.nn.functional.gelu, "__self__")  # noqa: B009
 #: the class of the node of a leaf
 AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty((), requires_grad=True)).node)
 
@@ -55,8 +57,6 @@ AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(()
 
 #: torch's functions in C, without their Python wrappers; instead: the functions of `torch`, at a little cost
 VariableFunctions: Any = torch._C._VariableFunctions
-#: those of `torch.nn.functional`
-nn_functions: Any = getattr(torch.nn.functional.gelu, "__self__")  # noqa: B009
 #: the module of a scripted method
 wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
 #: the function that `nn.utils.rnn.pad_packed_sequence` calls
