@@ -67,13 +67,12 @@ from fspmd.inspection.lives import install as _install_lives
 from fspmd.inspection.lockstep import lockstep
 from fspmd.inspection.lost_peers import install as _install_lost_peers
 from fspmd.inspection.watch import Communication
+from fspmd.layout_search.apply import Layouts
 from fspmd.layout_search.auto_spec import auto_spec
-from fspmd.layout_search.found_layouts import Layouts
 from fspmd.local_view.hooks import install as _install_hooks
 from fspmd.local_view.rank_map import rank_map
 from fspmd.local_view.shard_map import shard_map
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh, set_mesh
-from fspmd.modules.data_parallel import install as _install_wrappers
 from fspmd.modules.functional_call import Attached, attach, attached, functional_call
 from fspmd.modules.init_sharded import init_sharded
 from fspmd.modules.optim import clip_by_global_norm, global_norm
@@ -136,9 +135,7 @@ _install_chunks()
 _install_lives()
 _install_lost_peers()
 _install_debug()
-_at_first_use(
-    _install_meta, _install_hooks, _install_transforms, _install_module_hooks, _install_optim, _install_wrappers
-)
+_at_first_use(_install_meta, _install_hooks, _install_transforms, _install_module_hooks, _install_optim)
 
 __all__ = [
     "ETHERNET",

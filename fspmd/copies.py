@@ -23,6 +23,8 @@ _ROOT: Final = "_fspmd_root"  # on the storage of a copy, or a copy of a copy: t
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
     """Return whether two blocks lie in the same memory, as views of one tensor or otherwise."""
+    if not (x.layout is y.layout is torch.strided):
+        return False
     base = x._base
     return (base is not None and (base is y or base is y._base)) or memory_of(x) is memory_of(y)
 

@@ -182,10 +182,20 @@ class TensorSpec:
         raise AttributeError(f"TensorSpec is immutable; make a new one instead of setting {name!r}")
 
     def __repr__(self) -> str:
-        return f"{describe(self.dtype, self.shape, self.partition)} on {self.mesh!r}"
+        return f"{self.text} on {self.mesh!r}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorSpec, (self.mesh, self.partition, self.shape, self.dtype)
+
+    @property
+    def text(self) -> str:
+        """The layout without its mesh: ``f32[5@x, 3]``."""
+        return describe(self.dtype, self.shape, self.partition)
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of the largest block."""
+        return prod(self.block_shape) * self.dtype.itemsize
 
     @property
     def ndim(self) -> int:

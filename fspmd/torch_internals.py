@@ -19,10 +19,8 @@ import torch._functorch.pyfunctorch
 import torch._functorch.vmap
 import torch._meta_registrations
 import torch._subclasses.fake_tensor
-import torch._subclasses.meta_utils
 import torch.fx.experimental.proxy_tensor
 import torch.jit._recursive
-import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.checkpoint
@@ -50,6 +48,8 @@ DisableTorchFunction = torch.DisableTorchFunction
 DisableTorchFunctionSubclass = torch.DisableTorchFunctionSubclass
 #: the `__torch_function__` of a class that sees no calls
 disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
+#: the functions of `torch.nn.functional` in C
+nn_functions: Any = getattr(torch.nn.functional.gelu, "__self__")  # noqa: B009
 #: the class of the node of a leaf
 AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty((), requires_grad=True)).node)
 
@@ -57,16 +57,10 @@ AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty(()
 
 #: torch's functions in C, without their Python wrappers; instead: the functions of `torch`, at a little cost
 VariableFunctions: Any = torch._C._VariableFunctions
-#: those of `torch.nn.functional`
-nn_functions: Any = torch._C._nn
 #: the module of a scripted method
 wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
-#: the function in whose frame a module's `forward` runs
-module_call: Any = torch.nn.Module._call_impl
 #: the function that `nn.utils.rnn.pad_packed_sequence` calls
 pad_packed_sequence: Any = getattr(torch._VF, "_pad_packed_sequence")  # noqa: B009
-#: the decompositions of aten functions that export uses; instead: `torch.export.default_decompositions`
-core_aten_decompositions: Any = torch._decomp.core_aten_decompositions
 #: all decompositions of aten functions; instead: `torch.export.default_decompositions`
 decomposition_table: Any = torch._decomp.decomposition_table
 
@@ -74,14 +68,8 @@ decomposition_table: Any = torch._decomp.decomposition_table
 
 #: an assertion that does not wait for the device
 assert_async: Any = torch.ops.aten._assert_async.msg
-#: distances of rows, of two blocks; instead: `torch.cdist` where its checks do not matter
-aten_cdist: Any = torch.ops.aten._cdist_forward.default
-#: distances of rows, of one block; instead: `F.pdist` where its checks do not matter
-aten_pdist: Any = torch.ops.aten._pdist_forward.default
 #: zeros without memory, in the place of a missing tangent
 aten_zero_tensor: Any = torch.ops.aten._efficientzerotensor.default
-#: sums of rows of a table; instead: `F.embedding_bag`
-aten_embedding_bag: Any = torch.ops.aten._embedding_bag
 #: products of groups of rows, as dispatch sees them
 aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
 #: attention on the CPU with the logarithm of the sums; instead: products and sums, at twice the time
@@ -98,10 +86,6 @@ safe_softmax: Any = torch._safe_softmax
 linalg_check_errors: Any = torch._linalg_check_errors
 #: copies a list of tensors at once; instead: `copy_` of each
 foreach_copy_: Any = torch._foreach_copy_
-#: the fan of a weight, as the initialisers take it
-fan_of: Any = torch.nn.init._calculate_correct_fan
-#: the function that `trunc_normal_` calls
-trunc_normal_without_grad: Any = torch.nn.init._no_grad_trunc_normal_
 
 # Python that sees calls: functions and modes
 
@@ -113,6 +97,9 @@ is_torch_function_enabled: Any = torch._C._is_torch_function_enabled
 count_function_modes: Any = torch._C._len_torch_function_stack
 #: an entered mode, by its place
 function_mode_at: Any = torch._C._get_function_stack_at
+with torch.device("cpu"):
+    #: the class of the mode of `with torch.device(...)`
+    DeviceContext: Any = type(function_mode_at(0))
 #: enters a mode; `with` costs more; instead: `with mode:`
 push_function_mode: Any = torch._C._push_on_torch_function_stack
 #: leaves the mode that was entered last; instead: `with mode:`
@@ -129,34 +116,20 @@ push_dispatch_mode: Any = torch.utils._python_dispatch._push_mode
 pop_dispatch_mode: Any = torch.utils._python_dispatch._pop_mode
 #: a block without these modes
 disable_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
-#: the mode entered under a key of torch's own
-dispatch_mode_of: Any = torch._C._get_dispatch_mode
-#: the key of a `FakeTensorMode`
-FAKE_KEY: Any = torch._C._TorchDispatchModeKey.FAKE
-#: the key of `make_fx`
-PROXY_KEY: Any = torch._C._TorchDispatchModeKey.PROXY
-#: a block in which no class or mode sees aten functions
-DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
 #: gives results of a subclass the memory that their operands have
 return_and_correct_aliasing: Any = torch.utils._python_dispatch.return_and_correct_aliasing
-#: the mode of `with torch.device(...)`
-DeviceContext = torch.utils._device.DeviceContext
-#: the default device, as a string; instead: `torch.get_default_device`, which is slower
-default_device: Any = torch._C._get_default_device
 #: whether autocast is on for some device; instead: `torch.is_autocast_enabled` of each device
 is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
-#: the modes of `make_fx(pre_dispatch=True)`, `make_fx` itself at place 0
-pre_dispatch_modes: Any = torch._ops.mode_stack_state_for_pre_dispatch()
 #: where `torch.jit.trace` and the ONNX exporter of old begin: the owners of functions in C, and their names
 JIT_TRACERS: Any = (
     (torch._C, "_create_function_from_trace"),
     (torch._C, "_create_function_from_trace_with_dict"),
     (torch._C, "_create_graph_by_tracing"),
-    (torch._C.ScriptModule, "_create_method_from_trace"),
-    (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
+    (torch.ScriptModule, "_create_method_from_trace"),
+    (torch.ScriptModule, "_create_method_from_trace_with_dict"),
 )
-#: the modules that read strides of arguments: those of `make_fx`, and of the fake tensors of export and AOTAutograd
-MODULES_THAT_TRACE: Any = (torch.fx.experimental.proxy_tensor.__name__, torch._subclasses.meta_utils.__name__)
+#: prefixes of the modules that read strides of arguments: of `make_fx`, and of the fake tensors of export
+MODULES_THAT_TRACE: Any = (torch.fx.experimental.proxy_tensor.__name__, "torch._subclasses.")
 #: prefixes of the modules whose functions compile a function and call it at once: `cond`, `flex_attention` and kin
 MODULES_THAT_COMPILE: Any = ("torch._higher_order_ops.", "torch.nn.attention.")
 #: the record of `torch.jit.trace`, or None; instead: `torch.jit.is_tracing`, which is slower
@@ -170,8 +143,6 @@ transforms_active: Any = torch._C._are_functorch_transforms_active
 is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
 #: whether `vmap` wraps it
 is_batched: Any = torch._C._functorch.is_batchedtensor
-#: whether `grad`, `vjp` or `jvp` wraps it
-is_gradtracking: Any = torch._C._functorch.is_gradtrackingtensor
 #: whether the transform that wraps it has ended
 is_dead_wrapper: Any = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009
 #: the tensor within a wrapper
@@ -190,8 +161,6 @@ clear_transforms: Any = torch._functorch.pyfunctorch.temporarily_clear_interpret
 pop_transform: Any = torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack
 #: the transforms that run, each of a class by its kind
 running_transforms: Any = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
-#: the class of a `vmap` that runs
-VmapInterpreter: Any = torch._functorch.pyfunctorch.VmapInterpreter
 #: where transforms make and unmake their levels
 transforms_module: Any = torch._functorch.eager_transforms
 #: where `vmap` takes mapped dims off its results
@@ -205,8 +174,6 @@ StopRecomputation: Any = torch.utils.checkpoint._StopRecomputationError
 set_grad_enabled: Any = torch._C._set_grad_enabled
 #: the node of a graph that runs now, in backward
 current_autograd_node: Any = torch._C._current_autograd_node
-#: the number of the backward pass that runs now, or -1
-current_graph_task: Any = torch._C._current_graph_task_id
 #: the number of the next node of a graph, in this thread
 next_sequence: Any = torch._C._autograd._get_sequence_nr
 #: the innermost `saved_tensors_hooks`
@@ -239,10 +206,6 @@ FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
 #: the error when a shape depends on values
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
-#: makes a tensor warn when its pointer is read
-warn_of_pointers: Any = torch._C._set_warn_deprecated_on_mutable_data_ptr
-#: makes a tensor raise when its pointer is read
-refuse_pointers: Any = torch._C._set_throw_on_mutable_data_ptr
 
 # Memory
 
@@ -250,8 +213,6 @@ refuse_pointers: Any = torch._C._set_throw_on_mutable_data_ptr
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 #: makes a tensor of a subclass, with the memory of another tensor
 make_subclass: Any = torch.Tensor._make_subclass
-#: whether two tensors have the same memory; instead: `untyped_storage()` of both
-is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 #: the module of torch's C code; a recording replaces one of its functions
 c_module = torch._C
 #: swaps two tensors and their views; instead: `torch.utils.swap_tensors`, which refuses tensors that have views

@@ -10,21 +10,19 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fspmd.errors import RecordError
 from fspmd.torch_internals import (
-    FAKE_KEY,
     MODULES_THAT_TRACE,
-    PROXY_KEY,
+    FakeTensorMode,
     TorchDispatchMode,
     clear_transforms,
     count_dispatch_modes,
     count_function_modes,
     disable_dispatch_modes,
-    dispatch_mode_of,
     dispatch_mode_stack,
     jit_tracing,
-    pre_dispatch_modes,
     transforms_active,
 )
 
@@ -100,12 +98,7 @@ def is_traced() -> bool:
     """
     if not count_dispatch_modes() and not count_function_modes():  # all but torch.jit.trace activate a mode
         return jit_tracing() is not None
-    return (
-        (count_dispatch_modes() and dispatch_mode_of(PROXY_KEY) is not None)
-        or jit_tracing() is not None
-        or _is_exporting()
-        or pre_dispatch_modes.get(0) is not None
-    )
+    return jit_tracing() is not None or _is_exporting() or get_proxy_mode() is not None
 
 
 def refuse_traced(what: str) -> None:
@@ -131,7 +124,7 @@ def refuse_tracer(x: Any) -> None:
     caller = sys._getframe(1)
     while caller.f_back is not None and caller.f_globals.get("__name__", "").startswith("fspmd."):
         caller = caller.f_back
-    if caller.f_globals.get("__name__") in MODULES_THAT_TRACE:
+    if caller.f_globals.get("__name__", "").startswith(MODULES_THAT_TRACE):
         raise untraceable(x)
 
 
@@ -247,9 +240,14 @@ def outside_transforms() -> Any:
     return clear_transforms()
 
 
+def fake_mode_here() -> FakeTensorMode | None:
+    """Return the active mode of fake tensors."""
+    return next((mode for mode in reversed(dispatch_mode_stack()) if isinstance(mode, FakeTensorMode)), None)
+
+
 def outside_modes() -> Any:
     """Return a context in which no dispatch mode sees calls. A mode of fake tensors stays, since they need it."""
-    if not count_dispatch_modes() or dispatch_mode_of(FAKE_KEY) is not None:
+    if not count_dispatch_modes() or fake_mode_here() is not None:
         return nullcontext()
     return disable_dispatch_modes()
 

@@ -23,7 +23,7 @@ class ValueType:
             self.dtype = x.dtype
             self.shape = tuple(x.shape)
             self.variance: Variance = get_variance(x) if isinstance(x, Tensor) else INVARIANT
-            self._text = show(x)
+        self._text = show(x)
 
     def __repr__(self) -> str:
         return self._text

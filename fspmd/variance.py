@@ -157,6 +157,6 @@ def show(x: Tensor) -> str:
     >>> show(set_variance(torch.zeros(8, 4), Variance(varying={"x"})))
     'f32[8,4]{V:x}'
     """
-    variance = get_variance(x)
-    text = describe(x.dtype, x.shape).replace(", ", ",")
+    with DisableTorchFunction():
+        variance, text = get_variance(x), describe(x.dtype, x.shape).replace(", ", ",")
     return text if variance is INVARIANT else f"{text}{variance!r}"

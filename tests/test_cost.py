@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fspmd import ArgumentError, Mesh, P, TensorSpec, device_put, make_mesh, propagation_cache_info, set_topology
 from fspmd.entries import blocks
-from fspmd.global_view.propagate import ask
+from fspmd.global_view.question import ask
 from fspmd.global_view.strategies import strategies
 from fspmd.redistribution.bounds import _overlapped, _rows, bound, least_times
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, Link, Topology, price, topology

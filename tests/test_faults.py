@@ -41,10 +41,10 @@ from fspmd.global_view.dispatch import dispatch
 from fspmd.inspection import long_waits, monitor
 from fspmd.inspection.calls import arguments, kept_rows, numbers_of
 from fspmd.inspection.histories import parting_text
-from fspmd.inspection.lines import line_of
 from fspmd.inspection.sites import CallSites, parted, site_text
 from fspmd.transport import pending, reports
 from fspmd.transport.known_values import ArgumentRow
+from fspmd.user_code import line_of
 
 HERE = Path(__file__).parent
 

@@ -12,7 +12,7 @@ from full import FULL
 
 from fspmd import Mesh, P, TensorSpec, device_get, device_put, explain, make_mesh, reshard
 from fspmd.global_view.axis_choices import combinations
-from fspmd.global_view.propagate import ask
+from fspmd.global_view.question import ask
 from fspmd.messages import micros
 from fspmd.redistribution import straight
 from fspmd.redistribution.cost import topology

@@ -16,7 +16,7 @@ import fspmd
 from fspmd import ArgumentError, P, device_get, device_put, make_mesh, pmax, psum, rule
 from fspmd.global_view.dispatch import forget_plans
 from fspmd.redistribution.cost import Link, Topology, set_topology, topology
-from fspmd.rules import user_rules
+from fspmd.rules import table
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 WIDE = make_mesh((2, 3), ("x", "y"), transport="simulation")
@@ -153,7 +153,7 @@ def test_a_rule_goes_before_what_is_known_of_a_function_that_is_no_row(function:
     try:
         function(device_put(torch.ones(8, 64), P(None, "x"), mesh=LINE), 0.5)
     finally:
-        user_rules._ROWS.pop(function)
+        table._ROWS.pop(function)
         forget_plans()
     assert ran
 
@@ -164,7 +164,7 @@ def test_a_rule_of_a_function_that_is_told_to_write_into_its_operand() -> None:
     try:
         assert F.relu(x, inplace=True) is x
     finally:
-        user_rules._ROWS.pop(F.relu)
+        table._ROWS.pop(F.relu)
         forget_plans()
     assert fspmd.device_get(x).tolist() == [[0.0, 2.0]] * 8
 
@@ -175,8 +175,8 @@ def test_a_rule_of_a_function_that_hands_on_to_another() -> None:
     try:
         assert fspmd.device_get(F.log_softmax(x, dim=1)).eq(7).all()
     finally:
-        user_rules._ROWS.pop(F.log_softmax)
-        user_rules.IN_C[F.log_softmax] = torch.log_softmax
+        table._ROWS.pop(F.log_softmax)
+        table.IN_C[F.log_softmax] = torch.log_softmax
         forget_plans()
 
 

@@ -21,7 +21,7 @@ from processes import Processes, free_port
 
 from fspmd import P, axis_index, device_put, shard_map, with_spec
 from fspmd.errors import MeshError
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.torch_internals import time_limit
 from fspmd.transport import Options
@@ -162,7 +162,7 @@ def two_gpus(no_launcher: pytest.MonkeyPatch) -> tuple[pytest.MonkeyPatch, list[
     no_launcher.setattr(torch.cuda, "device_count", lambda: 2)
     no_launcher.setattr(torch.cuda, "current_device", lambda: 0)
     no_launcher.setattr(torch.cuda, "set_device", lambda index: asked.append(("set_device", index)))
-    no_launcher.setattr(world, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
+    no_launcher.setattr(process_groups, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
     no_launcher.setattr(dist, "init_process_group", lambda backend, **place: asked.append(("init", backend)))
     no_launcher.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return no_launcher, asked
@@ -259,9 +259,9 @@ def test_a_group_of_ranks_outside_the_world_is_an_error(no_launcher: pytest.Monk
         with pytest.raises(
             MeshError, match=r"ranks \(0, 1, 2, 3\) needs different ranks, all in range\(2\), the world"
         ):
-            world.process_group((0, 1, 2, 3))
+            process_groups.process_group((0, 1, 2, 3))
         with pytest.raises(MeshError, match=r"rank 0 asked for the process group of ranks \(1,\), of which it is no"):
-            world.process_group((1,))
+            process_groups.process_group((1,))
 
 
 def test_groups_are_not_split_from_a_bound_default_group(
@@ -273,14 +273,14 @@ def test_groups_are_not_split_from_a_bound_default_group(
         default = dist.group.WORLD
         assert default is not None
         default.bound_device_id = torch.device("cuda", 0)
-        original = world.make_group
+        original = process_groups.make_group
 
         def spy(*args: Any) -> Any:
             seen.append(default.bound_device_id)
             return original(*args)
 
-        monkeypatch.setattr(world, "make_group", spy)
-        world.process_group((0, 2))
+        monkeypatch.setattr(process_groups, "make_group", spy)
+        process_groups.process_group((0, 2))
         assert default.bound_device_id == torch.device("cuda", 0)
         default.bound_device_id = None
     assert seen == [None]
@@ -334,17 +334,17 @@ def test_make_mesh_initialises_gloo_under_a_launcher(pool: Processes) -> None:
 @contextlib.contextmanager
 def _count_new_groups() -> Iterator[list[Any]]:
     calls: list[Any] = []
-    original = world.make_group
+    original = process_groups.make_group
 
     def spy(*args: Any) -> Any:
         calls.append(args)
         return original(*args)
 
-    world.make_group = spy
+    process_groups.make_group = spy
     try:
         yield calls
     finally:
-        world.make_group = original
+        process_groups.make_group = original
 
 
 def _shared(port: int) -> list[bool]:
@@ -526,7 +526,7 @@ def _worlds_of_one_store(port: int, from_launcher: bool, late: int) -> list[int]
                 time.sleep(0.5)
             _new_world(port)
             if attempt == "1":
-                world._initialised = 0  # a process that was started anew
+                process_groups._initialised = 0  # a process that was started anew
             mesh = make_mesh((2, 2), ("dp", "tp"))
             sums.append(_all_reduce(mesh.process_group("tp"), 10 ** world.rank()))
             dist.barrier()  # no rank ends this world, and rank 0 its store, before all have made their groups
@@ -582,7 +582,7 @@ def _places(port: int) -> tuple[int, list[float], int]:
             device_put(whole, P(unreduced={axis}), mesh=mesh)
             with_spec(device_put(whole, P(), mesh=mesh), P(axis))
         block = shard_map(body, mesh=mesh, in_specs=P(("x", "y")), out_specs=P(("x", "y")))(whole).local
-    return len(calls), block.tolist(), len(world._groups)
+    return len(calls), block.tolist(), len(process_groups._groups)
 
 
 def test_what_needs_a_place_makes_no_group(pool: Processes) -> None:

@@ -25,7 +25,7 @@ from fspmd.messages import Failure, described, refuse
 from fspmd.outside import check_outside
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
-from fspmd.spec import P, TensorSpec, describe
+from fspmd.spec import P, TensorSpec
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, local_tensor
 
@@ -165,7 +165,7 @@ def _chosen(
             continue
         x = chosen[name] = found[source]
         twins += [(name, other, found[other]) for other in tied if other not in specs and other != source]
-        wanted = describe(spec.dtype, spec.shape, spec.partition)
+        wanted = spec.text
         dtypes = [stored[part.name].dtype for part in x.parts]
         unfit = [has for has in dtypes if has is None or not torch.can_cast(has, spec.dtype)]
         if x.shape != spec.shape:

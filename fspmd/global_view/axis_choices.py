@@ -242,7 +242,7 @@ class _Native:
         None if no native collective does so, or if the axis does not cut its dim alone.
         """
         spec = self.operands[i]
-        entries, size = spec.partition.entries, prod(spec.block_shape) * spec.dtype.itemsize
+        entries, size = spec.partition.entries, spec.block_bytes
         if self.axis not in entries:
             return None
         if to is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fspmd.global_view.call_keys import hashable
 from fspmd.global_view.operands import places_of
 from fspmd.global_view.planning import plan_call
-from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.question import Question, ask
 from fspmd.global_view.unruled import gathered
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.signatures import Place, at

@@ -31,8 +31,7 @@ from fspmd.torch_internals import (
     DynamicOutputShapeException,
     OpOverload,
     OpOverloadPacket,
-    aten_embedding_bag,
-    core_aten_decompositions,
+    constant_source,
     decomposition_table,
 )
 from fspmd.tracing import outside_transforms
@@ -242,7 +241,7 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
         structure[:] = [spec]
         return results
 
-    symbols = _symbols() if symbolic else None
+    symbols = _Symbols() if symbolic else None
     operands = [leaves[place] for place in places]
     # `auto_spec` has plain tensors with data beside `Sharded` values without: all become meta tensors
     is_meta = any(x.device.type == "meta" for x in operands if isinstance(x, Sharded))
@@ -283,24 +282,42 @@ def _does_something(node: fx.Node) -> bool:
     return node.is_impure() or (schema is not None and not schema.returns)
 
 
-def _symbols() -> Any:
-    """Return new `Symbols`, imported on demand: the import of torch's symbolic shapes takes a second."""
-    from fspmd.global_view.symbolic_floats import Symbols
+class _Symbols:
+    """The symbols for the floats of one trace, which record whether the function reads their values."""
 
-    return Symbols()
+    def __init__(self) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # its import takes a second
+
+        self.env = ShapeEnv()
+        self._numbers: dict[object, int] = {}  # symbol -> number of its operand
+
+    def of(self, x: float, number: int) -> float | torch.SymFloat:
+        """Return a symbol for the operand of this number."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = constant_source(f"operand_{number}")
+        symbol = self.env.create_symbol(x, source, DimDynamic.DYNAMIC, None, None, do_not_specialize_zero_one=True)
+        self._numbers[symbol] = number
+        return self.env.create_symfloatnode(symbol, hint=x, source=source)
+
+    def looked_at(self) -> frozenset[int]:
+        """Return the numbers of the operands whose values the function has read or compared."""
+        known = {*self.env.replacements}.union(*(guard.expr.free_symbols for guard in self.env.guards))
+        return frozenset(number for symbol, number in self._numbers.items() if symbol in known)
 
 
 @cached
 def _simpler() -> dict[Any, Function]:
     """Return torch's decompositions of functions without a rule."""
-    return {op: f for op, f in core_aten_decompositions().items() if row_of(op) is None and handler_of(op) is None}
+    table = torch.export.default_decompositions()
+    return {op: f for op, f in table.items() if row_of(op) is None and handler_of(op) is None}
 
 
 def _own(func: Function) -> dict[Any, Function]:
     """Return the decompositions of an op: registered ones, or kernels made of other ops that autograd records too."""
     op = getattr(func, "_opoverload", func)
     packet = getattr(op, "overloadpacket", op)
-    if not isinstance(packet, OpOverloadPacket) or packet in _OWN_GRADIENTS:
+    if not isinstance(packet, OpOverloadPacket) or packet is torch.ops.aten.embedding:  # it drops `scale_grad_by_freq`
         return {}
     overloads = [getattr(packet, name) for name in packet.overloads()]
     table = {overload: decomposition_table[overload] for overload in overloads if overload in decomposition_table}
@@ -312,5 +329,3 @@ def _own(func: Function) -> dict[Any, Function]:
 
 
 _EXPLICIT: Final = DispatchKey.CompositeExplicitAutograd
-#: ops with options for the gradient alone (``scale_grad_by_freq``), which decompositions ignore
-_OWN_GRADIENTS: Final = (torch.ops.aten.embedding, aten_embedding_bag)

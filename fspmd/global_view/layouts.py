@@ -78,7 +78,7 @@ def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[Ten
     size = 0
     for dims, spec in zip((*factors.operands, *factors.results), (*needs, *results), strict=True):
         lengths.update(zip(dims, spec.block_shape, strict=True))
-        size += prod(spec.block_shape) * spec.dtype.itemsize
+        size += spec.block_bytes
     lengths[None] = factors.products
     return work(prod(lengths.values()), size, topology)
 

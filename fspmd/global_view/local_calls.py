@@ -17,8 +17,8 @@ from fspmd.local_view.entry import typed_entry
 from fspmd.local_view.exit import leave_as
 from fspmd.local_view.modes import run_in
 from fspmd.local_view.tracking import Tracker, convert
-from fspmd.local_view.type_rules import tensors_of
 from fspmd.local_view.uneven import call_uneven
+from fspmd.ops.traits import tensors_in
 from fspmd.redistribution.shared_moves import cast_once, keep
 from fspmd.rules import Bodied, Site
 from fspmd.rules.views import of_sizes
@@ -132,7 +132,7 @@ def as_local_call(
         tracker = _Sharing(body, values)
         out = run_in(body, tracker, lambda: bodied.body(site, *values[: len(args)], **given))
         if tracker.kept:
-            results_ids = {id(x) for x in tensors_of((out,))}  # a graph that keeps its own result is never freed
+            results_ids = {id(x) for x in tensors_in((out,))}  # a graph that keeps its own result is never freed
             keep([cast for cast in tracker.kept if id(cast) not in results_ids], out, _KEPT)
         if isinstance(out, Tensor):
             return leave_as(out, results[0], body, "result")
@@ -150,7 +150,7 @@ class _Sharing(Tracker):
 
     def __init__(self, body: Body, operands: Sequence[Any]) -> None:
         super().__init__(body)
-        self.operands = {id(x) for x in tensors_of(operands)}
+        self.operands = {id(x) for x in tensors_in(operands)}
         self.kept: list[Tensor] = []
 
     def convert(self, x: Tensor, variance: Variance, to: Variance) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,8 @@ from torch import Tensor
 from fspmd.entries import entry_axes
 from fspmd.global_view.layouts import Choice, layouts_of, working
 from fspmd.global_view.operands import cast_operands, move_operands
-from fspmd.global_view.propagate import OpPlan, Question, plan_of
+from fspmd.global_view.propagate import OpPlan, plan_of
+from fspmd.global_view.question import Question
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.ops.signatures import at
 from fspmd.pairs import is_transformed
@@ -39,17 +39,15 @@ def with_origin(func: Any, positional: int, question: Question, best: Strategy, 
         return plan
     floating = [spec for spec in specs if is_float(spec.dtype)]
     assert isinstance(result, TensorSpec)
-    if question.fixed or not floating or not is_float(result.dtype) or sum(map(_bytes, floating)) >= _bytes(result):
+    if question.fixed or not floating or not is_float(result.dtype):
+        return plan
+    if sum(spec.block_bytes for spec in floating) >= result.block_bytes:
         return plan
     if any(spec.partition.unreduced or spec.partition.reduced for spec in (*specs, result)):
         return plan
     if all(n == 1 or axis in result.partition.mentioned for axis, n in result.mesh.shape.items()):
         return plan
     return replace(plan, local=functools.partial(_noted, plan.local, _Again(func, positional, question, result)))
-
-
-def _bytes(spec: TensorSpec) -> int:
-    return prod(spec.block_shape) * spec.dtype.itemsize
 
 
 def _noted(local: Callable[..., Tensor], again: _Again, *args: Any, **kwargs: Any) -> Tensor:

@@ -45,7 +45,7 @@ def check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
         return
     if len({spec.dtype for spec in specs}) > 1:
         widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
-        given = ", ".join(repr(spec).partition(" on ")[0] for spec in specs)
+        given = ", ".join(spec.text for spec in specs)
         raise ArgumentError(
             f"{shown(func)} of {given} has operands of several dtypes; write x.to({widest}), or use torch.autocast"
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.cache import cached
+from fspmd.copies import share_memory
 from fspmd.fake_mode import FakeMode, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, packed
 from fspmd.global_view.kernels import ones_of, run_on, strides_of_kernel
@@ -18,7 +19,7 @@ from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
 from fspmd.rules import Factors, Rule, Whole, row_of
-from fspmd.rules.elementwise import elementwise
+from fspmd.rules.factors import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec, is_float
@@ -26,7 +27,6 @@ from fspmd.torch_internals import (
     DataDependentOutputException,
     DisableTorchFunction,
     DynamicOutputShapeException,
-    is_alias_of,
     is_any_autocast_enabled,
 )
 
@@ -76,7 +76,7 @@ def on_one_element(
         out = run_on(make, func, args, kwargs, operands)
     except Exception:  # the meta device will raise with a better message
         return None
-    if not isinstance(out, Tensor) or out.dim() != len(shape) or any(is_alias_of(out, x) for x in made):
+    if not isinstance(out, Tensor) or out.dim() != len(shape) or any(share_memory(out, x) for x in made):
         return None
     return Outcome([(shape, out.dtype)])
 
@@ -210,7 +210,7 @@ def views_any(
         out = run_on(make, func, args, kwargs, operands)
     except Exception:  # there is no view of these strides
         return False
-    return all(any(is_alias_of(view, x) for x in made) for view in ((out,) if isinstance(out, Tensor) else out))
+    return all(any(share_memory(view, x) for x in made) for view in ((out,) if isinstance(out, Tensor) else out))
 
 
 @cached(maxsize=1)
@@ -274,7 +274,7 @@ def _outcome(
     if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(result, Tensor) for result in outs):
         return None
     results = [(tuple(result.shape), result.dtype) for result in outs]
-    viewed = [next((k for k, x in enumerate(made) if is_alias_of(result, x)), None) for result in outs]
+    viewed = [next((k for k, x in enumerate(made) if share_memory(result, x)), None) for result in outs]
     bases = [None if k is None else operands[k][0] for k in viewed]
     same = all(k == 0 and _is_all_of(result, made[0]) for k, result in zip(viewed, outs, strict=True))
     unknown = not _is_packing(func, kwargs) and any(laid is not None and laid.strides is None for laid in before)

@@ -17,6 +17,7 @@ from fspmd.global_view.operands import places_of, tensors_of
 from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import Outcome, memory_of, on_meta
+from fspmd.local_view.empty_blocks import zero_depending_on
 from fspmd.ops.signatures import at
 from fspmd.rules import ENGINE, writes
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
@@ -125,13 +126,8 @@ def _with_gradient(x: Any, required: bool, operands: list[Any]) -> Any:
         return x
     if not required:
         return alike(x.local.detach(), x)
-    zeros = [_zero_depending_on(operand.local if isinstance(operand, Sharded) else operand) for operand in operands]
+    zeros = [zero_depending_on(operand.local if isinstance(operand, Sharded) else operand) for operand in operands]
     return alike(_tied(x.local, *zeros), x)
-
-
-def _zero_depending_on(x: Tensor) -> Tensor:
-    """Return a zero that depends on ``x``, with a gradient of zeros. Autograd saves no tensor for it."""
-    return x.flatten()[:0].sum()
 
 
 class _Tied(torch.autograd.Function):

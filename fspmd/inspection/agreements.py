@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from fspmd.cache import Cache
 from fspmd.errors import DeadlineError, LockstepError, join_failures
+from fspmd.inspection.causes import Rendezvous, position
 from fspmd.inspection.histories import PARTED, SHOWN, History, parting_text, ring_of, ring_text
 from fspmd.inspection.long_waits import waits
-from fspmd.inspection.positions import Rendezvous, position
 from fspmd.inspection.replays import hash_of, parting
 from fspmd.inspection.watch import compares
 from fspmd.meshes import world

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fspmd.errors import ArgumentError
-from fspmd.inspection.lines import user_line
 from fspmd.inspection.monitor import Monitor
 from fspmd.messages import described
+from fspmd.user_code import user_line
 
 
 @contextmanager

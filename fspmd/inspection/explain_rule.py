@@ -20,7 +20,7 @@ from fspmd.errors import ArgumentError, FspmdError
 from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.interceptors import intercept_dispatch
-from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
 from fspmd.global_view.strategies import Strategy, strategies
@@ -134,7 +134,7 @@ def _of_call(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     question = _question(func, args, kwargs, operands)
     if question is not None:
         return _explained(func, question)
-    given = ", ".join(repr(spec).partition(" on ")[0] for _, spec in operands)
+    given = ", ".join(spec.text for _, spec in operands)
     if parts := _parts(mesh, func, args, kwargs) if operands and is_dispatched(func) else []:
         return "\n".join([f"{shown(func).removesuffix('()')}({given}) is made of", *parts])
     if tried := trials(func, args, kwargs, mesh) if operands and is_dispatched(func) else []:

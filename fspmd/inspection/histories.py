@@ -12,11 +12,11 @@ import torch
 
 from fspmd.cache import cached
 from fspmd.errors import join_failures
-from fspmd.inspection.lines import UserLine, line_of
-from fspmd.inspection.positions import collective_text
+from fspmd.inspection.causes import collective_text
 from fspmd.inspection.watch import Communication, communicates
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call
+from fspmd.user_code import UserLine, line_of
 
 _RING: Final = 4096  # the last collectives of a group that are kept
 SHOWN: Final = 16  # ranks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.global_view.propagate import Question, ask
+from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import differentiated
 from fspmd.global_view.strategies import Strategy, strategies
@@ -24,7 +24,7 @@ from fspmd.inspection.watch import communicates, price_of
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import micros
 from fspmd.ops.operators import REFLECTED
-from fspmd.ops.signatures import Place
+from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
@@ -99,7 +99,7 @@ def _is_only_read(x: Tensor, dispatched: FrameType) -> bool:
     func, args, kwargs = names["func"], names["args"], names["kwargs"] or {}
     operands = _operands(func, args, kwargs, [], _Names({}, {}, {}), True)
     given = (*args, *kwargs.values())
-    places = [place for place in operands if _holds(_at(given, place), x)]
+    places = [place for place in operands if _holds(at(given, place), x)]
     return bool(places) and not any(operands[place].has_gradient for place in places)
 
 
@@ -141,7 +141,7 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     )
     around = f'with explicit("off"): {_statement(trace, shown_as)}'
     lines.append(f"write {fix or around + (f', or {bodiless}' if bodiless else '')}")
-    if any(_holds(_at((*args, *kwargs.values()), place), x) for place in operands):
+    if any(_holds(at((*args, *kwargs.values()), place), x) for place in operands):
         of_gradients = findings.only_sums
     else:  # an operand of an operand, which is made anew
         of_gradients = findings.idle and _are_sums(implied(x, first, trace))
@@ -232,10 +232,6 @@ def _names(user: FrameType | None, expression: str) -> _Names:
                     else:
                         names.constant.setdefault(id(leaf), path.codify(name))
     return names
-
-
-def _at(given: Sequence[Any], place: Place) -> Any:
-    return given[place[0]][place[1]] if isinstance(place, tuple) else given[place]
 
 
 def _operands(
@@ -339,16 +335,12 @@ def _rows(operands: Sequence[_NamedOperand], strategy: Strategy) -> Iterator[str
             yield f"{operand.name}: {_shown(_route(operand, need, axes), backward=operand.has_gradient)}"
         for cast in _cast_calls(need, axes) if operand.has_gradient else ():
             cost = _priced(cast, need.block_shape, need.dtype)
-            yield f"{operand.name}: {_short(need)} → {_short(target)} [in backward {cost}]"
+            yield f"{operand.name}: {need.text} → {target.text} [in backward {cost}]"
 
 
 def _route(operand: _NamedOperand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
     """The route of an operand to the layout ``need``; a cast over ``axes`` follows it."""
     return moves(operand.spec, need, axes, topology(), operand.has_gradient).route
-
-
-def _short(spec: TensorSpec) -> str:
-    return repr(spec).partition(" on ")[0]
 
 
 def _over(call: Call) -> str:
@@ -384,7 +376,7 @@ def _shown(route: Route, *, backward: bool = False) -> str:
         steps = _backward_steps(route) if backward else []
         parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in steps]
         cost = f"in backward {', '.join(parts)}" if parts else "moves nothing"
-    return f"{_short(route.source)} → {_short(route.target)} [{cost}]"
+    return f"{route.source.text} → {route.target.text} [{cost}]"
 
 
 # --- alternatives ---------------------------------------------------------------------------------------------------
@@ -410,9 +402,9 @@ def _alternatives(question: Question, operands: Sequence[_NamedOperand], others:
     for strategy in others:
         price = _price(operands, strategy)
         time = price.time + strategy.body
-        before = ", ".join(map(_short, strategy.operands))
+        before = ", ".join(spec.text for spec in strategy.operands)
         results = zip(question.results, strategy.results, strict=True)
-        after = ", ".join(_short(spec.with_partition(partition)) for spec, partition in results)
+        after = ", ".join(spec.with_partition(partition).text for spec, partition in results)
         where = " in a sharded body" if strategy.by_body else ""
         alternatives.append((time, f"{before} → {after} [{price.moved:,.0f} B, {micros(time)}{where}]"))
     return [text for _, text in sorted(alternatives, key=lambda alternative: alternative[0])]

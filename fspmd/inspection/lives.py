@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from fspmd.cache import cached
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 from fspmd.transport.reports import own_store, store_here
 
 _PROCESSES: Final = Path("/proc")
@@ -68,4 +68,4 @@ def ended(ranks: Iterable[int], or_stopped: bool = False) -> dict[int, str]:
 
 def install() -> None:
     """Tell in each world."""
-    world.at_new_world(_tell)
+    process_groups.at_new_world(_tell)

@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Any, Final
 
 from fspmd.errors import LockstepError, PeerError, join_failures
+from fspmd.inspection.causes import Rendezvous, position
 from fspmd.inspection.lives import ended
-from fspmd.inspection.positions import Rendezvous, position
 from fspmd.inspection.replays import compare_long, last_replays
 from fspmd.inspection.watch import compares
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 from fspmd.transport.pending import SLICE, Meeting, Message, is_over
 from fspmd.transport.reports import PATIENCE, beside, failures, last_failure, own_store, within
 
@@ -118,7 +118,7 @@ def wait_long(work: Any) -> None:
         while not is_over(work, SLICE):
             lookout.check()
     except (PeerError, LockstepError):
-        world.abandon_groups()
+        process_groups.abandon_groups()
         raise
     finally:
         lookout.end()
@@ -157,7 +157,7 @@ def wait_whole(work: Message | Meeting) -> None:
         work.wait()
     except RuntimeError:
         if watched.lookout is not None and watched.lookout.is_vain:
-            world.abandon_groups()
+            process_groups.abandon_groups()
             watched.lookout.where, _ = position()
             watched.lookout.check()
         raise
@@ -232,7 +232,7 @@ def _meet(meeting: Meeting) -> None:
     try:
         wait_beside(meeting, check, _PERIOD)
     except (PeerError, LockstepError):
-        world.abandon_groups()
+        process_groups.abandon_groups()
         raise
     finally:
         if lookout is not None:

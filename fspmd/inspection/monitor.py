@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from fspmd.errors import DeadlineError, FspmdError, LockstepError, PeerError, join_failures
 from fspmd.global_view.interceptors import hear_calls_with
+from fspmd.inspection.causes import position
 from fspmd.inspection.comparison import LATE, Comparison
 from fspmd.inspection.long_waits import Lookout, wait_beside
 from fspmd.inspection.lost_peers import told_by, what_failed
-from fspmd.inspection.positions import position
 from fspmd.inspection.presence import FAREWELL, PERIOD
 from fspmd.inspection.watch import note_with
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 from fspmd.transport.known_values import hear_with
 from fspmd.transport.pending import SLICE, Meeting, Message, is_over, wait_with
 from fspmd.transport.reports import failure_text, store_needed, within
@@ -130,7 +130,7 @@ class Monitor(Comparison):
             raise
         finally:
             if not is_over:
-                world.abandon_groups()
+                process_groups.abandon_groups()
             self._set_waiting(None)
             if self.lookout is not None:
                 self.lookout.over.set()

@@ -16,7 +16,7 @@ from typing import Any, Final
 from fspmd.cache import cached
 from fspmd.errors import LockstepError
 from fspmd.inspection.histories import History, key_of_ranks, parting_text, ring_of, text_of
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh, groups_along
 from fspmd.transport.reports import PATIENCE, own_store, store_here, within
 
@@ -128,7 +128,7 @@ def _forget() -> None:
         _left_out = False
 
 
-world.let_go_with_groups(_forget)
+process_groups.let_go_with_groups(_forget)
 
 
 def sort() -> None:

@@ -14,10 +14,10 @@ from typing import Any, Final, NamedTuple
 from fspmd.digests import of_bytes
 from fspmd.errors import join_failures
 from fspmd.inspection.histories import SHOWN, VALUES, key_of
-from fspmd.inspection.lines import UserLine
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.traits import name_of
 from fspmd.transport.known_values import ArgumentRow
+from fspmd.user_code import UserLine
 
 #: of each site: how often this rank has come, and the hash of what it has passed
 Table = dict[str, list[int]]

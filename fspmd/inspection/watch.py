@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from fspmd.inspection.causes import Cause, Trace, trace
-from fspmd.inspection.lines import UserLine, line_of, user_line
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
@@ -25,7 +24,7 @@ from fspmd.transport import Pending
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import RankRoute
 from fspmd.transport.windows import is_idle, traffic
-from fspmd.user_code import user_frame
+from fspmd.user_code import UserLine, line_of, user_frame, user_line
 
 _lock: Final = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()

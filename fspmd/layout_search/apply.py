@@ -1,4 +1,4 @@
-"""Runs a function with the layouts that were found for its intermediate values: operands are moved before each call.
+"""The layouts that `auto_spec` found, and runs of a function with them: operands are moved before each call.
 
 Every run makes the same moves. A call that was not recorded moves its operands as it does without `auto_spec`.
 """
@@ -54,18 +54,13 @@ class PlannedOp:
 
     def __str__(self) -> str:
         parts = [
-            f"{short(spec)} -> {short(need)}"
+            f"{spec.text} -> {need.text}"
             for spec, need in zip(self.before, self.needs, strict=True)
             if spec is not need
         ]
         rows = zip(self.needs, self.casts, strict=True)
-        parts += [f"gradient of {short(need)} summed over {', '.join(axes)}" for need, axes in rows if axes]
+        parts += [f"gradient of {need.text} summed over {', '.join(axes)}" for need, axes in rows if axes]
         return f"{self.name}: {'; '.join(parts)}" if parts else ""
-
-
-def short(spec: TensorSpec) -> str:
-    """A spec without its mesh."""
-    return repr(spec).partition(" on ")[0]
 
 
 def applied(
@@ -165,3 +160,63 @@ def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
     reduced = partition.reduced.union(*(call.axes for call in move.calls if call.pair.name == "all_gather_reduced"))
     target = target.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
     return alike(local, x, target)
+
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The result of `auto_spec`. Printing it shows a table."""
+
+    mesh: Mesh
+    """The mesh."""
+    specs: Any
+    """A tree like the arguments, with the `P` of each tensor, for ``device_put(args, layouts.specs, mesh=mesh)``."""
+    time: float
+    """µs of one call: computation, and collectives forward and backward."""
+    bound: float
+    """µs that no plan can beat. It is less than `time` if a search under a memory limit ended early."""
+    memory: int
+    """The bytes that a rank holds: arguments, their gradients, results, and values that backward keeps.
+
+    Values that live only while an op runs do not count, such as a weight that is gathered for it. Values that
+    `checkpoint` does not keep count. For ``jit(layouts.apply(f)).lower(...).memory()`` it is the other way round.
+    """
+    leaves: tuple[tuple[str, TensorSpec], ...]
+    """The key path and the layout of each tensor among the arguments."""
+    steps: tuple[PlannedOp, ...]
+    """The ops, with the layouts of their operands and the layouts that they need."""
+    results: tuple[P | None, ...]
+    """For each result that is an argument of the next call, the layout of this argument; None for other results."""
+    alternatives: tuple[Layouts, ...] = ()
+    """The runners-up, the quickest first. Each has another layout of some argument than every plan before it."""
+    peak: int | None = None
+    """The most bytes that a rank holds while the recorded program runs, if `memory_limit` was given."""
+
+    @property
+    def communication(self) -> float:
+        """µs of `time` that collectives take."""
+        return self.time - sum(step.computing for step in self.steps)
+
+    def __str__(self) -> str:
+        width = max((len(name) for name, _ in self.leaves), default=0)
+        above = self.time / self.bound - 1 if self.bound else 0.0
+        gap = f"; at most {100 * above:.2g}% above the optimum" if above > _ROUNDING else ""
+        time = f"{self.time:,.1f} µs, of which {self.communication:,.1f} are collectives"
+        held = f"{self.memory:,} B on each rank" if self.peak is None else f"at most {self.peak:,} B on a rank"
+        lines = [f"{time}{gap}; {held}"]
+        lines += [f"  {name:{width}}  {spec.text:<32} {spec.partition}" for name, spec in self.leaves]
+        moved = [f"  {step}" for step in self.steps if str(step)]
+        return "\n".join([*lines, *(["moves:", *moved] if moved else ["no moves"])])
+
+    __repr__ = __str__
+
+    def apply(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """``f`` with intermediate values in the layouts that were found.
+
+        Operands are moved before each call, as by `reshard`. Pending sums of results are settled, or results are moved
+        to the layouts of the arguments of the next call. Communication forward and backward is as predicted. Without
+        this function, each torch function chooses the cheapest layouts for itself alone. Apply it before `jit`.
+        """
+        return applied(f, self.mesh, self.steps, self.results)

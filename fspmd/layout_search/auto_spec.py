@@ -12,10 +12,9 @@ import optree
 
 from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.foreign import refuse_foreign
-from fspmd.layout_search.apply import PlannedOp, short
+from fspmd.layout_search.apply import Layouts, PlannedOp
 from fspmd.layout_search.cost_model import CostModel
 from fspmd.layout_search.elimination import TooWide
-from fspmd.layout_search.found_layouts import Layouts
 from fspmd.layout_search.memory_limit import fitting, peak_of
 from fspmd.layout_search.op_graph import Op, OpGraph, is_value, record
 from fspmd.layout_search.search import DoesNotFit, LayeredSearch, LayoutPlan
@@ -210,7 +209,7 @@ def _carry(graph: OpGraph, carried: Mapping[str, str], leaves: Mapping[str, int]
             target = f"{argument}.{rest}" if rest else argument
             number = leaves.get(target)
             if number is None or graph.values[number] is not graph.values[outputs[name]]:
-                given = short(graph.values[outputs[name]])
+                given = graph.values[outputs[name]].text
                 raise ArgumentError(
                     f"auto_spec got {result!r}: {argument!r} in carried, but the result {name!r} is {given}, and no "
                     f"argument {target!r} has this shape and dtype{near(target, leaves)}"

@@ -15,7 +15,7 @@ from fspmd.entries import entry_of
 from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.flat_dims import viewed_call
 from fspmd.global_view.layouts import Choice, layouts_of, working
-from fspmd.global_view.propagate import Question
+from fspmd.global_view.question import Question
 from fspmd.layout_search.move_counts import ONCE, Trips
 from fspmd.layout_search.op_graph import Op
 from fspmd.redistribution.cost import Topology

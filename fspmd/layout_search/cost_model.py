@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fspmd.layout_search.call_layouts import CallChoice, call_choices, layouts
-from fspmd.layout_search.move_prices import ChoiceCost, Prices, ValueLayout, least_prices, making, size
+from fspmd.layout_search.move_prices import ChoiceCost, Prices, ValueLayout, least_prices, making
 from fspmd.layout_search.op_graph import Op, OpGraph
 from fspmd.layout_search.symmetries import Ties, alike, renamed
 from fspmd.redistribution.cost import Topology
@@ -227,7 +227,7 @@ class CostModel:
             variable = self._of_value[number]
             choices: tuple[ValueLayout, ...] = self.choices[variable]
             copies = 0 if number in written or number in self.graph.constants else self._copies(number)
-            memory = [float(copies * size(choice.spec)) for choice in choices]
+            memory = [float(copies * choice.spec.block_bytes) for choice in choices]
             time = [self._settling_time(choice.spec) if number in ending else 0.0 for choice in choices]
             for start in self._summed_once.get(number, ()):
                 sums = self.graph.sums.get((number, start), 1)

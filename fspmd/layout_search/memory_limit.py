@@ -16,8 +16,7 @@ from typing import Any
 import optree
 
 from fspmd.errors import FspmdError
-from fspmd.layout_search.apply import applied
-from fspmd.layout_search.found_layouts import Layouts
+from fspmd.layout_search.apply import Layouts, applied
 from fspmd.layout_search.op_graph import is_value
 from fspmd.layout_search.search import BYTES, DoesNotFit, LayeredSearch, LayoutPlan
 from fspmd.meshes.mesh import make_mesh

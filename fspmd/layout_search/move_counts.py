@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fspmd.errors import RecordError
 from fspmd.global_view.calls import operands_of, replaced
-from fspmd.global_view.propagate import Question
+from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
 from fspmd.sharded import Sharded, is_plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, prod
+from math import inf
 
 import torch
 from torch import Tensor
@@ -81,11 +81,6 @@ class Prices:
                 self.changes += 1
 
 
-def size(spec: TensorSpec) -> int:
-    """The bytes of a block."""
-    return prod(spec.block_shape) * spec.dtype.itemsize
-
-
 def least_prices(
     layouts: tuple[ValueLayout, ...], needs_of_strategies: tuple[Need, ...], alone: bool, topology: Topology
 ) -> Prices:
@@ -102,7 +97,7 @@ def least_prices(
     if needs[0].followed:
         gradients = [_gradient(need) for need in needs]
         time += trips.back * least_times(gradients, [spec.dual for spec in specs], topology).mT
-    sizes = torch.tensor([float(size(need.spec)) if need.saved else 0.0 for need in needs], dtype=torch.float64)
+    sizes = torch.tensor([float(need.spec.block_bytes) if need.saved else 0.0 for need in needs], dtype=torch.float64)
     memory = sizes.expand_as(time).clone()
     exact = torch.zeros(time.shape, dtype=torch.bool)
     if needs[0].stays:

@@ -23,7 +23,7 @@ from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.operands import places_of, tensors_of
-from fspmd.global_view.propagate import Question
+from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import joined, on_meta
 from fspmd.global_view.unruled import gathered
@@ -32,7 +32,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placement.reshard import with_reshard_as
 from fspmd.rules import ENGINE, Factors, Row, writes
-from fspmd.rules.elementwise import elementwise
+from fspmd.rules.factors import elementwise
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import DisableTorchFunction, aten_number, transforms_active

@@ -26,7 +26,7 @@ def call_with_empty_blocks(func: Callable[..., Any], *args: Any, **kwargs: Any) 
     leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
     followed = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     call = func, [_outline(x) for x in leaves], treedef
-    link = _AnchoredCall(call, followed, [_zero_depending_on(leaves[i]) for i in followed])
+    link = _AnchoredCall(call, followed, [zero_depending_on(leaves[i]) for i in followed])
     for place, i in enumerate(followed):
         leaves[i] = _operand(leaves[i], link, place)
     args, kwargs = optree.tree_unflatten(treedef, leaves)
@@ -48,7 +48,7 @@ def _is_empty(x: Any) -> bool:
     return isinstance(x, (list, tuple)) and any(map(_is_empty, x))
 
 
-def _zero_depending_on(x: Tensor) -> Tensor:
+def zero_depending_on(x: Tensor) -> Tensor:
     """Returns a zero that depends on ``x`` and saves nothing: `checkpoint` counts what is saved."""
     zero = x.flatten()[:0].sum()
     return zero.real if zero.is_complex() else zero
@@ -126,7 +126,7 @@ class _TiedToAnchors(torch.autograd.Function):
         if torch.is_grad_enabled():
             for source in ctx.link.sources(ctx.place):
                 if source.requires_grad:
-                    g = g + _zero_depending_on(source).to(g.dtype)
+                    g = g + zero_depending_on(source).to(g.dtype)
         return g, None, None
 
 

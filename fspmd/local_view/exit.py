@@ -18,15 +18,15 @@ from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
 from fspmd.foreign import misfit
 from fspmd.local_view.entry import manual_complaint
-from fspmd.messages import Failure, as_axis_name, counted, described, quoted, refuse
+from fspmd.local_view.measured_layouts import spec_of_blocks
+from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
 from fspmd.sharded import Sharded, is_plain, pair
-from fspmd.spec import P, TensorSpec, complain, short_dtype
+from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
-from fspmd.tracing import outside_transforms, recorder
-from fspmd.transport import Options, transport_of
-from fspmd.transport.call import Layout
+from fspmd.tracing import recorder
+from fspmd.transport import Options
 from fspmd.transport.frame import Frame, frame, groups
 from fspmd.transport.local_tensor import BLOCKS, block_type, blocks_of, frame_of, held_frame, is_borrowed, is_uneven
 from fspmd.trees import Label
@@ -354,61 +354,6 @@ def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
     if body.mesh.transport != "simulation":
         return x
     return _held(x, frame(body.mesh, spec.partition.axes | spec.partition.unreduced), body)
-
-
-def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: object) -> TensorSpec:
-    """Return the layout whose blocks the ranks hold. None stands for a value that is not a tensor.
-
-    Raises:
-        FspmdError: The blocks do not fit together. All ranks raise, and the message names the first rank that differs.
-    """
-    with outside_transforms():
-        layouts = [layout for (layout,) in transport_of(mesh).layouts([x], mesh)]
-    return spec_of_layouts(layouts, partition, mesh, name)
-
-
-def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, name: object) -> TensorSpec:
-    """Return `spec_of_blocks` for the dtype and shape of each rank, in row-major order."""
-    coordinates = list(frame(mesh, mesh.axis_names).coordinates())
-    checked = []
-    for at, layout in zip(coordinates, layouts, strict=True):
-        if layout is None:
-            raise ArgumentError(f"{name}: {where_is(mesh, at)} has no tensor; every rank must pass its block")
-        checked.append(layout)
-    dtype, first = checked[0]
-    for at, (kind, shape) in zip(coordinates, checked, strict=True):
-        if kind != dtype or len(shape) != len(first):
-            raise ShapeError(
-                f"{name}: {where_is(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
-                f"{short_dtype(dtype)} of shape {first}; all ranks must hold one dtype and one number of dims"
-            )
-    if wrong := complain(partition, mesh, len(first)):
-        raise SpecError(f"{name} of blocks with {counted(len(first), 'dim')}: {wrong}")
-    total = list(first)
-    for dim, entry in enumerate(partition):
-        if isinstance(entry, Flat):
-            total[dim] = entry.size
-            continue
-        axes = entry_axes(entry)
-        total[dim] = sum(
-            shape[dim]
-            for at, (_, shape) in zip(coordinates, checked, strict=True)
-            if all(c == 0 or axis in axes for axis, c in zip(mesh.axis_names, at, strict=True))
-        )
-    spec = TensorSpec(mesh, partition, total, dtype)
-    for at, (_, shape) in zip(coordinates, checked, strict=True):
-        if shape != spec.local_shape(at):
-            raise ShapeError(
-                f"{name}: {where_is(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
-                f"gives it {spec.local_shape(at)}; pad the blocks to one shape, or put them together first: all_gather"
-            )
-    return spec
-
-
-def where_is(mesh: Any, at: tuple[int, ...]) -> str:
-    """Return the text of a rank and its coordinate: ``rank 3 at x=1, y=1``."""
-    place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
-    return f"rank {mesh.rank_at(at)} at {place}"
 
 
 def _in_outer_body(x: Tensor, spec: TensorSpec | P, body: Body) -> Tensor:

@@ -33,7 +33,8 @@ from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import is_active, run_in
 from fspmd.local_view.tracking import Tracker, mode_for, own
-from fspmd.local_view.type_rules import first_seen, show_value, tensors_of
+from fspmd.local_view.type_rules import first_seen
+from fspmd.ops.traits import tensors_in
 from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import (
@@ -49,7 +50,7 @@ from fspmd.torch_internals import (
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder, untraceable
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.transport.randomness import go_on, kept_states
-from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance
+from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance, show
 
 _BODY = "_fspmd_body"
 _SAVED = "_fspmd_saved"  # on the backward of a Function: the types of the tensors that it saves
@@ -355,10 +356,10 @@ def _wrap_script() -> None:
 
 def _check_frozen(method: Any, operands: Any) -> None:
     module: Any = wrap_script_module(method.owner)
-    varying = next((x for x in tensors_of(operands) if get_variance(x) is not INVARIANT), None)
+    varying = next((x for x in tensors_in(operands) if get_variance(x) is not INVARIANT), None)
     if varying is not None and any(p.requires_grad for p in module.parameters()):
         raise VarianceError(
-            f"a TorchScript module was called with {show_value(varying)}: its parameters would get the gradient of one "
+            f"a TorchScript module was called with {show(varying)}: its parameters would get the gradient of one "
             "rank alone, since types are not tracked in TorchScript; call the Python module, or freeze its parameters"
         )
 

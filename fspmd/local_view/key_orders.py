@@ -19,7 +19,7 @@ from typing import Any, Final
 from optree import PyTreeSpec
 
 from fspmd.errors import LockstepError
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport import known_values
 from fspmd.transport.reports import store_here, tell_failure
@@ -28,7 +28,7 @@ from fspmd.trees import Label, has_dicts
 _SHOWN: Final = 64  # leaves of an order in the store
 _comparing: Final = threading.Lock()  # threads of a rank may come to one call
 _seen: Final[dict[str, list[str]]] = {}  # the orders of this process, by mesh, call and leaves
-world.at_new_world(_seen.clear)
+process_groups.at_new_world(_seen.clear)
 
 
 def check_order(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fspmd.body import Body, state
 from fspmd.errors import VarianceError
+from fspmd.local_view.backward_calls import call_backward
 from fspmd.local_view.empty_blocks import ConnectingMode, call_with_empty_blocks
 from fspmd.local_view.indexing import IndexMode, index_by_tensor
 from fspmd.local_view.modes import BodyMode, run_in
@@ -29,8 +30,6 @@ from fspmd.local_view.type_rules import (
     pending_sum,
     refuse_branch,
     refuse_shared_draw,
-    show_value,
-    tensors_of,
 )
 from fspmd.local_view.uneven import (
     call_uneven,
@@ -39,9 +38,8 @@ from fspmd.local_view.uneven import (
     hold_each,
     numbers_frame,
     numbers_to_tensors,
-    per_rank_like,
 )
-from fspmd.ops.traits import OPS, Traits, learn
+from fspmd.ops.traits import OPS, Traits, learn, tensors_in
 from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import is_dead_wrapper, transforms_active
@@ -58,6 +56,7 @@ from fspmd.variance import (
     get_variance,
     join,
     set_variance,
+    show,
     storage_of,
 )
 
@@ -112,11 +111,11 @@ class Tracker(BodyMode):
         self, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Frame | None = None
     ) -> Any:
         """Handles any call. ``numbers`` is the frame of sizes among the arguments that differ from rank to rank."""
-        tensors = list(tensors_of(args[1:] if op.constant else args))
+        tensors = list(tensors_in(args[1:] if op.constant else args))
         if kwargs:
-            tensors.extend(tensors_of(kwargs.values()))
+            tensors.extend(tensors_in(kwargs.values()))
         if op.backward:
-            return self._backward(op.backward, func, args, kwargs)
+            return call_backward(self, op.backward, func, args, kwargs)
         if op.hook:
             return func(args[0], _typed_hook(args[0], args[1], self.body), *args[2:], **kwargs)
         if op.elementwise and (parts := parts_by_type(args)):
@@ -134,7 +133,7 @@ class Tracker(BodyMode):
         if result is INVARIANT:
             out = self._invariant(func, args, kwargs)
             if draws and known_values.hear is not None:
-                for x in tensors_of((out,)):
+                for x in tensors_in((out,)):
                     known_values.hear(self.body.mesh, f"what {op.shown} draws", x)
             return out
         if op.ragged is not None and op.ragged(*args, **kwargs):
@@ -196,7 +195,7 @@ class Tracker(BodyMode):
         numbers = numbers_frame((*args, *kwargs.values()))
         if numbers is None:
             return self._general(op, func, args, kwargs)
-        operands = [*tensors_of(args), *tensors_of(kwargs.values())]
+        operands = [*tensors_in(args), *tensors_in(kwargs.values())]
         if not operands:
             out = call_with_numbers(func, args, kwargs, numbers)
             annotate(out, Variance(varying=numbers.axes))
@@ -213,7 +212,7 @@ class Tracker(BodyMode):
             out = function(*args)
             if extra := get_variance(out).varying - to.varying:
                 raise VarianceError(
-                    f"{name} returned {show_value(out)}, which varies over {', '.join(map(repr, sorted(extra)))}, "
+                    f"{name} returned {show(out)}, which varies over {', '.join(map(repr, sorted(extra)))}, "
                     f"but the operands do not; cast one first: pcast(x, {min(extra)!r}, to='varying')"
                 )
             return self.cast(out, to)
@@ -233,7 +232,7 @@ class Tracker(BodyMode):
             return out if all(map(operator.is_, parts, out)) else type(out)(parts)
         if not isinstance(out, Tensor) or out.layout is not torch.strided:  # others have no storage to share
             return out
-        for x in tensors_of(operands):
+        for x in tensors_in(operands):
             source = get_variance(x)
             if source is not to and x.layout is torch.strided and storage_of(x) == storage_of(out):
                 out = x.view_as(x) if out is x else out
@@ -261,7 +260,7 @@ class Tracker(BodyMode):
                 self.cast(value, to)
                 if isinstance(value, Tensor)
                 else value
-                if not isinstance(value, (tuple, list)) or next(tensors_of(value), None) is None
+                if not isinstance(value, (tuple, list)) or next(tensors_in(value), None) is None
                 else list(self.cast_all(value, to))
                 if isinstance(value, list)
                 else self.cast_all(value, to)
@@ -313,50 +312,6 @@ class Tracker(BodyMode):
         with one_stream(seed, index):
             return func(*args, **kwargs)
 
-    def _backward(
-        self, signature: tuple[str, int, str], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Handles a call that runs backward: casts cotangents to the dual types of outputs, and types the gradients.
-
-        The inputs of such a call are places in the graph, not operands.
-        """
-        name, place, cotangents = signature
-        outputs = args[0] if args else kwargs[name]
-        if len(args) > place:
-            args = (*args[:place], self._cotangents(outputs, args[place]), *args[place + 1 :])
-        elif cotangents in kwargs:
-            kwargs = {**kwargs, cotangents: self._cotangents(outputs, kwargs[cotangents])}
-        results = func(*args, **kwargs)
-        if results is not None:
-            inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-            for x, gradient in zip(tensors_of((inputs,)), results, strict=True):
-                if gradient is not None:
-                    set_variance(gradient, get_variance(x).dual)
-        return results
-
-    def _cotangents(self, outputs: Any, cotangents: Any) -> Any:
-        if isinstance(cotangents, Tensor):
-            output = outputs if isinstance(outputs, Tensor) else outputs[0]
-            return self._cotangent(output, cotangents)
-        if not isinstance(cotangents, (list, tuple)) or isinstance(outputs, Tensor) or len(cotangents) != len(outputs):
-            return cotangents
-        return [self._cotangent(*row) for row in zip(outputs, cotangents, strict=True)]
-
-    def _cotangent(self, output: Any, cotangent: Any) -> Any:
-        if not isinstance(output, Tensor) or not isinstance(cotangent, Tensor):
-            return cotangent
-        if extra := get_variance(cotangent).varying - get_variance(output).varying:
-            raise VarianceError(
-                f"a cotangent {show_value(cotangent)} was given for an output {show_value(output)}: it varies "
-                f"over {', '.join(map(repr, sorted(extra)))}, the output does not; psum it first"
-            )
-        to = get_variance(output).dual
-        if not to.unreduced:
-            given, cotangent = cotangent, self.cast(cotangent, to)
-            if cotangent is given:  # autograd may return it as a gradient, which has another type
-                cotangent = set_variance(given.view_as(given), get_variance(given))
-        return per_rank_like(cotangent, output) if UNEVEN and self.simulated else cotangent
-
 
 def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
     """Wraps a hook: it runs in the body again, with axes bound and a typed gradient."""
@@ -367,7 +322,7 @@ def _typed_hook(x: Tensor, hook: Any, typed_by: Body) -> Any:
         out = run_in(body, Tracker(typed_by), hook, gradient)
         if isinstance(out, Tensor) and (extra := get_variance(out).varying - dual.varying):
             raise VarianceError(
-                f"a hook on {show_value(x)} returned {show_value(out)}, which varies over "
+                f"a hook on {show(x)} returned {show(out)}, which varies over "
                 f"{', '.join(map(repr, sorted(extra)))}; a gradient varies where its value does: psum it first"
             )
         return out
@@ -437,7 +392,7 @@ def annotate(out: Any, variance: Variance) -> None:
 
 def mark_invariant(out: Any) -> None:
     """Marks a result as invariant, and as given by a call."""
-    for x in tensors_of((out,)):
+    for x in tensors_in((out,)):
         setattr(x, ATTRIBUTE, INVARIANT)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -14,23 +13,12 @@ from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
 from fspmd.ops.linearity import ADDED, BETWEEN, plain_name, stay_sums
 from fspmd.ops.signatures import in_order
-from fspmd.ops.traits import Traits, written_operands
+from fspmd.ops.traits import Traits, tensors_in, written_operands
 from fspmd.remembered import wrote
 from fspmd.spec import describe
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.frame import Frame
 from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, inherited, join, show, storage_of
-
-
-def tensors_of(values: Any) -> Iterator[Tensor]:
-    """Every tensor among the values, in lists, tuples and slices too."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) in (list, tuple) or (isinstance(value, tuple)):
-            yield from tensors_of(value)
-        elif type(value) is slice:
-            yield from tensors_of((value.start, value.stop, value.step))
 
 
 def first_seen(x: Tensor) -> Variance:
@@ -46,7 +34,7 @@ def parts_by_type(args: tuple[Any, ...]) -> list[list[int]] | None:
     parts: dict[Variance, list[int]] = {}
     for i in range(len(lists[0]) if lists else 0):
         result = INVARIANT
-        for x in tensors_of([each[i] for each in lists if i < len(each)]):
+        for x in tensors_in([each[i] for each in lists if i < len(each)]):
             result = join(result, get_variance(x))
         parts.setdefault(result, []).append(i)
     return list(parts.values()) if len(parts) > 1 else None
@@ -67,7 +55,7 @@ def pending_sum(
     """
     if kwargs:
         args, kwargs = in_order(func, args, kwargs)
-        tensors = list(tensors_of((*args, *kwargs.values())))
+        tensors = list(tensors_in((*args, *kwargs.values())))
         variances = [get_variance(x) for x in tensors]
     unreduced = [v for v in variances if v.unreduced]
     axes = frozenset[str]().union(*(v.unreduced for v in unreduced))
@@ -85,7 +73,7 @@ def pending_sum(
     allowed = allowed and (first or not op.writes)  # else what is written into would become a pending sum
     allowed = allowed and op.linear_when(*args, **kwargs)
     if not (allowed or trusted):
-        shown = ", ".join(show_value(x) for x in tensors)
+        shown = ", ".join(show(x) for x in tensors)
         raise VarianceError(
             f"{op.name}({shown}): a value unreduced over {quoted(sorted(axes))} is a sum still pending, which only "
             f"linear ops keep so; add it up first: psum(x, {as_axis_name(sorted(axes))}), or psum_scatter"
@@ -99,13 +87,13 @@ def pending_sum(
 
 def check_stays_sum(op: Traits, tensors: list[Tensor], out: Any) -> None:
     """A pending sum of floating-point numbers does not become one of integers, nor any one of truths."""
-    result = next(tensors_of((out,)), None)
+    result = next(tensors_in((out,)), None)
     if result is None:
         return
     for x in tensors:
         if get_variance(x).unreduced and not stay_sums(x.dtype, result.dtype):
             raise VarianceError(
-                f"{op.name} of {show_value(x)} gives {result.dtype}: rounding a pending sum on each rank is not "
+                f"{op.name} of {show(x)} gives {result.dtype}: rounding a pending sum on each rank is not "
                 "rounding the sum; reduce it first: psum or psum_scatter over the axis"
             )
 
@@ -124,7 +112,7 @@ def check_known_to_vary(op: Traits, operands: list[Tensor], numbers: Frame) -> N
         if missing and torch.is_grad_enabled() and differentiated(x):
             axes = missing[0] if len(missing) == 1 else tuple(missing)
             raise VarianceError(
-                f"{op.name} of {show_value(x)} and a size that differs from rank to rank over {axes!r}: ranks that run "
+                f"{op.name} of {show(x)} and a size that differs from rank to rank over {axes!r}: ranks that run "
                 "as processes see a plain int there and could not tell that the result varies, so the gradient would "
                 f"not be summed; cast the value first: pcast(x, {axes!r}, to='varying')"
             )
@@ -140,7 +128,7 @@ def check_writes(
     for target in written_operands(func, op, args, kwargs):
         have = get_variance(target)
         if missing := result.varying - have.varying:
-            raise VarianceError(written_in_place(op.shown, show_value(target), missing, op.instead))
+            raise VarianceError(written_in_place(op.shown, show(target), missing, op.instead))
         known = borrowed.get(storage_of(target)) if borrowed else None
         if getattr(target, BORROWED, False) or (known is not None and have is not known[1]):
             raise VarianceError(WRITTEN_CAST.format(op.shown))
@@ -162,9 +150,3 @@ def refuse_shared_draw(op: Traits, axes: frozenset[str]) -> NoReturn:
         "that is mapped, so that ranks would draw the same; draw like a mapped value: torch.rand_like(x), or "
         "F.dropout(w + 0 * x) of a weight"
     )
-
-
-def show_value(x: Tensor) -> str:
-    """A tensor's dtype, shape and type, for messages."""
-    with DisableTorchFunction():
-        return show(x)

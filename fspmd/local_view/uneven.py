@@ -30,7 +30,7 @@ from fspmd.torch_internals import (
     DisableTorchFunction,
     aten_zero_tensor,
     forward_ad,
-    is_gradtracking,
+    is_batched,
     is_wrapped,
     wrapped_by,
 )
@@ -47,7 +47,6 @@ from fspmd.transport.local_tensor import (
     is_uneven,
     local_tensor,
 )
-from fspmd.transport.randomness import per_rank_generators
 from fspmd.variance import storage_of, unwrapped
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -72,14 +71,8 @@ def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """Calls a function without tensors, such as ``torch.zeros(x.shape)``, once per rank."""
     if func.__name__.lstrip("_").startswith("sym_"):  # arithmetic on sizes, which `LocalInt` has
         return func(*args, **kwargs)
-    with outside_transforms(), per_rank_generators(held) as switch:
-        ranks = iter(range(held.volume))
-
-        def call_on_rank(*row: Any, **named: Any) -> Any:
-            switch(next(ranks))
-            return func(*row, **named)
-
-        return call_per_rank(call_on_rank, args, kwargs, held)
+    with outside_transforms():
+        return call_per_rank(func, args, kwargs, held, draws=True)
 
 
 def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> tuple[Any, Any]:
@@ -190,9 +183,11 @@ def _copied_per_rank(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any])
 def differentiated(x: Tensor, forward: bool = False) -> bool:
     """Whether reverse mode, or with ``forward`` also forward mode, follows a value, at any level of transforms."""
     forward = forward and forward_ad._current_level >= 0
-    while not x.requires_grad and not (forward and is_gradtracking(x)):
+    while not x.requires_grad:
         if not is_wrapped(x):
             return False
+        if forward and not is_batched(x):  # a derivative wraps it
+            return True
         x = wrapped_by(x)
     return True
 
@@ -276,13 +271,9 @@ def hold_each(values: Iterable[Any], copies: Call) -> Iterator[Any]:
 
 def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
     """Returns the common frame of the uneven blocks among the values, or None."""
-    for value in values:
-        if isinstance(value, Tensor):
-            inner = unwrapped(value)
-            if is_uneven(inner) and (own := held_frame(inner)) is not None:
-                held = own if held is None else union(held, own)
-        elif type(value) is list or type(value) is tuple:
-            held = uneven_frame(value, held)
+    for x in map(unwrapped, tensors_in(values)):
+        if is_uneven(x) and (own := held_frame(x)) is not None:
+            held = own if held is None else union(held, own)
     return held
 
 

@@ -19,7 +19,7 @@ import torch
 
 from fspmd.errors import MeshError
 from fspmd.first_use import begin
-from fspmd.meshes import device_mesh, world
+from fspmd.meshes import device_mesh, process_groups, world
 from fspmd.meshes.axes import check_names, check_ranks, check_sizes, integers
 from fspmd.meshes.grid import Grid, lay_out
 from fspmd.meshes.layout import Layout, concat
@@ -152,7 +152,7 @@ class Mesh(Grid):
                 f"process_group({axes!r}): {self} has no process groups, its transport is {self.transport!r}: make the "
                 "mesh under torchrun for them"
             )
-        return world.process_group(self.group_ranks(axes))
+        return process_groups.process_group(self.group_ranks(axes))
 
     @staticmethod
     def from_device_mesh(dm: DeviceMesh) -> Mesh:
@@ -163,7 +163,7 @@ class Mesh(Grid):
         """
         parts = device_mesh.read_device_mesh(dm)
         for group in parts.groups:
-            world.adopt_group(group)
+            process_groups.adopt_group(group)
         kind = (parts.device_type, "process_group" if world.initialised() else "simulation")
         return Mesh._make(*lay_out(parts.shape, parts.ranks), kind)
 
@@ -294,7 +294,7 @@ def make_mesh(
         )
     if launched:
         device_type = device_type or world.default_device_type()
-        world.ensure_initialised(device_type, limit)
+        process_groups.ensure_initialised(device_type, limit)
     elif transport == "simulation" and device_type not in (None, "meta") and not world.available(device_type):
         raise MeshError(
             f'{call}: device={device_type!r}, but torch finds none here: leave it out, or write device="cpu"'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from fspmd.errors import ArgumentError
 from fspmd.ops.traits import learn, name_of
-from fspmd.torch_internals import fan_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,10 @@ _OVERWRITING: Final = {"fill_", "zero_", "copy_", "uniform_", "normal_", "log_no
 
 
 def _kaiming(tensor: Tensor, a: float, mode: Any, nonlinearity: Any, **_: Any) -> tuple[Any, tuple[float, ...]]:
-    fan = fan_of(tensor, mode)
+    shape = tensor.shape
+    if tensor.numel():  # torch checks the shape and the mode
+        nn.init.kaiming_uniform_(torch.empty(shape, device="meta"), a, mode, nonlinearity)
+    fan = math.prod(shape[1:] if mode.lower() == "fan_in" else (shape[0], *shape[2:]))
     bound = nn.init.calculate_gain(nonlinearity, a) * (3.0 / fan) ** 0.5 if fan else 0.0
     return Tensor.uniform_, (-bound, bound)
 

@@ -20,7 +20,6 @@ from fspmd.placement import creation
 from fspmd.placement.device_put import device_put
 from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P
-from fspmd.torch_internals import trunc_normal_without_grad
 
 
 class Replay:
@@ -315,7 +314,7 @@ def _trunc_normal_(
     return tensor
 
 
-_TRUNCATED: Final = {nn.init.trunc_normal_, trunc_normal_without_grad}
+_TRUNCATED: Final = {nn.init.trunc_normal_, *(f for f in INITS if f.__name__.endswith("trunc_normal_"))}
 #: functions of torch.nn.init that need the whole tensor
 _WHOLE: Final = INITS - _TRUNCATED
 _ELEMENTWISE: Final = {

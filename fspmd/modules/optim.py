@@ -1,8 +1,8 @@
-"""`Sharded` parameters in ``torch.optim`` and ``torch.nn.utils.clip_grad_norm_``, and clipping of trees.
+"""`Sharded` parameters in ``torch.optim``, ``torch.nn.utils.clip_grad_norm_`` and data parallelism; clipping of trees.
 
 An optimizer computes with torch functions, which take `Sharded` values. Three of its functions do not: optimizers,
 clipping and averaged models group tensors below Python, the norm of gradients knows one mesh, and states are loaded as
-plain tensors. These are wrapped here.
+plain tensors. These are wrapped here. Torch's own data parallelism is refused.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import math
 import sys
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
 import torch.nn.utils.clip_grad
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fspmd.errors import ArgumentError
 from fspmd.foreign import refuse_foreign
@@ -115,6 +116,7 @@ def install() -> None:
         setattr(module, name, norm)
     optimizer: Any = torch.optim.Optimizer
     optimizer.add_param_group = _adding(optimizer.add_param_group)
+    _refuse_data_parallelism()
 
 
 def _grouping(original: Any) -> Any:
@@ -183,3 +185,35 @@ def _laid_out(param: Any, x: Any) -> Any:
         return device_get(x)
     partition = param.spec.partition if x.shape == param.shape else P()
     return device_put(x, partition, mesh=param.spec.mesh)
+
+
+def _refuse_data_parallelism() -> None:
+    """Make ``DistributedDataParallel`` and ``fully_shard`` refuse `Sharded` parameters: they move the shells."""
+    wrapper: Any = DistributedDataParallel
+    wrapper.__init__ = _checking(wrapper.__init__)
+    setattr(Sharded, "fsdp_pre_all_gather", property(_refuse_fsdp))  # noqa: B010 (fully_shard asks each parameter for it)
+
+
+def _checking(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        parameters: Any = module.parameters() if isinstance(module, nn.Module) else ()
+        for x in parameters:
+            if type(x) is Sharded:
+                _refuse_sharded("DistributedDataParallel", x)
+        original(self, module, *args, **kwargs)
+
+    return init
+
+
+def _refuse_fsdp(x: Any) -> NoReturn:
+    _refuse_sharded("fully_shard", x)
+
+
+def _refuse_sharded(what: str, x: Sharded) -> NoReturn:
+    raise ArgumentError(
+        f"{what} got a module with the parameter {x!r}, whose gradient is already summed over the ranks; call the "
+        "module as it is: leave it out of accelerator.prepare, or write accelerator.prepare_model(m, "
+        "evaluation_mode=True); rows that differ from process to process become one batch by "
+        "from_process_local(batch, spec)"
+    )

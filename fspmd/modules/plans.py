@@ -108,7 +108,7 @@ class ParallelPlan:
         cells = [("leaf", "layout", "pattern", "style")]
         for row in self.rows:
             style = "" if row.pattern is None else repr(self.styles[row.pattern])
-            layout = repr(row.spec).partition(" on ")[0]
+            layout = row.spec.text
             cells.append((row.name, layout, "-" if row.pattern is None else row.pattern or '""', style))
         widths = [max(len(line[i]) for line in cells) for i in range(3)]
         lines = ["  ".join((*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3])) for line in cells]

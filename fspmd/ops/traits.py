@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -155,12 +156,14 @@ def _draws_in_rrelu(*args: Any, **kwargs: Any) -> bool:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, and in lists and tuples among them."""
+    """Yield the tensors among values, and in lists, tuples and slices among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors_in(value)
+        elif type(value) is slice:
+            yield from tensors_in((value.start, value.stop, value.step))
 
 
 def _tensor_as_size(*args: Any, **kwargs: Any) -> bool:
@@ -332,6 +335,14 @@ def name_of(func: Any) -> str:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute if name == "__get__" and attribute in LINEAR else f"{name.strip('_')} {attribute}"
     return str(name)
+
+
+def is_torch(func: Any) -> bool:
+    """Whether a function is of torch: an op of aten, a method, or a function in one of its modules."""
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        name: str = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
+        return name.startswith(("aten::", "prims::"))
+    return not isinstance(func, FunctionType) or (func.__module__ or "").startswith("torch")
 
 
 @cached

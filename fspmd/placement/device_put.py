@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import misfit, refuse_foreign, refuse_misfit
-from fspmd.local_view.exit import spec_of_blocks
+from fspmd.local_view.measured_layouts import spec_of_blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.outside import check_outside, the_mesh

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.collectives.checks import where
 from fspmd.digests import digests
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.foreign import refuse_foreign
-from fspmd.local_view.exit import spec_of_layouts, where_is
+from fspmd.local_view.measured_layouts import spec_of_layouts
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted
@@ -46,7 +47,7 @@ def barrier(name: str = "barrier", *, mesh: Mesh | None = None) -> None:
     for coordinate, other in zip(_coordinates(mesh), names, strict=True):
         if other != names[0]:
             raise ArgumentError(
-                f"barrier: {where_is(mesh, coordinate)} waits at {other!r}, but the first rank at {names[0]!r}; all "
+                f"barrier: {where(mesh, coordinate)} waits at {other!r}, but the first rank at {names[0]!r}; all "
                 "ranks must call the same barriers in the same order"
             )
 
@@ -78,7 +79,7 @@ def assert_equal(tree: Any, message: str = "", *, mesh: Mesh | None = None) -> N
                 break
         if difference:
             raise VarianceError(
-                f"{message or 'assert_equal'}: {where_is(mesh, coordinate)} {difference}, unlike ranks before it; to "
+                f"{message or 'assert_equal'}: {where(mesh, coordinate)} {difference}, unlike ranks before it; to "
                 "give the values of one rank to all, write broadcast(tree, src=0)"
             )
 
@@ -211,7 +212,7 @@ def _hear(what: str, report: Callable[[], Any], mesh: Mesh) -> list[Any]:
     for coordinate, (other, _) in zip(_coordinates(mesh), reports, strict=True):
         if other != reports[0][0]:
             raise ArgumentError(
-                f"{what}: {where_is(mesh, coordinate)} calls {other}, but the first rank {reports[0][0]}; all ranks "
+                f"{what}: {where(mesh, coordinate)} calls {other}, but the first rank {reports[0][0]}; all ranks "
                 "must make the same calls in the same order"
             )
     return [text for _, text in reports]
@@ -255,7 +256,7 @@ def _check_parts(reports: list[tuple[str, list[_LeafReport | None]]], mesh: Mesh
     first_text, first_rows = reports[0]
     first_specs = [None if row is None else row.what for row in first_rows]
     for coordinate, (text, rows) in zip(_coordinates(mesh), reports, strict=True):
-        here = f"from_process_local: {where_is(mesh, coordinate)}"
+        here = f"from_process_local: {where(mesh, coordinate)}"
         specs = [None if row is None else row.what for row in rows]
         if text != first_text or specs != first_specs:
             raise TreeError(
@@ -280,13 +281,13 @@ def _check_gathered(reports: list[tuple[str, list[Any]]], labels: list[str], mes
     for coordinate, (text, _) in zip(_coordinates(mesh), reports, strict=True):
         if text != first_text:
             raise TreeError(
-                f"process_allgather: {where_is(mesh, coordinate)} has the tree {text}, but the first rank "
+                f"process_allgather: {where(mesh, coordinate)} has the tree {text}, but the first rank "
                 f"{first_text}; pass trees of one structure"
             )
     for coordinate, (_, rows) in zip(_coordinates(mesh), reports, strict=True):
         for label, row, first_row in zip(labels, rows, first_rows, strict=True):
             (dtype, shape, spec), (first_dtype, first_shape, first_spec) = row, first_row
-            here = f"process_allgather: {where_is(mesh, coordinate)} has {label}"
+            here = f"process_allgather: {where(mesh, coordinate)} has {label}"
             if spec != first_spec:
                 kind, first_kind = (
                     "a tensor of its own" if text == "None" else f"the Sharded {text}" for text in (spec, first_spec)

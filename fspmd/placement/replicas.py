@@ -16,7 +16,6 @@ from torch import Tensor
 from fspmd.digests import Difference, difference, digests, mixed, of_bytes, raw_bytes
 from fspmd.errors import ArgumentError, ReplicaError, TreeError, join_failures
 from fspmd.foreign import refuse_misfit
-from fspmd.inspection.lines import UserLine, user_line
 from fspmd.inspection.replays import compare_replays, replay_hashes
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, groups_along, make_mesh
@@ -29,6 +28,7 @@ from fspmd.transport import Options, transport_of
 from fspmd.transport.groups import gather_integers
 from fspmd.transport.local_tensor import blocks_of, held_frame, placed_blocks
 from fspmd.trees import flatten_values, leaf_paths, tree_text
+from fspmd.user_code import UserLine, user_line
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None))
 _CHUNK: Final = 1 << 22  # bytes of each rank that are compared at once, once a leaf differs

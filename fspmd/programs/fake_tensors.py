@@ -10,22 +10,17 @@ from torch import Tensor
 
 from fspmd.fake_mode import FakeMode
 from fspmd.forms import overlaps
-from fspmd.local_view.type_rules import tensors_of
 from fspmd.ops.schemas import facts_of
+from fspmd.ops.traits import tensors_in
 from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
-    FAKE_KEY,
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    default_device,
-    dispatch_mode_of,
     make_subclass,
-    refuse_pointers,
-    warn_of_pointers,
 )
 from fspmd.tracing import DispatchMode
 from fspmd.transport.frame import frame
@@ -55,13 +50,6 @@ def stand_ins(tree: Any, mode: FakeTensorMode, as_they_lie: bool = False) -> Any
     ``as_they_lie``: also tensors whose elements share memory keep their strides.
     """
     return optree.tree_map(lambda leaf: _stand_in(leaf, mode, as_they_lie), tree, none_is_leaf=True, namespace=NODES)
-
-
-def active_mode() -> FakeTensorMode:
-    """The fake mode of the recording."""
-    mode: Any = dispatch_mode_of(FAKE_KEY)
-    assert mode is not None
-    return mode  # type: ignore[no-any-return]
 
 
 def stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -167,7 +155,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
             return self._made(entries[key], args)
         out = super().__torch_dispatch__(func, types, args, kwargs or {})
         try:
-            entry = self._entry(out, args, list(tensors_of((*args, *(kwargs or {}).values()))))
+            entry = self._entry(out, args, list(tensors_in((*args, *(kwargs or {}).values()))))
             if _key(args, kwargs) != key:  # the call has changed its arguments
                 return out
         except _NotCacheable:
@@ -183,7 +171,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
         Raises `_NotCacheable` for a result in the memory of one of ``others``, except of the first argument.
         """
         if type(out) in (tuple, list):
-            return type(out)(self._entry(x, args, [*others, *tensors_of(out[:i])]) for i, x in enumerate(out))
+            return type(out)(self._entry(x, args, [*others, *tensors_in(out[:i])]) for i, x in enumerate(out))
         if out is None:
             return None
         if type(out) is not FakeTensor or out.requires_grad:
@@ -214,13 +202,11 @@ class CachingFakeMode(DispatchMode, FakeMode):
 
     def _fake(self, block: Tensor, device: torch.device) -> Tensor:
         """``FakeTensor(self, block, device)``, made faster: its attributes depend on the device alone."""
+        if not self._allow_unsafe_data_ptr_access:
+            return FakeTensor(self, block, device)
         if (state := self._states.get(device)) is None:
             state = self._states[device] = dict(FakeTensor(self, block, device).__dict__)
         fake: Tensor = make_subclass(FakeTensor, block, False, dispatch_device=True, device_for_backend_keys=device)
-        if self._allow_unsafe_data_ptr_access:
-            warn_of_pointers(fake)
-        else:
-            refuse_pointers(fake)
         fake.__dict__.update(state)
         return fake
 
@@ -239,7 +225,7 @@ def _is_cacheable(func: Any) -> bool:
 
 def _key(args: Any, kwargs: Any) -> Any:
     """The looks of the arguments of a call, and everything else that results depend on."""
-    return *map(_key_part, args), _key_part(kwargs or None), _default_dtype(), default_device()
+    return *map(_key_part, args), _key_part(kwargs or None), _default_dtype()
 
 
 def _key_part(value: Any) -> Any:

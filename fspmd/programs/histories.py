@@ -11,10 +11,10 @@ from typing import Any
 from torch import fx
 
 from fspmd.inspection.histories import DTYPES, History, facts_of
-from fspmd.inspection.lines import line_of
 from fspmd.inspection.replays import Replayed
 from fspmd.meshes.mesh import Mesh
 from fspmd.programs.program import Value
+from fspmd.user_code import line_of
 
 
 def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.local_view.python_step import write_of_python
-from fspmd.local_view.type_rules import tensors_of
+from fspmd.ops.traits import tensors_in
 from fspmd.programs.program import memory_of
 from fspmd.programs.refusals import line, written_by
 from fspmd.sharded import Sharded
@@ -123,11 +123,11 @@ def check_reachable(function: Callable[..., Any], recorder: Any) -> None:
 @contextmanager
 def given_alone(given: Any, recorder: Any) -> Iterator[None]:
     """Within, a use of a value of the record that is not given, or a write into a given value, raises `RecordError`."""
-    blocks = [block for x in tensors_of(given) for block in blocks_of(x)]
-    objects, memory = set(map(id, (*tensors_of(given), *blocks))), set(map(memory_of, blocks))
+    blocks = [block for x in tensors_in(given) for block in blocks_of(x)]
+    objects, memory = set(map(id, (*tensors_in(given), *blocks))), set(map(memory_of, blocks))
 
     def check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for x in tensors_of((*args, *kwargs.values())):
+        for x in tensors_in((*args, *kwargs.values())):
             if id(x) not in objects:
                 _check_no_value(x, recorder)
         if any(memory_of(block) in memory for x in written_by(func, args, kwargs) for block in blocks_of(x)):

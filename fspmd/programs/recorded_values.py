@@ -17,12 +17,12 @@ from fspmd.body import state
 from fspmd.errors import RecordError
 from fspmd.forms import packed
 from fspmd.inspection.causes import Cause, trace
-from fspmd.programs.fake_tensors import active_mode, stand_in
+from fspmd.programs.fake_tensors import stand_in
 from fspmd.programs.program import Value, memory_of, value_of
 from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
 from fspmd.programs.steps import JOINED, shard_of
 from fspmd.sharded import Sharded, is_plain
-from fspmd.spec import TensorSpec, describe
+from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
@@ -51,7 +51,7 @@ class Values(RecordingMode):
     def __init__(self, is_fake: bool) -> None:
         super().__init__()
         self.is_fake = is_fake  # whether tensors have no values
-        self.mode = active_mode() if is_fake else None
+        self.mode = tracing.fake_mode_here() if is_fake else None
         self.graph = fx.Graph()
         self.refused: RecordError | None = None  # the first refusal
         self.given: list[Tensor] = []  # tensors among the arguments
@@ -180,10 +180,10 @@ class Values(RecordingMode):
     def note_blocks(self, spec: TensorSpec) -> None:
         """Note whether blocks of a spec are uneven or empty. Backward has other steps for an empty block."""
         if not spec.even:
-            self.note_uneven(lambda: f"{_shown(spec)} has blocks of different sizes")
+            self.note_uneven(lambda: f"{spec.text} has blocks of different sizes")
             last = tuple(n - 1 for n in spec.mesh.shape.values())  # the smallest block
             if 0 in spec.local_shape(last):
-                self.note_unlike(lambda: f"{_shown(spec)} has empty blocks")
+                self.note_unlike(lambda: f"{spec.text} has empty blocks")
 
     def note_uneven(self, why: Callable[[], str]) -> None:
         """Note that blocks may have another shape on other ranks."""
@@ -370,10 +370,6 @@ class _RecordedPending(Pending):
 def _last_of_autograd() -> int:
     """The sequence number of autograd's latest node."""
     return int(next_sequence()) - 1
-
-
-def _shown(spec: TensorSpec) -> str:
-    return describe(spec.dtype, spec.shape, spec.partition)
 
 
 def _entry(table: dict[int, Any], x: Tensor) -> Any:

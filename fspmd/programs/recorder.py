@@ -19,8 +19,8 @@ from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
 from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
 from fspmd.inspection.causes import trace
-from fspmd.local_view.type_rules import tensors_of
 from fspmd.ops.schemas import facts_of
+from fspmd.ops.traits import tensors_in
 from fspmd.pairs import Call, StandIn, record_with
 from fspmd.programs.generators import Generators
 from fspmd.programs.reachable import check_reachable, given_alone
@@ -88,7 +88,7 @@ class ProgramRecorder(Values):
                 return self.constant(func(*args), args[0])
         if func is aten_zero_tensor:  # torch aborts in a product with a zero tensor that a mode has seen
             func = torch.ops.aten.zeros.default
-        facts, tensors = facts_of(func), list(tensors_of((*args, *kwargs.values())))
+        facts, tensors = facts_of(func), list(tensors_in((*args, *kwargs.values())))
         fixed = facts.pure and all(map(self.is_constant, tensors))
         if facts.gives_values or facts.dynamic_shape or facts.writes:
             if not fixed:

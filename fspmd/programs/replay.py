@@ -12,8 +12,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from fspmd.cache import cached
-from fspmd.inspection.causes import Cause
-from fspmd.inspection.positions import CAUSES
+from fspmd.inspection.causes import CAUSES, Cause
 from fspmd.inspection.replays import UNSORTED, Replayed, log, sort
 from fspmd.inspection.watch import communicates, label
 from fspmd.ops.schemas import facts_of

@@ -16,7 +16,7 @@ from fspmd.messages import counted, micros
 from fspmd.programs.communication import price_of_step
 from fspmd.programs.program import Left, Program, owner
 from fspmd.programs.steps import moved_by
-from fspmd.spec import TensorSpec, describe
+from fspmd.spec import TensorSpec
 from fspmd.torch_internals import OpOverload
 
 _WIDEST = (44, 44, 56, 28)  # the most characters of each column
@@ -111,7 +111,7 @@ class _Text:
         if "value" not in node.meta:
             return self.names[node], ""
         spec: TensorSpec | None = node.meta.get("spec")
-        global_type = "" if spec is None else describe(spec.dtype, spec.shape, spec.partition)
+        global_type = "" if spec is None else spec.text
         return f"{self.names[node]}: {node.meta['value']}", global_type
 
     def values(self, nodes: Iterable[fx.Node | None]) -> str:

@@ -17,7 +17,7 @@ from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute, viewed
 from fspmd.sharded import Sharded, pair
 from fspmd.spec import P, TensorSpec
-from fspmd.torch_internals import VmapInterpreter, running_transforms, transforms_active
+from fspmd.torch_internals import running_transforms, transforms_active
 from fspmd.tracing import outside_transforms
 from fspmd.transport import known_values
 from fspmd.transport.frame import Frame, frame
@@ -116,7 +116,7 @@ def shared_seed(generator: torch.Generator | None, mesh: Mesh, key: Tensor | Non
 
 def _drawn_seed(generator: torch.Generator | None) -> int:
     if transforms_active():
-        vmaps = [transform for transform in running_transforms() if isinstance(transform, VmapInterpreter)]
+        vmaps = [transform for transform in running_transforms() if hasattr(transform, "randomness")]
         for randomness in (transform.randomness() for transform in vmaps):
             if randomness != "same":
                 raise ArgumentError(

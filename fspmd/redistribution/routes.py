@@ -22,7 +22,7 @@ from fspmd.messages import micros
 from fspmd.pairs import Call, call
 from fspmd.redistribution.bounds import bound, closely
 from fspmd.redistribution.cost import FREE, Price, Topology, links_differ
-from fspmd.redistribution.edges import Step, edges, held, priced, reblock, short
+from fspmd.redistribution.edges import Step, edges, priced, reblock
 from fspmd.redistribution.straight import are_many, leaving, straight
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
@@ -50,14 +50,14 @@ class Route:
     @property
     def price(self) -> Price:
         """The price of all steps: bytes and times add up, and the peak is the highest."""
-        return sum((step.price for step in self.steps), Price(0.0, 0.0, held(self.source)))
+        return sum((step.price for step in self.steps), Price(0.0, 0.0, self.source.block_bytes))
 
     def __str__(self) -> str:
         where = repr(self.source.mesh)
         if self.target.mesh != self.source.mesh:
             where += f", then {self.target.mesh!r}"
         lines = [
-            f"{short(self.source)} -> {short(self.target)} on {where}",
+            f"{self.source.text} -> {self.target.text} on {where}",
             *(f"{i:3}. {step}" for i, step in enumerate(self.steps, 1)),
             str(self.price),
         ]
@@ -246,8 +246,8 @@ def _begins(mesh: Mesh, topology: Topology) -> float:
 
 def _least(move: Call, before: TensorSpec, after: TensorSpec, topology: Topology) -> float:
     """Return the least µs of a reblock: its last rank receives the elements that it lacks, or its block grows by."""
-    size = held(after)
-    lacks = max(lacking(before, after) * before.dtype.itemsize, size - held(before))
+    size = after.block_bytes
+    lacks = max(lacking(before, after) * before.dtype.itemsize, size - before.block_bytes)
     link = topology.link(move.mesh, move.axes)
     sending = topology.launch + link.latency + lacks / link.bandwidth if lacks > 0 else 0.0
     return sending + 2 * size / topology.memory

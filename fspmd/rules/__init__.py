@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from fspmd.rules.bodies import Bodied, BodyLayout, Site, reducing
-from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.global_call import Rule, Whole
+from fspmd.rules.composites import composite_of, may_be_composite
+from fspmd.rules.factors import Factors, Rule, Whole, match, parse
 from fspmd.rules.handlers import ENGINE, handler_of
 from fspmd.rules.numbers import FLOATS, NONE, Free
-from fspmd.rules.table import Row, composite_of, is_ragged, may_be_composite, without_write, writes
-from fspmd.rules.user_rules import IN_C, free_numbers, is_registered, register, row_of
+from fspmd.rules.table import IN_C, Row, free_numbers, is_ragged, is_registered, register, row_of, without_write, writes
 
 __all__ = [
     "ENGINE",

@@ -21,8 +21,7 @@ from fspmd.entries import entry_axes
 from fspmd.ops.traits import autocasts
 from fspmd.redistribution.cost import work
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
-from fspmd.rules.factors import Dims, Factors, match, parse
-from fspmd.rules.global_call import NO_RULE, Whole
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Whole, match, parse
 from fspmd.rules.windows import block_places, per_rank
 from fspmd.torch_internals import safe_softmax
 

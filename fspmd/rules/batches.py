@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fspmd.rules.factors import Dims, Factors, match, parse
-from fspmd.rules.global_call import NO_RULE, Rule, Whole
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Whole, match, parse
 
 
 def batched(*trailing: int) -> Rule:

@@ -6,23 +6,32 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from numbers import Number
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.entries import entry_axes
+from fspmd.cache import cached
 from fspmd.errors import ArgumentError
-from fspmd.redistribution.redistribute import to_blocks
+from fspmd.ops.linearity import argument
+from fspmd.ops.traits import is_torch, name_of
+from fspmd.rules.attention import with_dropout
+from fspmd.rules.embeddings import EMBEDDINGS
 from fspmd.rules.grouped import grouped_mm
 from fspmd.rules.layers import multi_head_attention
-from fspmd.rules.losses import LOSSES
+from fspmd.rules.losses import ELEMENTWISE, LOSSES, WEIGHED, smoothed, smoothed_of_linear
+from fspmd.rules.normalizations import NORMALIZATIONS
+from fspmd.rules.softmaxes import cross_entropy, has_labels
 from fspmd.rules.spectra import TRANSFORMS
 from fspmd.rules.value_checks import check_values
 from fspmd.rules.views import vanishing
-from fspmd.sharded import Sharded, call_torch
-from fspmd.spec import P, TensorSpec
+from fspmd.sharded import Sharded
+from fspmd.torch_internals import OpOverload
+
+#: chooses the composite of a function, or none, by the arguments of a call
+Choice = Callable[[Any, tuple[Any, ...], dict[str, Any]], Callable[..., Any] | None]
 
 
 def _take(x: Any, index: Any) -> Any:
@@ -76,7 +85,7 @@ def _is_tensor(x: Any) -> bool:
     return isinstance(x, Tensor)
 
 
-def in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+def _in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """Return a composite of a split along a flat dim that needs no communication, or None.
 
     The uncut leading dims of the flat dim must split into equal pieces.
@@ -96,7 +105,7 @@ def in_pieces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
     return lambda x, *_, **__: x.unflatten(dim, sizes).unbind(dim)
 
 
-def without_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+def _without_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """Return a composite of a reshape that drops sharded dims of size 1, or None.
 
     One rank has such a dim. The composite selects its row there, and then reshapes.
@@ -114,8 +123,9 @@ def without_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     return functools.partial(_reshaped_without, sorted(gone, reverse=True), shape) if gone else None
 
 
-def one_row(x: Any, dim: int = 0) -> Callable[..., Any] | None:
+def _one_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """Return a composite of ``unbind`` along a sharded dim of size 1, which selects its row, or None."""
+    x, dim = args[0] if args else None, argument(args, kwargs, 1, "dim", 0)
     if not isinstance(x, Sharded) or x.spec.flat or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         return None
     cut = [d for d, _, parts in x.spec.cuts if x.shape[d] == 1 < math.prod(parts)]
@@ -130,271 +140,6 @@ def _reshaped_without(gone: list[int], shape: Any, x: Any, *_: Any, **__: Any) -
 
 def _dist(x: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(x - other, p)
-
-
-def _batch_norm(
-    x: Any,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    """``F.batch_norm`` by the moments over all dims but the channels. The running moments keep their layout."""
-    return _normed(x, running_mean, running_var, weight, bias, training, momentum, eps)[0]
-
-
-def _normed(
-    x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> tuple[Any, Any, Any]:
-    """Return the result, and the mean and variance that normalise it.
-
-    The mean is subtracted as a constant of its value; the difference, which is zero, is a part of the bias. For a
-    sharded batch backward then sums two gradients per channel (of scale and shift) in place of three.
-    """
-    if not x.numel():
-        out = x.clone() if weight is None else x * weight[0]
-        return (out if bias is None else out + bias[0]), running_mean, running_var
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    mean, var = running_mean, running_var
-    if training:
-        _check_batch(x.shape)
-        dims = [dim for dim in range(x.dim()) if dim != 1]
-        var, mean = torch.var_mean(wide, dims, correction=0)
-        count = x.numel() // x.size(1)
-        for running, new in ((running_mean, mean), (running_var, var * (count / max(count - 1, 1)))):
-            if running is not None:
-                with torch.no_grad():
-                    running.mul_(1 - momentum).add_((new.detach() * momentum).to(running.dtype))
-    shape = (1, -1, *(1,) * (x.dim() - 2))
-    scale = torch.rsqrt(var + eps) if weight is None else torch.rsqrt(var + eps) * weight
-    constant = mean.detach()
-    shift = bias
-    if training:
-        difference = (mean - constant) * scale
-        shift = -difference if bias is None else bias - difference
-    out = (wide - constant.view(shape)) * scale.view(shape)
-    return (out if shift is None else out + shift.view(shape)).to(x.dtype), mean, var
-
-
-def _torch_batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    _: bool,
-) -> Any:
-    """``torch.batch_norm``, whose arguments are in another order."""
-    return _batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
-def _check_batch(shape: tuple[int, ...]) -> None:
-    """Raise torch's error for one value per channel, which has no variance."""
-    if math.prod(shape) == shape[1]:
-        F.batch_norm(torch.empty(shape, device="meta"), None, None, training=True)
-
-
-def _group_norm(
-    x: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
-) -> Any:
-    """``F.group_norm`` as a layer norm of each group. If blocks cut groups, it needs two all-reduces per group."""
-    if x.dim() < 2 or x.size(1) % num_groups:
-        raise RuntimeError(f"Expected channels that divide into {num_groups} groups, but got {tuple(x.shape)}")
-    _check_batch((x.size(0) * x.size(1) // num_groups, num_groups, *x.shape[2:]))
-    if _cuts_groups(x, num_groups):
-        out = _normed_groups(x, num_groups, eps)
-    else:
-        grouped = x.unflatten(1, (num_groups, x.size(1) // num_groups))
-        out = F.layer_norm(grouped, tuple(grouped.shape[2:]), eps=eps).flatten(1, 2)
-    return _per_channel(out, weight, bias)
-
-
-def _cuts_groups(x: Any, groups: int) -> bool:
-    if not isinstance(x, Sharded) or x.spec.flat:
-        return False
-    return groups % math.prod(x.spec.mesh.shape[axis] for axis in entry_axes(x.spec.partition[1])) > 0
-
-
-def _normed_groups(x: Any, groups: int, eps: float) -> Any:
-    """Normalise groups without moving channels: the sums of groups are pending, and each channel looks up its group."""
-    size, space = x.size(1) // groups, tuple(range(2, x.dim()))
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    lies = TensorSpec(x.spec.mesh, P(x.spec.partition[1]), (x.size(1),), torch.int64)
-    group_of = Sharded(to_blocks(torch.arange(x.size(1), device=x.device) // size, lies), lies)
-    count = size * math.prod(x.shape[2:])
-
-    def mean(values: Any) -> Any:
-        sums = values.sum(space) if space else values
-        means = call_torch(sums_of_groups, (sums, group_of, groups)) / count
-        return means.index_select(1, group_of).view(*sums.shape, *(1,) * len(space))
-
-    wide = wide - mean(wide)
-    return (wide * torch.rsqrt(mean(wide * wide) + eps)).to(x.dtype)
-
-
-def sums_of_groups(x: Any, group_of: Any, groups: int) -> Any:
-    """Sum the channels of each group: x ``[n, c]``, the group of each channel ``[c]`` -> ``[n, groups]``."""
-    return x.new_zeros(x.size(0), groups).index_add(1, group_of, x)
-
-
-def _per_channel(x: Any, weight: Any, bias: Any) -> Any:
-    shape = (1, -1, *(1,) * (x.dim() - 2))
-    out = x if weight is None else x * weight.view(shape)
-    return (out if bias is None else out + bias.view(shape)).to(x.dtype)
-
-
-def _instance_norm(
-    x: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    """``F.instance_norm`` as a layer norm of each channel of each sample. Running moments are means over the batch."""
-    if not use_input_stats:
-        return _batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-    if math.prod(x.shape[2:]) == 1:
-        F.instance_norm(torch.empty(x.shape, device="meta"))  # raises what torch does
-    if running_mean is not None or running_var is not None:
-        with torch.no_grad():
-            var, mean = torch.var_mean(x.detach(), tuple(range(2, x.dim())))
-            for running, new in ((running_mean, mean), (running_var, var)):
-                if running is not None:
-                    running.mul_(1 - momentum).add_((new.mean(0) * momentum).to(running.dtype))
-    return _per_channel(F.layer_norm(x, tuple(x.shape[2:]), eps=eps), weight, bias)
-
-
-def _torch_instance_norm(
-    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use: bool, momentum: float, eps: float, _: bool
-) -> Any:
-    """``torch.instance_norm``, whose arguments are in another order."""
-    return _instance_norm(x, running_mean, running_var, weight, bias, use, momentum, eps)
-
-
-def _norm_and_moments(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, Any, Any]:
-    """``native_batch_norm``: the result, and in training the mean and reciprocal deviation, which get no gradient."""
-    out, mean, var = _normed(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    mean, var = mean.detach(), var.detach()
-    return (out, mean, torch.rsqrt(var + eps)) if training else (out, x.new_empty((0,)), x.new_empty((0,)))
-
-
-def _legit_norm(x: Any, weight: Any, bias: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """``_native_batch_norm_legit``, which torch calls without arguments for running moments if there are none."""
-    missing = () if len(args) + len(kwargs) > 3 else (None, None)
-    return _norm_and_moments(x, weight, bias, *missing, *args, **kwargs)
-
-
-def _norm_with_update(
-    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
-) -> tuple[Any, Any, Any, Any]:
-    """``_batch_norm_with_update``, whose last result is an empty buffer."""
-    results = _norm_and_moments(x, weight, bias, running_mean, running_var, True, momentum, eps)
-    return (*results, x.new_empty((0,), dtype=torch.uint8))
-
-
-def renormed_embedding(
-    places: Any,
-    table: Any,
-    padding_idx: Any = None,
-    max_norm: float = 1.0,
-    norm_type: float = 2.0,
-    *args: Any,
-    **kw: Any,
-) -> Any:
-    """``F.embedding`` with ``max_norm``: first scales down the rows that are looked up, in place."""
-    with torch.no_grad():
-        norms = torch.linalg.vector_norm(table, norm_type, dim=1)
-        used = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, places.flatten(), True)
-        table.mul_(torch.where(used & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)[:, None])
-    return F.embedding(places, table, padding_idx, None, norm_type, *args, **kw)
-
-
-def embedding(places: Any, table: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
-    """``F.embedding`` as an index of the table, where some block is empty.
-
-    torch's own has no second derivatives without indices, and on a GPU its gradient writes past a table of no columns.
-    """
-    ints, rows = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (places, table))
-    F.embedding(ints, rows, padding_idx)  # raises what torch does
-    size = table.shape[0]
-    padding = None if padding_idx is None else places == padding_idx % size
-    out = table[(torch.where(places < 0, size, places),)]  # a negative index is out of range
-    return out if padding is None else torch.where(padding[..., None], out.detach(), out)
-
-
-def torch_embedding(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
-    """``torch.embedding`` for `embedding`."""
-    return embedding(indices, weight, padding_idx if padding_idx >= 0 else None)
-
-
-def scaled_embedding(
-    places: Any,
-    table: Any,
-    padding_idx: int | None = None,
-    max_norm: None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    """``F.embedding`` with options of the gradient.
-
-    With ``scale_grad_by_freq`` the gradient of a row is divided by the number of its look-ups on all ranks.
-    """
-    followed = torch.is_grad_enabled() and table.requires_grad
-    if sparse:
-        _refuse_sparse_gradient("embedding", table)
-    out = F.embedding(places, table, padding_idx)
-    if not scale_grad_by_freq or not followed:
-        return out
-    with torch.no_grad():
-        counts = torch.zeros_like(table[:, 0], dtype=torch.int64)
-        counts = counts.index_put((places,), torch.ones_like(counts[0]), accumulate=True)[(places,)]
-    out = out.clone()
-    out.register_hook(lambda gradient: gradient / counts[..., None])
-    return out
-
-
-def _refuse_sparse_gradient(name: str, table: Any) -> None:
-    if torch.is_grad_enabled() and table.requires_grad:
-        raise ArgumentError(
-            f"{name}() got sparse=True for {table!r}, but gradients of Sharded values are dense; leave sparse=True "
-            "out, or give it a weight that requires no gradient"
-        )
-
-
-def sparse_embedding_bag(places: Any, table: Any, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
-    """``F.embedding_bag`` with ``sparse=True``, which is about gradients and is refused if there are any."""
-    _refuse_sparse_gradient("embedding_bag", table)
-    return F.embedding_bag(places, table, *args[:5], *(False for _ in args[5:6]), *args[6:], **kwargs)
-
-
-def sparse_torch_embedding_bag(table: Any, places: Any, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
-    """``torch.embedding_bag`` for `sparse_embedding_bag`."""
-    _refuse_sparse_gradient("embedding_bag", table)
-    return torch.embedding_bag(table, places, *args[:3], *(False for _ in args[3:4]), *args[4:], **kwargs)
-
-
-def scaled_torch_embedding(weight: Any, indices: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:
-    """``torch.embedding`` for `scaled_embedding`."""
-    return scaled_embedding(indices, weight, padding_idx if padding_idx >= 0 else None, None, 2.0, *options, **named)
 
 
 def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
@@ -426,7 +171,7 @@ def _trapezoid(name: str) -> Callable[..., Any]:
     return trapezoid
 
 
-def constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+def _constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     """``F.pad`` in mode ``"constant"``."""
     return torch.constant_pad_nd(x, pad, 0 if value is None else value)
 
@@ -454,7 +199,7 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda x, other: getattr(x, name)(other)
 
 
-def set_number(x: Any, index: Any, value: complex) -> None:
+def _set_number(x: Any, index: Any, value: complex) -> None:
     """``x[i] = 0.5`` with the number as a tensor, so that all numbers share a plan."""
     x[index] = torch.full((), value, dtype=x.dtype, device=x.device)
 
@@ -474,16 +219,9 @@ _COMPARED: Final = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_
 COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     **LOSSES,
     **TRANSFORMS,
-    F.batch_norm: _batch_norm,
-    torch.batch_norm: _torch_batch_norm,
-    "group_norm": _group_norm,
-    F.instance_norm: _instance_norm,
+    **NORMALIZATIONS,
     F.multi_head_attention_forward: multi_head_attention,
-    torch.instance_norm: _torch_instance_norm,
     F.normalize: _normalize,
-    "native_batch_norm": _norm_and_moments,
-    "_native_batch_norm_legit": _legit_norm,
-    "_batch_norm_with_update": _norm_with_update,
     "__rmatmul__": lambda x, y: torch.matmul(y, x),
     **{"dist": _dist, "norm": _norm, "cosine_similarity": _cosine_similarity},
     **{name: _trapezoid(name) for name in ("trapezoid", "trapz", "cumulative_trapezoid")},
@@ -498,3 +236,94 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     "reshape_as": lambda x, other: x.reshape(other.shape),
     **{f"{name}_": _method(f"{short}_") for name, short in _COMPARED.items()},
 }
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    if any(isinstance(arg, torch.dtype) for arg in (*args[1:2], *kwargs.values())):
+        return torch.ops.aten.view.dtype
+    return _without_ones(func, args, kwargs)
+
+
+def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    return _constant_pad if argument(args, kwargs, 2, "mode", "constant") == "constant" else None
+
+
+def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    return _set_number if isinstance(args[2], Number) else None
+
+
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    return with_dropout if argument(args, kwargs, 4, "dropout_p", 0.0) else None
+
+
+def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    if kwargs.get("label_smoothing"):
+        return smoothed
+    return cross_entropy if has_labels(*args, **kwargs) else None
+
+
+def _linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    if kwargs.get("options") is not None:
+        return _unchunked
+    return smoothed_of_linear if kwargs.get("label_smoothing") else None
+
+
+def _elementwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    if func in WEIGHED and kwargs.get("weight") is not None:
+        return None
+    if kwargs.get("reduction") == "none" and kwargs.get("size_average") is kwargs.get("reduce") is None:
+        return None
+    return LOSSES.get(func)
+
+
+def _unless(excludes: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Choice:
+    """Return the choice of the composite in `COMPOSITES`, unless ``excludes(args, kwargs)``."""
+    return lambda func, args, kwargs: None if excludes(args, kwargs) else COMPOSITES[name_of(func)]
+
+
+#: torch function, or name of functions -> what chooses its composite, or none, by the arguments of a call
+CHOICES: Final[dict[Any, Choice]] = {
+    **EMBEDDINGS,
+    "view": _view,
+    **dict.fromkeys(("reshape", "flatten", "ravel", "squeeze"), _without_ones),
+    "unbind": _one_row,
+    **dict.fromkeys(("split", "chunk"), _in_pieces),
+    F.pad: _pad,
+    Tensor.__setitem__: _setitem,
+    "scaled_dot_product_attention": _attention,
+    F.cross_entropy: _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
+    **dict.fromkeys(ELEMENTWISE, _elementwise_loss),
+    "norm": _unless(lambda args, kwargs: isinstance(argument(args, kwargs, 1, "p", None), str)),
+    **dict.fromkeys(
+        ("trapezoid", "trapz", "cumulative_trapezoid"), _unless(lambda args, kwargs: len(args) > 1 or "x" in kwargs)
+    ),
+    "cov": _unless(lambda _, kwargs: any(kwargs.get(weights) is not None for weights in ("fweights", "aweights"))),
+}
+
+
+def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Return the composite that runs in place of a torch function for these arguments, or None.
+
+    Ops of a graph have none.
+    """
+    if not may_be_composite(func):
+        return None
+    name = name_of(func)
+    choice = CHOICES.get(func) or CHOICES.get(name)
+    return choice(func, args, kwargs) if choice is not None else COMPOSITES.get(func) or COMPOSITES.get(name)
+
+
+@cached
+def may_be_composite(func: Any) -> bool:
+    """Whether `composite_of` may return a composite for a call of a function."""
+    return has_composite(func) or (_is_function(func) and (func in CHOICES or name_of(func) in CHOICES))
+
+
+def has_composite(func: Any) -> bool:
+    """Whether a torch function has a composite, which its arguments may still rule out."""
+    return _is_function(func) and (func in COMPOSITES or name_of(func) in COMPOSITES)
+
+
+def _is_function(func: Any) -> bool:
+    return not isinstance(func, OpOverload) and is_torch(func)

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from fspmd.rules.factors import Factors, Shape, match, parse
-from fspmd.rules.global_call import NO_RULE, Rule, Whole
+from fspmd.rules.factors import NO_RULE, Factors, Rule, Shape, Whole, match, parse
 from fspmd.rules.halos import near
 
 _MATMUL: Final = {

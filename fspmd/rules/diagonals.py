@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
-from fspmd.rules.factors import Dims, Factors
+from fspmd.rules.factors import Dims, Factors, Whole
 from fspmd.rules.gather_scatter import check_source
-from fspmd.rules.global_call import Whole
 from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
 from fspmd.spec import TensorSpec
 from fspmd.transport.carriers import as_words

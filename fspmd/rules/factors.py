@@ -1,4 +1,4 @@
-"""Factor notation, after einops and Shardy: each dim of each operand and result is one *factor* of the computation.
+"""Rules in factor notation, after einops and Shardy: each dim of an operand or result is a *factor* of the computation.
 
 In ``"... m k, ... k n -> ... m n"`` the function sums over ``k``, which no result has. A dim ``[d]`` must be whole.
 ``...`` stands for leading dims that broadcast.
@@ -7,7 +7,7 @@ In ``"... m k, ... k n -> ... m n"`` the function sums over ``k``, which no resu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -122,3 +122,75 @@ def _matched(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:
     kept = {factor for result in results for factor in result}
     summed = {factor for operand in operands for factor in operand if factor is not None and factor not in kept}
     return Factors(operands, results, frozenset(summed - whole), frozenset(whole), names=numbers)
+
+
+class Whole(NamedTuple):
+    """One call on global tensors."""
+
+    shapes: Sequence[Shape]  # of the tensors, in the order of the parameters
+    args: Sequence[Any]  # with None for each tensor
+    kwargs: dict[str, Any]
+    results: Sequence[Shape]
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of the first tensor."""
+        return len(self.shapes[0])
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Return an argument by its place or its name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    def dims(self, place: int, name: str, default: Any = None) -> tuple[int, ...]:
+        """Return the dims of the first tensor that an argument names; None means all. ``dims`` may be several ints."""
+        given = self.argument(place, name, default)
+        if type(given) is bool:  # an argument of another overload
+            given = None
+        if isinstance(given, int):
+            one_by_one = name == "dims" and len(self.args) > place
+            given = [d for d in self.args[place:] if type(d) is int] if one_by_one else [given]
+        if not given:
+            return tuple(range(self.ndim))
+        n = len(self.shapes[0]) or 1
+        for d in given:
+            if not -n <= d < n:
+                raise IndexError(f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {d})")
+        return tuple([d % n for d in given])
+
+
+Rule = Callable[[Whole], Factors]
+
+#: the answer of a rule to a call that it does not cover
+NO_RULE: Final = Factors((), ())
+
+
+def notation(text: str) -> Rule:
+    """Return the rule of a text in factor notation."""
+    pattern = parse(text)
+    return lambda whole: match(pattern, whole.shapes)
+
+
+_PATTERNS: Final = {
+    (n, results): parse(", ".join(["..."] * n) + " -> " + ", ".join(["..."] * results))
+    for n in range(1, 8)
+    for results in (1, 2)
+}
+
+
+def elementwise(whole: Whole) -> Factors:
+    """The rule of an elementwise function of any number of operands."""
+    if all(shape == whole.shapes[0] for shape in whole.shapes):
+        every = tuple(range(whole.ndim))
+        return Factors((every,) * len(whole.shapes), (every,) * len(whole.results), names=dict(enumerate(every)))
+    return match(_PATTERNS[len(whole.shapes), len(whole.results)], whole.shapes)
+
+
+def elementwise_over(place: int, name: str, default: int) -> Rule:
+    """Return the rule of a function that is elementwise except along one dim of the result, which must be whole."""
+
+    def rule(whole: Whole) -> Factors:
+        factors = elementwise(whole)
+        factor = factors.results[0][whole.argument(place, name, default)]
+        return factors._replace(whole=frozenset(() if factor is None else (factor,)))
+
+    return rule

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.rules.bodies import Bodied, Site
-from fspmd.rules.factors import Dims, Factors
-from fspmd.rules.global_call import Whole
+from fspmd.rules.factors import Dims, Factors, Whole
 from fspmd.rules.windows import block_places, fetched, longer, moving, per_rank, still
 from fspmd.transport.carriers import as_words, nothing
 

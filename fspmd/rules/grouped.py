@@ -16,8 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fspmd.errors import ArgumentError
 from fspmd.rules.bodies import Site
-from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.global_call import Rule, Whole
+from fspmd.rules.factors import Factors, Rule, Whole, match, parse
 from fspmd.rules.windows import block_places, per_rank, still
 from fspmd.sharded import call_torch
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fspmd.collectives import pcast
 from fspmd.rules.bodies import Site
-from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.global_call import Whole
+from fspmd.rules.factors import Factors, Whole, match, parse
 from fspmd.rules.windows import fetched, longer, passing, per_rank, still
 from fspmd.variance import get_variance
 

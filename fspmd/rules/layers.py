@@ -15,8 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.rules.bodies import Bodied, Site
-from fspmd.rules.factors import Dims, Factors
-from fspmd.rules.global_call import NO_RULE, Whole
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Whole
 from fspmd.rules.windows import still
 
 

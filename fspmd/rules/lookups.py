@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from fspmd.rules.factors import Dims, Factors, Shape, match, parse
-from fspmd.rules.global_call import NO_RULE, Whole
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Shape, Whole, match, parse
 
 _SECOND: Final = frozenset({1})
 

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from fspmd.errors import ShapeError
 from fspmd.rules.batches import gathered
-from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.global_call import Whole
+from fspmd.rules.factors import Factors, Whole, match, parse
 from fspmd.rules.reductions import along
 from fspmd.rules.softmaxes import reduction_of
 from fspmd.rules.value_checks import check_values

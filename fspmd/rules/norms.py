@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from fspmd.rules.bodies import (
 )
 from fspmd.rules.extremes import extreme
 from fspmd.rules.variances import root
-from fspmd.torch_internals import aten_cdist, aten_pdist
 
 
 def _power(x: Tensor, p: float) -> Tensor:
@@ -56,16 +55,20 @@ def vector_norm(
     return (norm if keepdim else norm.squeeze(dims)).to(site.results[0].dtype)
 
 
+#: names of the ways to compute distances, by the number that aten has for each
+_CDIST_MODES: Final = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist")
+
+
 @reducing(1, 0, each=True)
 def distances(site: Site, x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
     """The body of ``cdist``: one all-reduce of one number per pair of rows forward, none backward."""
-    return _added_up(site, aten_cdist(x, y, p, mode), p)
+    return _added_up(site, torch.cdist(x, y, p, _CDIST_MODES[mode or 0]), p)
 
 
 @reducing(1, 0, each=True)
 def distances_within(site: Site, x: Tensor, p: float = 2) -> Tensor:
     """The body of ``pdist``: the same for the rows of one matrix."""
-    return _added_up(site, aten_pdist(x, p), p)
+    return _added_up(site, torch.pdist(x, p), p)
 
 
 def _added_up(site: Site, own: Tensor, p: float) -> Tensor:

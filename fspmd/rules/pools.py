@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site, widened
 from fspmd.rules.extremes import limit
-from fspmd.rules.factors import Factors, match, parse
-from fspmd.rules.global_call import NO_RULE, Rule, Whole
+from fspmd.rules.factors import NO_RULE, Factors, Rule, Whole, match, parse
 from fspmd.rules.halos import each, near, own_rows, window_rows, windows
 from fspmd.rules.windows import fetched, lacking, passing, per_rank
 

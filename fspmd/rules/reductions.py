@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from fspmd.rules.elementwise import elementwise
-from fspmd.rules.factors import Dims, Factors, Shape
-from fspmd.rules.global_call import NO_RULE, Rule, Whole
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, Whole, elementwise
 
 
 def _without(whole: Whole, dims: Sequence[int], shape: Shape) -> Dims:

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 
 from fspmd.collectives import pmax, psum
 from fspmd.rules.bodies import Bodied, BodyLayout, Dim, Site, dims_of, padded, reducing, widened
-from fspmd.rules.factors import Factors
+from fspmd.rules.factors import Factors, Whole
 from fspmd.rules.gather_scatter import filled, in_block, own
-from fspmd.rules.global_call import Whole
 from fspmd.sharded import call_torch
 
 

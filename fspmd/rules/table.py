@@ -1,11 +1,9 @@
-"""The table of torch functions: one row for each, by name."""
+"""The table of torch functions: one row for each, by name. Rows of users precede it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from numbers import Number
-from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -13,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.cache import cached
-from fspmd.ops.linearity import LINEAR, WHEN, argument, plain_name
+from fspmd.ops.linearity import LINEAR, WHEN, plain_name
 from fspmd.ops.operators import OPERATORS
-from fspmd.ops.traits import is_tagged, name_of
+from fspmd.ops.traits import is_tagged, is_torch, name_of
 from fspmd.rules import (
     attention,
     diagonals,
@@ -34,21 +32,7 @@ from fspmd.rules import (
 )
 from fspmd.rules.batches import batched, gathered, solved
 from fspmd.rules.bodies import Bodied
-from fspmd.rules.composites import (
-    COMPOSITES,
-    constant_pad,
-    embedding,
-    in_pieces,
-    one_row,
-    renormed_embedding,
-    scaled_embedding,
-    scaled_torch_embedding,
-    set_number,
-    sparse_embedding_bag,
-    sparse_torch_embedding_bag,
-    torch_embedding,
-    without_ones,
-)
+from fspmd.rules.composites import has_composite
 from fspmd.rules.contractions import (
     convolution,
     convolution_of_blocks,
@@ -58,18 +42,19 @@ from fspmd.rules.contractions import (
     matmul,
     with_added,
 )
-from fspmd.rules.elementwise import elementwise, elementwise_over
 from fspmd.rules.extremes import EXTREMES
-from fspmd.rules.global_call import Rule, notation
-from fspmd.rules.losses import ELEMENTWISE, WEIGHED, smoothed, smoothed_of_linear
-from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Kinds
+from fspmd.rules.factors import Rule, elementwise, elementwise_over, notation
+from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
+from fspmd.rules.handlers import handler_of
+from fspmd.rules.losses import ELEMENTWISE, alike, ctc, gaussian, of_rows, of_samples
+from fspmd.rules.normalizations import sums_of_groups
+from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, Kinds, free
 from fspmd.rules.reductions import extreme, mean_of_blocks, over
 from fspmd.rules.resizes import RESIZES
 from fspmd.rules.scans import SCANS
-from fspmd.rules.softmaxes import cross_entropy, has_labels
-from fspmd.rules.spectra import SPECTRA
+from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
+from fspmd.rules.spectra import SPECTRA, gathered_along
 from fspmd.rules.views import joined, parts, permuted
-from fspmd.sharded import Sharded
 from fspmd.torch_internals import OpOverload, OpOverloadPacket
 
 Linear = str | Callable[..., str]  # a function takes the arguments in order, tensors among them
@@ -325,9 +310,9 @@ _BY_FUNCTION: Final[dict[Any, Row]] = {
 
 
 @cached
-def row_of(func: Any) -> Row | None:
+def row_of_torch(func: Any) -> Row | None:
     """Return the row of a torch function, method or property; None if there is none, or if it is not of torch."""
-    if not _is_torch(func):
+    if not is_torch(func):
         return None
     name = name_of(func)
     if name.startswith("__"):
@@ -348,107 +333,14 @@ def _row_by_name(name: str) -> Row | None:
     return row
 
 
-def _is_torch(func: Any) -> bool:
-    if isinstance(func, (OpOverload, OpOverloadPacket)):
-        name: str = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
-        return name.startswith(("aten::", "prims::"))
-    return not isinstance(func, FunctionType) or (func.__module__ or "").startswith("torch")
+def is_ragged(func: Any, tensors: int, args: tuple[Any, ...] | None = None) -> bool:
+    """Whether a call gives a Python value, or its shape depends on values; ``tensors`` is the number of its tensors.
 
-
-def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """Return the composite that runs in place of a torch function for these arguments, or None.
-
-    Ops of a graph have none.
+    Without ``args``, whether some call of the function does.
     """
-    if not may_be_composite(func):
-        return None
-    name = name_of(func)
-    given = (*args[1:2], *kwargs.values())
-    if name == "view" and any(isinstance(arg, torch.dtype) for arg in given):
-        return torch.ops.aten.view.dtype
-    if name in _DROPPING_ONES:
-        return without_ones(func, args, kwargs)
-    if name == "unbind":
-        return one_row(args[0] if args else None, argument(args, kwargs, 1, "dim", 0))
-    if name in ("split", "chunk"):
-        return in_pieces(func, args, kwargs)
-    if func is F.embedding and argument(args, kwargs, 3, "max_norm", None) is not None:
-        return renormed_embedding
-    if func in _EMBEDDINGS:
-        indexed, scaled, flags = _EMBEDDINGS[func]
-        if any(args[flags:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
-            return scaled
-        operands = (*args[:2], *kwargs.values())
-        return indexed if any(isinstance(x, Sharded) and x.spec.thinnest == 0 for x in operands) else None
-    if func in _BAGS:
-        place, sparse = _BAGS[func]
-        return sparse if argument(args, kwargs, place, "sparse", False) else None
-    if func is F.pad:
-        return constant_pad if argument(args, kwargs, 2, "mode", "constant") == "constant" else None
-    if func is Tensor.__setitem__:
-        return set_number if isinstance(args[2], Number) else None
-    if func is F.cross_entropy:
-        if kwargs.get("label_smoothing"):
-            return smoothed
-        return cross_entropy if has_labels(*args, **kwargs) else None
-    if name == "linear_cross_entropy" and kwargs.get("options") is None:
-        return smoothed_of_linear if kwargs.get("label_smoothing") else None
-    if name == "norm" and isinstance(argument(args, kwargs, 1, "p", None), str):
-        return None
-    if name in ("trapezoid", "trapz", "cumulative_trapezoid") and (len(args) > 1 or "x" in kwargs):
-        return None
-    if name == "cov" and any(kwargs.get(weights) is not None for weights in ("fweights", "aweights")):
-        return None
-    if name == "scaled_dot_product_attention":
-        return attention.with_dropout if argument(args, kwargs, 4, "dropout_p", 0.0) else None
-    if func in WEIGHED and kwargs.get("weight") is not None:
-        return None
-    if name in ELEMENTWISE and kwargs.get("reduction") == "none":
-        return None if kwargs.get("size_average") is kwargs.get("reduce") is None else COMPOSITES.get(func)
-    return COMPOSITES.get(func) or COMPOSITES.get(name)
-
-
-#: embedding -> the composite if some rank has no indices, or nothing of the table; the composite with options of the
-#: gradient, and the place where these options begin
-_EMBEDDINGS: Final[dict[Any, tuple[Callable[..., Any], Callable[..., Any], int]]] = {
-    F.embedding: (embedding, scaled_embedding, 5),
-    torch.embedding: (torch_embedding, scaled_torch_embedding, 3),
-}
-#: embedding bag -> the place of ``sparse``, and the composite if that is True
-_BAGS: Final[dict[Any, tuple[int, Callable[..., Any]]]] = {
-    F.embedding_bag: (7, sparse_embedding_bag),
-    torch.embedding_bag: (5, sparse_torch_embedding_bag),
-}
-#: reshapes that may drop dims of size 1
-_DROPPING_ONES: Final = ("view", "reshape", "flatten", "ravel", "squeeze")
-#: functions, or names, that have a composite for some arguments only
-_BY_ARGUMENT: Final = frozenset(
-    (*_EMBEDDINGS, *_BAGS, F.pad, F.cross_entropy, Tensor.__setitem__, "split", "chunk", "scaled_dot_product_attention")
-    + ("unbind", *_DROPPING_ONES, *layers.LAYERS)
-)
-
-
-@cached
-def may_be_composite(func: Any) -> bool:
-    """Whether `composite_of` may return a composite for a call of a function."""
-    if isinstance(func, OpOverload) or not _is_torch(func):
-        return False
-    name = name_of(func)
-    return func in _BY_ARGUMENT or name in _BY_ARGUMENT or has_composite(func)
-
-
-def has_composite(func: Any) -> bool:
-    """Whether a torch function has a composite, which its arguments may still rule out."""
-    if isinstance(func, OpOverload) or not _is_torch(func):
-        return False
-    return func in COMPOSITES or name_of(func) in COMPOSITES
-
-
-def is_ragged(func: Any, tensors: int, args: tuple[Any, ...] = ()) -> bool:
-    """Whether a call gives a Python value, or its shape depends on values; ``tensors`` is the number of its tensors."""
     name = name_of(func)
     if name in layers.LAYERS:
-        return layers.is_packed(args)
+        return args is None or layers.is_packed(args)
     return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1)
 
 
@@ -482,3 +374,56 @@ def without_write(func: Any) -> Callable[..., Any]:
 #: writes that run as new values: torch's write, or its backward, needs the sizes of uneven simulated blocks as ints
 _REWRITTEN: Final = frozenset(_names("eq_ ne_ lt_ le_ gt_ ge_ sgn_ copysign_ nextafter_"))
 _WRITES: Final = _rows({"zero_": Row(elementwise), "fill_": Row(elementwise, free=NUMBERS), "copy_": Row(elementwise)})
+
+
+# --- rows by function, of users and of fspmd, which precede the table -----------------------------------------------
+
+#: Python functions that pass their operand, ``dim`` and ``dtype`` on to a function in C, unless ``dim`` is None; torch
+#: dispatches them with both as keyword arguments
+IN_C: Final[dict[Any, Any]] = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
+_ROWS: Final[dict[Any, Row]] = {
+    alike: Row(of_rows),
+    gaussian: Row(elementwise),
+    ctc: Row(of_samples, empty=False),
+    rows_by_groups: Row(pointing("[s] k, [g] k n, 1 -> [s] n", "g"), "product", body=own_groups),
+    groups_of_columns: Row(pointing("m [s], [s] n, 1 -> 1 m n", "s"), "product", body=own_columns),
+    of_labels: Row(labelled, body=labelled_on_blocks),
+    ratio: Row(notation("[a] -> ")),
+    sums_of_groups: Row(notation("n c, c -> n 1"), "first", free=NONE),
+    gathered_along: Row(over(1, "dims", kept=True), "first"),
+}
+
+
+def register(func: Any, row: Row) -> None:
+    """Make a row the rule of a function, and of the ops that its calls are dispatched as."""
+    for key in (func, *_overloads(func)):
+        _ROWS[key] = row
+        IN_C.pop(key, None)
+
+
+def _overloads(func: Any) -> list[Any]:
+    """Return the ops behind an object of ``torch.library.custom_op`` or ``torch.ops``."""
+    op = getattr(func, "_opoverload", func)
+    packet = getattr(op, "overloadpacket", op)
+    if not isinstance(packet, OpOverloadPacket):
+        return []
+    return [packet, *(getattr(packet, name) for name in packet.overloads())]
+
+
+def is_registered(func: Any) -> bool:
+    """Whether a function has a row here, which precedes everything else that is known of it."""
+    return func in _ROWS
+
+
+def row_of(func: Any) -> Row | None:
+    """Return the row of a function, or None."""
+    return _ROWS.get(func) or row_of_torch(func)
+
+
+def free_numbers(func: Any) -> Free:
+    """Return the Python numbers among the arguments of a function that bear on no layout."""
+    if func in _ROWS:
+        return Free(_ROWS[func].free)
+    row = row_of_torch(func)
+    kinds = FLOATS if row is None else row.free
+    return free(name_of(func), NUMBERS if handler_of(func) is not None or has_composite(func) else kinds)

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fspmd.rules.factors import Dims, Factors, Shape
-from fspmd.rules.global_call import NO_RULE, Rule, Whole
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, Whole
 
 
 def permuted(order: Callable[[Whole], Sequence[int | None]]) -> Rule:

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fspmd.cache import cached
 from fspmd.errors import ShapeError
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Options, Sizes
 from fspmd.transport.pending import wait_for
@@ -50,7 +50,7 @@ class Group:
         return self._pg() or self._made()
 
     def _made(self) -> Any:
-        pg = world.process_group(self.ranks)
+        pg = process_groups.process_group(self.ranks)
         self._pg = weakref.ref(pg)
         self._gloo = {device for device, backend in world.backends(pg).items() if backend == "gloo"}
         return pg
@@ -90,7 +90,7 @@ def _group(mesh: Mesh, axes: tuple[str, ...], index_groups: tuple[Sizes, ...] | 
     return Group(mesh, ranks)
 
 
-world.let_go_with_groups(_group.cache_clear)
+process_groups.let_go_with_groups(_group.cache_clear)
 
 
 def group_of(mesh: Mesh, axes: tuple[str, ...], o: Options) -> Group:

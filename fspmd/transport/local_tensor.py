@@ -21,7 +21,7 @@ from fspmd.ops.schemas import FACTS, OpFacts, learn
 from fspmd.spec import describe
 from fspmd.torch_internals import (
     aten_same_storage_size,
-    current_graph_task,
+    current_autograd_node,
     disabled_torch_function,
     is_wrapped,
     make_wrapper_subclass,
@@ -311,22 +311,30 @@ def _results(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str,
         columns = zip(*(column(value, held) for value in kwargs.values()), strict=True)
         named = [dict(zip(kwargs, row, strict=True)) for row in columns]
     if facts.random:
-        results = []
-        with per_rank_generators(held, kwargs.get("generator")) as switch:
-            for i, row in enumerate(rows):
-                switch(i)
-                results.append(func(*row, **named[i]))
-        return results
+        return _drawn(func, zip(rows, named, strict=True), held, kwargs.get("generator"))
     if kwargs:
         return [func(*row, **kw) for row, kw in zip(rows, named, strict=True)]
     return [func(*row) for row in rows]
 
 
-def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
-    """Calls a torch function of numbers that differ over ``held``, such as ``torch.zeros(x.shape)``, for each rank."""
+def _drawn(func: Any, calls: Iterable[Any], held: Frame, generator: torch.Generator | None = None) -> list[Any]:
+    """Returns the results of a call per rank, each of which draws from the rank's own stream."""
+    results = []
+    with per_rank_generators(held, generator) as switch:
+        for i, (row, named) in enumerate(calls):
+            switch(i)
+            results.append(func(*row, **named))
+    return results
+
+
+def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame, draws: bool = False) -> Any:
+    """Calls a torch function of numbers that differ over ``held``, such as ``torch.zeros(x.shape)``, for each rank.
+
+    ``draws``: each rank draws from its own stream.
+    """
     columns = [column(value, held) for value in (*args, *kwargs.values())]
-    rows = zip(*columns, strict=True)
-    results = [func(*row[: len(args)], **dict(zip(kwargs, row[len(args) :], strict=True))) for row in rows]
+    calls = [(row[: len(args)], dict(zip(kwargs, row[len(args) :], strict=True))) for row in zip(*columns, strict=True)]
+    results = _drawn(func, calls, held) if draws else [func(*row, **named) for row, named in calls]
     return _gather_results(func, results, held)
 
 
@@ -393,7 +401,7 @@ def _apply_in_parts(
 
 def _looks_for_nan() -> bool:
     """Whether autograd itself asks, as under ``torch.autograd.detect_anomaly``."""
-    return torch.is_anomaly_check_nan_enabled() and current_graph_task() != -1
+    return torch.is_anomaly_check_nan_enabled() and current_autograd_node() is not None
 
 
 def _refuse_numbers(func: Any, asks: str, x: LocalTensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn
 
 from torch import Tensor
 
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 
 SLICE: Final = timedelta(seconds=1)  # a wait that takes longer is a long one
 _Waiter = Callable[[Any], None]
@@ -45,7 +45,7 @@ def _choose_slice() -> None:
     _slice = (SLICE,) if set(world.backends().values()) <= {"gloo"} else ()
 
 
-world.at_new_world(_choose_slice)
+process_groups.at_new_world(_choose_slice)
 
 
 class Pending:
@@ -136,7 +136,7 @@ def _meet(make: Callable[[], Any]) -> Any:
     return meeting.made
 
 
-world.meet_with(_meet)
+process_groups.meet_with(_meet)
 
 
 def wait_for(works: tuple[Any, ...]) -> None:
@@ -191,7 +191,7 @@ def begin(pending: Pending) -> Pending:
     if len(_begun) >= _MANY:
         under_way()
     if not pending.is_completed():
-        world.start_keeper()
+        process_groups.start_keeper()
         _begun[id(pending)] = pending
     return pending
 
@@ -233,4 +233,4 @@ def _comes(message: Message, end: float) -> bool:
     return True
 
 
-world.end_after(_rest)
+process_groups.end_after(_rest)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fspmd.errors import ShapeError
-from fspmd.meshes import world
+from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, hidden
 from fspmd.transport.call import Layout, Options, Sizes, Transport
@@ -250,7 +250,7 @@ class ProcessGroupTransport(Transport):
         counts = [sum(map(_numel, shapes.get(i, ()))) * width for i in range(len(mine.peers))]
         sent = [sum(piece.numel() for piece in pieces.get(i, ())) * width for i in range(len(mine.peers))]
         out = send.new_empty(sum(counts))
-        work = world.process_group(mine.peers).alltoall_base(out, send, counts, sent, c10d.AllToAllOptions())
+        work = process_groups.process_group(mine.peers).alltoall_base(out, send, counts, sent, c10d.AllToAllOptions())
 
         def arrange(received: Tensor) -> Tensor:
             whole = restore(received) if restore else received

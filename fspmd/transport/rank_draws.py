@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from torch import Tensor
+from typing import Any, Final
 
 from fspmd.torch_internals import aten_zero_tensor
 from fspmd.tracing import DispatchMode, step
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import call_per_rank
-from fspmd.transport.randomness import per_rank_generators, streams
+from fspmd.transport.randomness import streams
 
 
 @contextmanager
@@ -36,20 +34,10 @@ class _MakePerRank(DispatchMode):
         kwargs = kwargs or {}
         if not _makes_tensor(func):
             return func(*args, **kwargs)
-        return _draw_each_rank(self.frame, func, args, kwargs)
+        return _call_per_rank(func, args, kwargs, self.frame, draws=True)
 
 
-@step
-def _draw_each_rank(held: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with per_rank_generators(held) as switch:
-        ranks = iter(range(held.volume))
-
-        def on_one_rank(*row: Any, **named: Any) -> Tensor:
-            switch(next(ranks))
-            made: Tensor = func(*row, **named)
-            return made
-
-        return call_per_rank(on_one_rank, args, kwargs, held)
+_call_per_rank: Final = step(call_per_rank)
 
 
 #: op -> `_makes_tensor`; zero tangents have no memory, and no rank draws them
