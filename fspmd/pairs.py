@@ -161,12 +161,8 @@ class Call:
         if self.options.op != "sum" or kernel not in transport.in_place:
             return None
         start = getattr(transport, f"{kernel}_in_place")
-
-        def run(x: Tensor) -> Tensor:
-            result: Tensor = start(x, self.mesh, self.axes, self.options).wait()
-            return result
-
-        return run
+        mesh, axes, options = self.mesh, self.axes, self.options
+        return lambda x: start(x, mesh, axes, options).wait()
 
     @property
     def transposed(self) -> Call:
