@@ -162,7 +162,12 @@ class Call:
             return None
         start = getattr(transport, f"{kernel}_in_place")
         mesh, axes, options = self.mesh, self.axes, self.options
-        return lambda x: start(x, mesh, axes, options).wait()
+
+        def run(x: Tensor) -> Tensor:
+            result: Tensor = start(x, mesh, axes, options).wait()
+            return result
+
+        return run
 
     @property
     def transposed(self) -> Call:
