@@ -161,9 +161,10 @@ class Call:
         if self.options.op != "sum" or kernel not in transport.in_place:
             return None
         start = getattr(transport, f"{kernel}_in_place")
+        mesh, axes, options = self.mesh, self.axes, self.options
 
         def run(x: Tensor) -> Tensor:
-            result: Tensor = start(x, self.mesh, self.axes, self.options).wait()
+            result: Tensor = start(x, mesh, axes, options).wait()
             return result
 
         return run

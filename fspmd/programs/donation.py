@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import le
 from typing import Any, Final
 
 import torch
@@ -37,13 +36,6 @@ class Donated(Tensor):
     """A tensor without its memory. It has a shape and a dtype; any other use raises `DonationError`."""
 
     donated_as: str
-
-    @staticmethod
-    def __new__(cls, like: Tensor, name: str) -> Donated:
-        # names of arguments would cost 200 ns
-        x: Any = make_wrapper_subclass(cls, like.shape, None, None, None, like.dtype, _STRIDED, like.device)
-        x.donated_as = name
-        return x  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +75,8 @@ class Donation:
             ArgumentError: a donated tensor is given twice.
         """
         moved: list[Any] = list(values)
-        if len(ids := list(map(id, values))) > len({*ids}):
+        if len({*map(id, values)}) < len(values):
+            ids = list(map(id, values))
             for place, name in zip(self.places, self.names, strict=True):
                 if ids.count(ids[place]) > 1:
                     raise ArgumentError(
@@ -99,14 +92,21 @@ class Donation:
 NOTHING: Final = Donation()
 
 
-def give_away(x: Tensor, name: str) -> Tensor:
+def _without_memory(like: Any) -> Any:
+    """A `Donated`, still without a name. The arguments have no names either, which would cost 200 ns."""
+    return make_wrapper_subclass(Donated, like.shape, None, None, None, like.dtype, _STRIDED, like.device)
+
+
+def give_away(x: Any, name: str) -> Tensor:
     """A new tensor that takes over the memory of ``x``, which becomes a `Donated`."""
     if isinstance(x, LocalTensor):
         shards = LocalTensor(x.shards, x.frame, x.borrowed, x.storage_offset())
-        x.shards = [Donated(shard, name) for shard in x.shards]
+        gone = list(map(_without_memory, x.shards))
+        for shard in gone:
+            shard.donated_as = name
+        x.shards = gone
         return shards
-    taker: Any = Donated(x, name)
-    giver: Any = x
+    taker, giver = _without_memory(x), x
     swap_memory(giver, taker)
     giver.__class__, taker.__class__, giver.donated_as = Donated, Tensor, name
     return taker  # type: ignore[no-any-return]
@@ -240,8 +240,10 @@ _OF_LOOP: Final = 3  # references of the list, the loop, and the call
 
 def _is_alone(x: Tensor) -> bool:
     """Whether the tensor holds the only reference to its memory."""
-    counts = _reference_counts(x)
-    return counts is not None and all(map(le, counts, _ALONE))
+    if (counts := _reference_counts(x)) is None:
+        return False
+    ours, torchs, tensors = counts
+    return ours <= _ALONE[0] and torchs <= _ALONE[1] and tensors <= _ALONE[2]
 
 
 def _reference_counts(x: Tensor) -> tuple[int, int, int] | None:
