@@ -158,6 +158,13 @@ def test_microbatches_are_summed_in_their_own_dtype() -> None:
     assert last(torch.bfloat16) == 256
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_many_microbatches_are_added_up_wide(dtype: torch.dtype) -> None:
+    w, n = torch.ones((), dtype=dtype), 2100  # 2048 in float16, plus 1, is 2048
+    mean, _ = accumulate(lambda w, x: (w * x, 1))(w, [torch.ones((), dtype=dtype)] * n)
+    assert (mean.dtype, mean.item()) == (dtype, 1)
+
+
 def test_parameters_are_stored_in_the_dtype_that_a_precision_names() -> None:
     """Gradients end in it. A loss that gathers over another axis gets parameters that were cast before."""
     mesh = make_mesh((2, 2), ("r", "s"), transport="simulation")

@@ -21,7 +21,8 @@ from fspmd.nn.parameters import check_dtypes, gathered, settled
 from fspmd.nn.precision import Precision
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
-from fspmd.sharded import is_sharded
+from fspmd.sharded import Sharded, is_sharded
+from fspmd.spec import TensorSpec
 from fspmd.variance import get_variance, show
 
 
@@ -81,9 +82,9 @@ def accumulate(
         whole = gathered(params, axis, specs, dtype=precision)
         total, count, sums, treedef, dtype = None, None, [], optree.tree_structure(whole, is_leaf=is_sharded), None
         for microbatch in microbatches:
-            (one, items), parts = one_step(whole, microbatch)
+            (one, (items, narrow)), parts = one_step(whole, microbatch)
             if total is None:
-                total, count, dtype = one, items, one.dtype
+                total, count, dtype = one, items, narrow.dtype
                 sums = [part.to(wide or part.dtype) for part in treedef.flatten_up_to(parts)]
             else:
                 total, count = total + one, count + items
@@ -98,8 +99,8 @@ def accumulate(
     return accumulated
 
 
-def _pair(loss: Callable[..., Any], params: Any, microbatch: Any) -> tuple[Any, Any]:
-    """The total and the count of a microbatch, checked."""
+def _pair(loss: Callable[..., Any], params: Any, microbatch: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The total and the count of a microbatch, checked, and wide: 256 in bfloat16, plus 1, is 256. Last the total."""
     out = loss(params, microbatch)
     if not isinstance(out, tuple) or len(out) != 2:
         given = f"a tuple of {len(out)}" if isinstance(out, tuple) else described(out)
@@ -113,15 +114,23 @@ def _pair(loss: Callable[..., Any], params: Any, microbatch: Any) -> tuple[Any, 
                 f"accumulate: the {name} is {show(x)}, a number of each rank; add the numbers up, at once by psum(x, "
                 f"{axes}), or after all microbatches by pcast(x, {axes}, to='unreduced')"
             )
-    return out
+    total, count = out
+    return _wide(total), (_wide(count), total.detach() if isinstance(total, Tensor) else total)
+
+
+def _wide(x: Any) -> Any:
+    """A scalar in float64. A pending sum stays pending, as a sum of wide terms."""
+    if not is_sharded(x):
+        return x.double() if isinstance(x, Tensor) else x
+    spec = x.spec
+    return Sharded(x.local.double(), TensorSpec(spec.mesh, spec.partition, spec.shape, torch.float64))
 
 
 def _settled_sums(total: Any, count: Any) -> tuple[Tensor, Tensor]:
     """Total and count, equal on all ranks, in float64. Sums that are pending over the same axes are settled at once."""
     device = next((x.device for x in (total, count) if isinstance(x, Tensor)), None)
     both: list[Any] = [
-        x.double() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device=device)
-        for x in (total, count)
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device=device) for x in (total, count)
     ]
     places = [x.spec.partition if is_sharded(x) else get_variance(x) for x in both]
     if places[0] is not places[1]:
