@@ -212,42 +212,30 @@ def jit(
     return _Checked(recordable) if check else Jitted(recordable)
 
 
-class _Latest(NamedTuple):
-    """A record, and who tells whether a call is as the one that found it."""
+class _Near(NamedTuple):
+    """A record, and how to know calls like the one that found it."""
 
-    around: tuple[Any, ...]  # the `surroundings`
     read: Reader
-    is_alike: Callable[..., bool]
+    is_alike: Callable[..., bool]  # the `guard` of the leaves
     record: Record
 
 
 class _Records(Cache[Any, Record]):
-    """The records of one function by their keys.
+    """The records of one function by their keys. ``near`` has the latest by the `surroundings` of calls alone."""
 
-    ``near`` finds the latest records without a key: it maps the part of a key that excludes the leaves to pairs of a
-    `guard` of leaves and a record. ``latest`` finds the latest of them before the arguments are flattened.
-    """
-
-    __slots__ = ("latest", "near", "recordable")
+    __slots__ = ("near", "recordable")
 
     def __init__(self, recordable: Recordable) -> None:
         super().__init__()
         self.recordable = recordable
-        self.near: Cache[Any, list[tuple[Callable[..., bool], Record]]] = Cache()
-        self.latest: _Latest | None = None
+        self.near: Cache[Any, list[_Near]] = Cache()
 
-    def called(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], around: Any, watched: bool
-    ) -> Any:
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], watched: bool) -> Any:
         """The result of a call, by a record that is found by its key, or made.
 
-        Args:
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            leaves: the leaves of the arguments.
-            around: the part of the key that excludes the leaves.
-            watched: whether watchers hear of the communication of the record.
+        ``watched`` says whether watchers hear of the communication of the record.
         """
+        leaves, around = flatten_call(args, kwargs)
         try:
             kinds, values, strides = kinds_of(leaves)
         except RuntimeError as error:
@@ -272,7 +260,7 @@ class _Records(Cache[Any, Record]):
         if watched:
             tell(record.moved)
         if strides == record.strides:
-            self.bring_near(record, around, leaves, args, kwargs)
+            self.bring_near(record, leaves, args, kwargs)
         return replayed(record, values, strides)
 
     def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
@@ -288,16 +276,13 @@ class _Records(Cache[Any, Record]):
             recording.release()
         return record
 
-    def bring_near(
-        self, record: Record, around: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def bring_near(self, record: Record, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Let calls with similar leaves find the record without a key."""
         closed = record.closed.tensors
         if not record.modules and (check := guard([*leaves, *closed])) is not None:
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
-            self.near[around] = [(is_alike, record), *self.near.get(around, ())][:_NEAR]
-            if (read := reader(args, kwargs, leaves)) is not None:
-                self.latest = _Latest(surroundings(), read, is_alike, record)
+            near, around = _Near(reader(args, kwargs, leaves), is_alike, record), surroundings()
+            self.near[around] = [near, *self.near.get(around, ())][:_NEAR]
 
     def counts(self) -> JitCacheInfo:
         """The counts for ``cache_info``."""
@@ -307,7 +292,6 @@ class _Records(Cache[Any, Record]):
         """Forget all records, and count from zero."""
         super().clear()
         self.near.clear()
-        self.latest = None
 
 
 class Jitted(Generic[Q, R]):
@@ -354,29 +338,16 @@ class Jitted(Generic[Q, R]):
         if self._has_static:
             positional, named = self._recordable.marked(positional, named)
         records = self._records
-        if (latest := records.latest) is not None and latest.around == surroundings():
-            known = latest.read(positional, named)
-            if known is not None and latest.is_alike(*known):
-                return self._replayed(latest.record, known, positional, named, watched)  # type: ignore[no-any-return]
-        leaves, around = flatten_call(positional, named)
-        try:
-            near = records.near.get(around)
-        except TypeError:
-            raise not_hashable(positional, named) from None
-        for is_alike, record in near or ():
-            if is_alike(*leaves):
-                return self._replayed(record, leaves, positional, named, watched)  # type: ignore[no-any-return]
-        return records.called(positional, named, leaves, around, watched)  # type: ignore[no-any-return]
-
-    def _replayed(
-        self, record: Record, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], watched: bool
-    ) -> Any:
-        """The result of a call, by a record that is near."""
-        self._records.hits += 1
-        if watched:
-            tell_values(record, self._recordable.function, args, kwargs)
-            tell(record.moved)
-        return record.rebuild(record.run(*(leaves if record.plain else record.donation.given(leaves))))
+        for read, is_alike, record in records.near.get(surroundings(), ()):
+            leaves = read(positional, named)
+            if leaves is not None and is_alike(*leaves):
+                records.hits += 1
+                if watched:
+                    tell_values(record, self._recordable.function, positional, named)
+                    tell(record.moved)
+                values = record.run(*(leaves if record.plain else record.donation.given(leaves)))
+                return record.rebuild(values)  # type: ignore[no-any-return]
+        return records.called(positional, named, watched)  # type: ignore[no-any-return]
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function and run nothing. A `TensorSpec` may stand for a `Sharded`.

@@ -1,4 +1,4 @@
-"""Readers: the leaves of arguments of one structure by straight-line Python, sooner than by a walk through trees."""
+"""Readers: the leaves of arguments of one structure, by straight-line Python where that is possible."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import optree
 from torch import Tensor, nn
 
 from fspmd.sharded import Sharded
+from fspmd.trees import flatten_trees
 
 #: returns the leaves of arguments, or None if they have another structure
 Reader = Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
 _LEAVES: Final = (Sharded, Tensor, nn.Parameter)
 
 
-def reader(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Reader | None:
+def reader(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Reader:
     """A reader of the arguments of calls like this one, which has these leaves. It keeps none of them.
 
-    Like arguments have equal containers with equal keys, and leaves of these types and forms. Returns None where a
-    leaf is no tensor, and for containers other than tuples, lists, dicts and named tuples.
+    Like arguments have equal containers with equal keys, and leaves of these types and forms. For containers other than
+    tuples, lists, dicts and named tuples the reader walks through trees.
     """
     writing = _Writing()
-    if not (writing.read("args", args) and writing.read("kwargs", kwargs)):
-        return None
-    names, values = [*writing.leaves], [*writing.leaves.values()]
-    forms = [f"{name}.form" for name, x in writing.leaves.items() if type(x) is Sharded]
-    blocks = [f"{name}.block" if type(x) is Sharded else name for name, x in writing.leaves.items()]
-    writing.require(f"[*map(type, [{', '.join(names)}])] ==", list(map(type, values)))
-    writing.require(f"[{', '.join(forms)}] ==", [x.form for x in values if type(x) is Sharded])
-    source = "\n    ".join(["def read(args, kwargs):", *writing.lines, f"return [{', '.join(blocks)}]"])
-    exec(source, writing.scope)
-    read: Reader = writing.scope["read"]
-    found = read(args, kwargs)  # a library may have registered a named tuple as a node of its own
-    return read if found is not None and len(found) == len(leaves) and all(map(is_, found, leaves)) else None
+    if writing.read("args", args) and writing.read("kwargs", kwargs):
+        read = writing.written()
+        found = read(args, kwargs)  # a library may have registered a named tuple as a node of its own
+        if found is not None and len(found) == len(leaves) and all(map(is_, found, leaves)):
+            return read
+    structure = flatten_trees((args, kwargs))[1]
+
+    def by_walk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        leaves, given = flatten_trees((args, kwargs))
+        return leaves if given == structure else None
+
+    return by_walk
 
 
 class _Writing:
@@ -68,3 +69,15 @@ class _Writing:
         if names:
             self.lines.append(f"{', '.join(names)}, = {name}{'.values()' * (kind is dict)}")
         return all(map(self.read, names, children))
+
+    def written(self) -> Reader:
+        """The reader."""
+        names, values = [*self.leaves], [*self.leaves.values()]
+        forms = [f"{name}.form" for name, x in self.leaves.items() if type(x) is Sharded]
+        blocks = [f"{name}.block" if type(x) is Sharded else name for name, x in self.leaves.items()]
+        self.require(f"[*map(type, [{', '.join(names)}])] ==", list(map(type, values)))
+        self.require(f"[{', '.join(forms)}] ==", [x.form for x in values if type(x) is Sharded])
+        source = "\n    ".join(["def read(args, kwargs):", *self.lines, f"return [{', '.join(blocks)}]"])
+        exec(source, self.scope)
+        read: Reader = self.scope["read"]
+        return read
