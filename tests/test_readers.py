@@ -12,7 +12,7 @@ from torch import nn
 
 from fspmd import P, device_put, reshard
 from fspmd.programs.readers import reader
-from fspmd.trees import flatten_in_order
+from fspmd.trees import flatten_trees
 
 M = torch.ones(2, 2)
 X = device_put(torch.arange(8.0), P("x"), mesh=MESH)
@@ -38,6 +38,8 @@ _READ: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[st
     "another spec": (([X],), {}, ([reshard(X, P())],), {}),
     "another form": (([X],), {}, ([X[::2][:4]],), {}),
     "a parameter": (([nn.Parameter(M)],), {}, ([M],), {}),
+    "an ordered dict": ((OrderedDict(w=M, b=X),), {}, (OrderedDict(b=X, w=M),), {}),
+    "an ordered dict in the place of a dict": ((OrderedDict(w=M),), {}, ({"w": M},), {}),
     "a number": (([M],), {}, ([3],), {}),
 }
 
@@ -45,9 +47,8 @@ _READ: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...], dict[st
 @pytest.mark.parametrize("name", _READ)
 def test_readers_know_their_arguments(name: str) -> None:
     args, kwargs, others, other_names = _READ[name]
-    leaves = flatten_in_order((args, kwargs))[0]
+    leaves = flatten_trees((args, kwargs))[0]
     read = reader(args, kwargs, leaves)
-    assert read is not None
     found = read(args, kwargs)
     assert found is not None
     assert len(found) == len(leaves)
@@ -55,6 +56,8 @@ def test_readers_know_their_arguments(name: str) -> None:
     assert read(others, other_names) is None
 
 
-@pytest.mark.parametrize("tree", [3, None, OrderedDict(w=M), [M, "a"], {1}, torch.Size([2])])
-def test_other_trees_have_no_reader(tree: Any) -> None:
-    assert reader((tree,), {}, flatten_in_order((tree, {}))[0]) is None
+@pytest.mark.parametrize("name", _READ)
+def test_readers_are_straight_lines_where_they_can_be(name: str) -> None:
+    args, kwargs, *_ = _READ[name]
+    read = reader(args, kwargs, flatten_trees((args, kwargs))[0])
+    assert (read.__name__ == "by_walk") == name.startswith("an ordered dict")

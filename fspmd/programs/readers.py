@@ -24,7 +24,7 @@ def reader(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> 
     tuples, lists, dicts and named tuples the reader walks through trees.
     """
     writing = _Writing()
-    if writing.read("args", args) and writing.read("kwargs", kwargs):
+    if writing.read_children("args", args) and writing.read_children("kwargs", kwargs):
         read = writing.written()
         found = read(args, kwargs)  # a library may have registered a named tuple as a node of its own
         if found is not None and len(found) == len(leaves) and all(map(is_, found, leaves)):
@@ -47,11 +47,11 @@ class _Writing:
         self.leaves: dict[str, Any] = {}  # by name
         self.count = 0
 
-    def require(self, comparison: str, value: Any) -> None:
-        """Let the reader return None unless a value is as it was."""
+    def named(self, value: Any) -> str:
+        """A new name for a value."""
         name = f"c{len(self.scope)}"
         self.scope[name] = value
-        self.lines.append(f"if not {comparison} {name}: return None")
+        return name
 
     def read(self, name: str, tree: Any) -> bool:
         """Take a tree apart. Returns whether that is possible."""
@@ -61,23 +61,34 @@ class _Writing:
             return True
         if kind is not dict and kind is not list and kind is not tuple and not optree.is_namedtuple_class(kind):
             return False
-        self.require(f"type({name}) is", kind)
-        children: list[Any] = [*(tree.values() if kind is dict else tree)]
-        self.require(f"[*{name}] ==" if kind is dict else f"len({name}) ==", [*tree] if kind is dict else len(tree))
+        self.lines.append(f"if type({name}) is not {self.named(kind)}: return None")
+        return self.read_children(name, tree)
+
+    def read_children(self, name: str, tree: Any) -> bool:
+        """Take the children of a tree apart, whose type is known."""
+        children = [*(tree.values() if type(tree) is dict else tree)]
+        if type(tree) is dict and tree:
+            self.lines.append(f"if [*{name}] != {self.named([*tree])}: return None")
+        else:
+            self.lines.append(f"if len({name}) != {len(children)}: return None")
         names = [f"x{self.count + i}" for i in range(len(children))]
         self.count += len(children)
         if names:
-            self.lines.append(f"{', '.join(names)}, = {name}{'.values()' * (kind is dict)}")
+            self.lines.append(f"{', '.join(names)}, = {name}{'.values()' * (type(tree) is dict)}")
         return all(map(self.read, names, children))
 
     def written(self) -> Reader:
         """The reader."""
-        names, values = [*self.leaves], [*self.leaves.values()]
-        forms = [f"{name}.form" for name, x in self.leaves.items() if type(x) is Sharded]
-        blocks = [f"{name}.block" if type(x) is Sharded else name for name, x in self.leaves.items()]
-        self.require(f"[*map(type, [{', '.join(names)}])] ==", list(map(type, values)))
-        self.require(f"[{', '.join(forms)}] ==", [x.form for x in values if type(x) is Sharded])
+        tests, blocks = [], []
+        for name, x in self.leaves.items():
+            tests.append(f"type({name}) is not {type(x).__name__}")
+            if type(x) is Sharded:
+                tests.append(f"{name}.form is not {self.named(x.form)}")
+            blocks.append(f"{name}.block" if type(x) is Sharded else name)
+        if tests:
+            self.lines.append(f"if {' or '.join(tests)}: return None")
         source = "\n    ".join(["def read(args, kwargs):", *self.lines, f"return [{', '.join(blocks)}]"])
-        exec(source, self.scope)
-        read: Reader = self.scope["read"]
+        scope = {kind.__name__: kind for kind in _LEAVES} | self.scope
+        exec(source, scope)
+        read: Reader = scope["read"]
         return read
