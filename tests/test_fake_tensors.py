@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch_calls import CALLS, UNEVEN_CALLS, Call, operands
 
+from fspmd import jit
 from fspmd.programs import fake_tensors
 from fspmd.programs.fake_tensors import CachingFakeMode
 
@@ -117,3 +119,30 @@ def test_default_dtypes_and_operands_alike_but_for_a_bit_have_results_of_their_o
         with torch.inference_mode():
             assert (ones + ones).is_inference()
         assert not (ones + ones).is_inference()
+
+
+_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mm": lambda a, b: a[0] @ b[0],
+    "bmm": torch.bmm,
+    "baddbmm": lambda a, b: torch.baddbmm(a.new_zeros(a.shape[0], a.shape[1], b.shape[2]), a, b),
+    "einsum": lambda a, b: torch.einsum("zij,zjk->zki", a, b),
+}
+
+
+@pytest.mark.parametrize("name", _PRODUCTS)
+@pytest.mark.parametrize("sizes", [(2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0)], ids=str)
+def test_products_of_nothing_take_the_dtypes_that_kernels_take(name: str, sizes: tuple[int, ...]) -> None:
+    z, i, j, k = sizes
+
+    def outcome(f: Callable[..., Tensor], dtypes: Any) -> Any:
+        a, b = torch.zeros(z, i, j, dtype=dtypes[0]), torch.zeros(z, j, k, dtype=dtypes[1])
+        a, b = (x.requires_grad_(x.is_floating_point()) for x in (a, b))
+        try:
+            out = f(a, b)
+            gradients = torch.autograd.grad(out.sum(), [x for x in (a, b) if x.requires_grad])
+        except RuntimeError:
+            return "refused"
+        return [(x.dtype, x.shape, bool(x.any())) for x in (out, *gradients)]
+
+    for dtypes in itertools.product((torch.float32, torch.float64, torch.bfloat16, torch.int64), repeat=2):
+        assert outcome(jit(_PRODUCTS[name]), dtypes) == outcome(_PRODUCTS[name], dtypes)

@@ -146,14 +146,14 @@ class CachingFakeMode(DispatchMode, FakeMode):
         if entries is None:
             entries = _ENTRIES[func] = {} if _is_cacheable(func) else _NOT_CACHED
         if entries is _NOT_CACHED:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            return self._computed(func, types, args, kwargs or {})
         try:
             key = _key(args, kwargs)
         except _NotCacheable:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            return self._computed(func, types, args, kwargs or {})
         if key in entries:
             return self._made(entries[key], args)
-        out = super().__torch_dispatch__(func, types, args, kwargs or {})
+        out = self._computed(func, types, args, kwargs or {})
         try:
             entry = self._entry(out, args, list(tensors_in((*args, *(kwargs or {}).values()))))
             if _key(args, kwargs) != key:  # the call has changed its arguments
@@ -164,6 +164,24 @@ class CachingFakeMode(DispatchMode, FakeMode):
             entries.clear()
         entries[key] = entry
         return out
+
+    def _computed(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result without the cache. Some kernels take empty operands of dtypes that shape functions refuse."""
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            given = list(tensors_of((*args, *kwargs.values())))
+            is_empty = any(0 in x.shape for x in given) and all(x.device.type == "cpu" for x in given)
+            if type(error) is not RuntimeError or not is_empty:
+                raise
+            try:
+                out = func(*map(_zeros_like, args), **{name: _zeros_like(x) for name, x in kwargs.items()})
+            except RuntimeError:
+                raise error from None
+            if type(out) is not Tensor:
+                raise
+            block = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=_META)
+            return self._fake(block, out.device)
 
     def _entry(self, out: Any, args: Any, others: list[Tensor]) -> Any:
         """The cache entry for a result.
@@ -213,6 +231,11 @@ class CachingFakeMode(DispatchMode, FakeMode):
 
 _ENTRIES: Final[dict[Any, dict[Any, Any]]] = {}  # for each function, entries by the looks of its arguments
 _NOT_CACHED: Final[dict[Any, Any]] = {}  # marks functions without entries
+
+
+def _zeros_like(x: Any) -> Any:
+    """Zeros with values, which need no memory, for a fake tensor; other arguments as they are."""
+    return torch.zeros((), dtype=x.dtype, device=x.fake_device).expand(x.shape) if type(x) is FakeTensor else x
 
 
 def _is_cacheable(func: Any) -> bool:
