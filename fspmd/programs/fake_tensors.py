@@ -170,7 +170,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
-            given = list(tensors_of((*args, *kwargs.values())))
+            given = list(tensors_in((*args, *kwargs.values())))
             is_empty = any(0 in x.shape for x in given) and all(x.device.type == "cpu" for x in given)
             if type(error) is not RuntimeError or not is_empty:
                 raise
