@@ -47,6 +47,15 @@ def right(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tenso
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_forward_derivatives_are_refused(way: Any) -> None:
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.func.jvp(lambda q: way(q, k, v, "cp"), (q,), (q,))[1]
+
+    with pytest.raises(ArgumentError, match="write vjp"):
+        mapped(body)(*operands())
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_autocast_does_not_touch_parts(way: Any) -> None:
     leaves = [x.float() for x in operands(64)]
     call = mapped(lambda q, k, v: way(q, k, v, "cp", mask=Causal()))

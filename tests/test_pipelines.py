@@ -26,7 +26,7 @@ from processes import Processes
 
 from fspmd import P, device_get, device_put, jit, make_mesh
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.nn import Action, Costs, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv
+from fspmd.nn import Action, Costs, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv, zero_bubble
 
 CASES = list(itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 8)))
 #: ticks of p ranks and m microbatches, with actions of one tick, if m is at least 2 p and a multiple of p
@@ -141,6 +141,29 @@ def test_rows_of_other_lengths_are_refused() -> None:
 def test_microbatches_may_have_any_shapes_and_a_loss_a_wider_dtype(name: str, jitted: bool) -> None:
     assert of_any_shape(name, F64, "simulation", jitted) < 1e-12
     assert of_any_shape(name, torch.bfloat16, "simulation", jitted) < 0.2
+
+
+#: what stages pass on, which may have no gradient
+PASSED_ON: dict[str, tuple[Any, Any]] = {
+    "complex": (lambda w, x: torch.complex(x @ w, x), lambda w, x: (x.real @ w) * x.imag),
+    "booleans": (lambda w, x: x > 0, lambda w, x: x.double() @ w),
+    "what is given": (lambda w, x: x, lambda w, x: x @ w),
+    "no gradient": (lambda w, x: (x @ w).detach(), lambda w, x: x @ w),
+}
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+@pytest.mark.parametrize("schedule", [gpipe(2, 3), one_f_one_b(2, 3), zero_bubble(2, 3)], ids=lambda s: s.name)
+def test_stages_pass_on_values_of_any_kind(schedule: Schedule, name: str) -> None:
+    mesh = make_mesh((2,), ("pp",), transport="simulation")
+    w = torch.randn(2, 3, 3, dtype=F64).requires_grad_()
+    x, t = ([torch.randn(4, 3, dtype=F64) for _ in range(3)] for _ in range(2))
+    first, last = stages = PASSED_ON[name]
+    step = pipeline(list(stages), schedule, loss=lambda y, t: (y - t).square().sum(), mesh=mesh)
+    value, gradient = step(device_put(w.detach(), P("pp"), mesh=mesh), *device_put((x, t), P(), mesh=mesh))
+    right = torch.stack([(last(w[1], first(w[0], a)) - b).square().sum() for a, b in zip(x, t, strict=True)]).mean()
+    torch.testing.assert_close(device_get(value), right.detach())
+    torch.testing.assert_close(device_get(gradient), torch.autograd.grad(right, w)[0])
 
 
 def test_processes_with_microbatches_of_any_shapes() -> None:

@@ -10,7 +10,7 @@ import torch
 from simulated import MESH
 from torch import nn
 
-from fspmd import P, device_put, reshard
+from fspmd import P, device_put, jit, reshard
 from fspmd.programs.readers import reader
 from fspmd.trees import flatten_trees
 
@@ -61,3 +61,14 @@ def test_readers_are_straight_lines_where_they_can_be(name: str) -> None:
     args, kwargs, *_ = _READ[name]
     read = reader(args, kwargs, flatten_trees((args, kwargs))[0])
     assert (read.__name__ == "by_walk") == name.startswith("an ordered dict")
+
+
+def test_readers_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where more kinds of calls take turns than are near, as with lengths of sequences."""
+    written: list[Any] = []
+    monkeypatch.setattr("fspmd.programs.jit.reader", lambda *given: written.append(given) or reader(*given))
+    add = jit(lambda a, b: a + b)
+    for _ in range(3):
+        for n in range(1, 9):
+            assert torch.equal(add(torch.ones(n), torch.ones(n)), torch.full((n,), 2.0))
+    assert len(written) == 8

@@ -177,6 +177,11 @@ def test_views_of_views_are_what_torch_gives(seed: int) -> None:
                 assert ours.stride() == theirs.stride()
 
 
+def test_views_of_negated_views() -> None:
+    x = torch.randn(4, 6)
+    assert torch.equal(jit(lambda x: torch._neg_view(x).t())(x), -x.t())
+
+
 def test_a_record_may_be_wrong_about_strides() -> None:
     """A kernel may lay its result out otherwise than the record says: views of it are then taken one by one."""
     graph = fx.Graph()

@@ -1,8 +1,7 @@
-"""Wrappers of ten places where torch hides a call, or drops an argument or the type of a tensor.
+"""Wrappers of nine places where torch hides a call, or drops an argument or the type of a tensor.
 
 * A TorchFunctionMode does not see ``autograd.Function.apply``, so its operands would not be cast.
 * The backward of a custom Function runs outside the body, where no axes are bound for its collectives.
-* The jvp of a custom Function runs below the mode, on tangents without types.
 * Tensors that a custom Function has saved come back as new ones, if a checkpoint or another hook kept them.
 * ``vmap`` unwraps its result to a new tensor without the type.
 * ``torch.func`` differentiates with respect to a value that in a mapped function belongs to one element.
@@ -65,7 +64,6 @@ def install() -> None:
     """Install the wrappers."""
     _wrap_apply()
     _wrap_backward()
-    _wrap_jvp()
     _wrap_saved()
     _wrap_vmap_exit()
     _wrap_derivatives()
@@ -101,11 +99,10 @@ def _wrap_apply() -> None:
         if result is INVARIANT:
             return _bind_body(original(cls, *args, **kwargs), args, body, tracker)
         before, tracker.marks_invariant = tracker.marks_invariant, True
-        outer, tracker.of_operands = tracker.of_operands, result
         try:
             out = original(cls, *args, **kwargs)
         finally:
-            tracker.marks_invariant, tracker.of_operands = before, outer
+            tracker.marks_invariant = before
         for y in out if isinstance(out, tuple) else (out,):
             if isinstance(y, torch.Tensor) and getattr(y, ATTRIBUTE, None) is None:
                 set_variance(y, result)  # made unseen by the tracker, or an argument that is returned
@@ -216,23 +213,6 @@ def _wrap_backward() -> None:
         return run_in(bodies[0], mode_for(*bodies), completed, *args)
 
     BackwardCFunction.apply = apply  # type: ignore[method-assign]
-
-
-def _wrap_jvp() -> None:
-    original = BackwardCFunction.apply_jvp
-
-    def apply_jvp(self: Any, *tangents: Any) -> Any:
-        tracker = state.tracker
-        if tracker is None:
-            return original(self, *tangents)
-        for x in tangents:
-            if x is not None:
-                set_variance(x, tracker.of_operands)
-        if (types := getattr(self, _SAVED, None)) is not None:  # results have no type yet
-            setattr(self, _SAVED, [tracker.of_operands if variance is None else variance for variance in types])
-        return run_in(state.body, mode_for(state.body, tracker.body), original, self, *tangents)
-
-    BackwardCFunction.apply_jvp = apply_jvp  # type: ignore[method-assign]
 
 
 def _wrap_saved() -> None:

@@ -68,7 +68,6 @@ class Tracker(BodyMode):
 
     types_values = True
     marks_invariant = False  # in a custom Function, results must differ from tensors that no call has given
-    of_operands = INVARIANT  # the type of the operands of the custom Function that runs
 
     def __init__(self, body: Body) -> None:
         self.body = body

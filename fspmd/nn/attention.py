@@ -7,12 +7,12 @@ made of differentiable functions of them, so derivatives of any order are right.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.nn.parts import PartialAttention
 from fspmd.ops.traits import without_autocast
 
@@ -74,25 +74,16 @@ class _Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         query, key, value, allowed, sinks, ctx.way = inputs
         out, lse, *kept = output
-        saved = query, *(kept or (key, value)), allowed, sinks, out, lse
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
-        ctx.count = len(output)
+        ctx.save_for_backward(query, *(kept or (key, value)), allowed, sinks, out, lse)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return _Attention.transpose(ctx.saved_tensors, ctx.way, *grads)
-
-    @staticmethod
     @without_autocast()  # which would make bfloat16 of float32
-    def transpose(
-        saved: Sequence[Any], way: Way, out_grad: Tensor | None, lse_grad: Tensor | None, *kept_grads: Any
-    ) -> tuple[Any, ...]:
-        query, keys, values, allowed, sinks, out, lse = saved
+    def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None, *kept_grads: Any) -> tuple[Any, ...]:
+        query, keys, values, allowed, sinks, out, lse = ctx.saved_tensors
         out_grad = torch.zeros_like(out) if out_grad is None else out_grad
         whole = PartialAttention(out, lse)
-        grads = way.backward(out_grad, lse_grad, query, keys, values, whole, allowed, kept_grads)
+        grads = ctx.way.backward(out_grad, lse_grad, query, keys, values, whole, allowed, kept_grads)
         sinks_grad = None
         if sinks is not None:
             drop = (out_grad * out).sum(-1) - (0 if lse_grad is None else lse_grad)
@@ -101,18 +92,11 @@ class _Attention(torch.autograd.Function):
         return *(g.to(query.dtype) for g in grads), None, sinks_grad, None
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        """The transpose of `transpose`, which is linear in the gradients of results. Its collectives are transposed."""
-        saved, way = ctx.saved_tensors, ctx.way
-        _, keys, values, *_, out, lse = saved
-
-        def paired(*grads: Tensor) -> Tensor:
-            pulled = zip(_Attention.transpose(saved, way, *grads), tangents, strict=True)
-            total: Any = sum((g * t).sum() for g, t in pulled if g is not None and t is not None)
-            return total  # type: ignore[no-any-return]
-
-        zeros = [torch.zeros_like(x) for x in (out, lse, keys, values)[: ctx.count]]
-        return torch.func.grad(paired, tuple(range(len(zeros))))(*zeros)  # type: ignore[no-any-return]
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        raise ArgumentError(
+            "attention of fspmd.nn got a tangent (jvp, jacfwd, or hessian): it has derivatives in reverse mode alone; "
+            "write vjp, grad, jacrev, or grad of grad"
+        )
 
     @staticmethod
     def vmap(

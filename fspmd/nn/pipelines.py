@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -169,8 +170,10 @@ class _PipelineCall:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the loss. All ranks know it, and the last stage alone computes one."""
-        passed_on = (x.dtype for x in (*self.boundaries, *self.leaves) if x is not None and x.dtype.is_floating_point)
-        return torch.promote_types(next(passed_on, torch.float32), torch.float32)
+        given, passed_on = [x.dtype for x in self.leaves], [x.dtype for x in self.boundaries if x is not None]
+        first = next((dtype for dtype in given if dtype.is_floating_point), torch.float32)
+        floating = [dtype.to_real() for dtype in passed_on if dtype.is_floating_point or dtype.is_complex]
+        return functools.reduce(torch.promote_types, floating or [first], torch.float32)
 
     def by_boundary(self, rounds: Any) -> Iterator[tuple[list[tuple[int, int, Action]], TensorSpec]]:
         """Yield the edges of each permute. What travels in it has one shape."""
@@ -268,9 +271,9 @@ class _Rank:
         else:
             del self.kept[stage, m]
         wanted = [t for t in (*to_x, *to_params) if t is not None and t.requires_grad]
-        if not wanted:
-            return None
-        values = iter(gradients(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
+        values: Iterator[Any] = itertools.repeat(None)
+        if wanted and y.requires_grad:
+            values = iter(gradients(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
         found = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
             new, old = found[len(to_x) :], self.grads.get(stage)
@@ -284,7 +287,7 @@ class _Rank:
 
 def _leaf(x: Any) -> Any:
     """A value from which autograd begins. None stays, in the place of a leaf of other stages."""
-    return None if x is None else x.detach().requires_grad_(x.is_floating_point())
+    return None if x is None else x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
 
 
 def _gradient(x: Any, values: Iterator[Any]) -> Any:

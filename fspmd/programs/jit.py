@@ -223,12 +223,13 @@ class _Near(NamedTuple):
 class _Records(Cache[Any, Record]):
     """The records of one function by their keys. ``near`` has the latest by the `surroundings` of calls alone."""
 
-    __slots__ = ("near", "recordable")
+    __slots__ = ("_known", "near", "recordable")
 
     def __init__(self, recordable: Recordable) -> None:
         super().__init__()
         self.recordable = recordable
         self.near: Cache[Any, list[_Near]] = Cache()
+        self._known: Cache[Any, _Near] = Cache()  # by the keys of records: those that were near once
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], watched: bool) -> Any:
         """The result of a call, by a record that is found by its key, or made.
@@ -260,7 +261,7 @@ class _Records(Cache[Any, Record]):
         if watched:
             tell(record.moved)
         if strides == record.strides:
-            self.bring_near(record, leaves, args, kwargs)
+            self.bring_near(key, record, leaves, args, kwargs)
         return replayed(record, values, strides)
 
     def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
@@ -276,13 +277,19 @@ class _Records(Cache[Any, Record]):
             recording.release()
         return record
 
-    def bring_near(self, record: Record, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def bring_near(
+        self, key: Any, record: Record, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Let calls with similar leaves find the record without a key."""
-        closed = record.closed.tensors
-        if not record.modules and (check := guard([*leaves, *closed])) is not None:
+        around, closed = surroundings(), record.closed.tensors
+        before = self.near.get(around, [])
+        near = self._known.get(key)
+        if near is None or near.record is not record or any(near is x for x in before):  # that did not know this call
+            if record.modules or (check := guard([*leaves, *closed])) is None:
+                return
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
-            near, around = _Near(reader(args, kwargs, leaves), is_alike, record), surroundings()
-            self.near[around] = [near, *self.near.get(around, ())][:_NEAR]
+            near = self._known[key] = _Near(reader(args, kwargs, leaves), is_alike, record)
+        self.near[around] = [near, *(x for x in before if x.record is not record)][:_NEAR]
 
     def counts(self) -> JitCacheInfo:
         """The counts for ``cache_info``."""
@@ -292,6 +299,7 @@ class _Records(Cache[Any, Record]):
         """Forget all records, and count from zero."""
         super().clear()
         self.near.clear()
+        self._known.clear()
 
 
 class Jitted(Generic[Q, R]):

@@ -34,7 +34,8 @@ def is_link(node: Any) -> bool:
 def one_view(views: list[fx.Node]) -> Callable[[Tensor], Tensor] | None:
     """A function of the operand of the first of some steps, each a view of the one before, that gives the last.
 
-    None if the last does not begin where the operand does: the operand may itself begin anywhere in its memory.
+    None if the last does not begin where the operand does, since the operand may itself begin anywhere in its memory,
+    or if its elements are negated.
     """
     x = views[0].all_input_nodes[0]
     shape, strides = x.meta["value"].shape, x.meta.get("strides")
@@ -48,7 +49,7 @@ def _made(links: tuple[_Link, ...], shape: tuple[int, ...], strides: tuple[int, 
         last = torch.empty_strided(shape, strides, device="meta")
         for target, args in links:
             last = target(last, *args)
-    if last.storage_offset():
+    if last.storage_offset() or last.is_neg():
         return None
     strided, after = torch.as_strided, (last.shape, last.stride())
     calls = [(callable_of(target), args) for target, args in links]
