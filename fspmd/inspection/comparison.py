@@ -92,11 +92,7 @@ class _Assembly(Gathering):
 class Comparison(Parting):
     """The collectives of this rank within a block of code, and whether those of other ranks are the same.
 
-    Args:
-        seconds: The time that the meeting at the end may take; None for a minute.
-        every: After how many collectives of a group its ranks compare; 0 for no comparison.
-        line: Where the block begins.
-        period: The seconds between two signs of life.
+    It takes the arguments of `Parting`.
     """
 
     outer: Comparison | None

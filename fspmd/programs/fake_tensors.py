@@ -80,12 +80,12 @@ def like(x: Tensor, made: Tensor) -> Tensor:
 def unshared(x: Tensor) -> Tensor:
     """``x``, or a copy where elements share memory, so that other arguments may have the strides of the result."""
     is_strided = x.layout is torch.strided and not x.is_nested
-    return x.contiguous() if is_strided and any(map(is_shared, blocks_of(x))) else x
+    return x.contiguous() if is_strided and has_overlaps(x) else x
 
 
-def is_shared(block: Tensor) -> bool:
+def has_overlaps(x: Tensor) -> bool:
     """Whether elements of a block share memory, as those of an expanded one do."""
-    return overlaps(block.shape, block.stride())
+    return any(overlaps(block.shape, block.stride()) for block in blocks_of(x))
 
 
 def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
