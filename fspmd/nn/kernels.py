@@ -65,9 +65,9 @@ def forward(
     kernel = None if given is None else kernel_for(given)
     if given is None or kernel is None:
         return None
-    rows, width, dtype = query.shape[:-1], value.shape[-1], wide(query)
+    rows, dtype = query.shape[:-1], wide(query)
     out, lse = kernel.run(given)
-    out, lse = out[..., :width].reshape(*rows, width).to(dtype), lse.reshape(rows).to(dtype)
+    out, lse = _narrowed(out, (*rows, value.shape[-1])).to(dtype), lse.reshape(rows).to(dtype)
     if isinstance(allowed, Tensor):  # what a kernel gives to a query that sees no key differs from kernel to kernel
         sees = allowed.any(-1)
         out, lse = out.where(sees[..., None], 0), lse.where(sees, -torch.inf)
@@ -89,11 +89,10 @@ def backward(
     if given is None or kernel is None:
         return None
     shape = given.query.shape
-    out_grad, out = (_padded(x.to(given.query.dtype), shape[-1]).reshape(shape) for x in (out_grad, whole.out))
+    out_grad, out = (_fitting(x, given.query.dtype, shape[-1]) for x in (out_grad, whole.out))
     found = kernel.run_backward(given, out_grad, out, whole.lse.reshape(shape[:-1]))
     query_grad, key_grad, value_grad = (
-        g[..., : x.shape[-1]].reshape(*x.shape[:-3], shape[-3], *x.shape[-2:])
-        for g, x in zip(found, (query, key, value), strict=True)
+        _narrowed(g, (*x.shape[:-3], shape[-3], *x.shape[-2:])) for g, x in zip(found, (query, key, value), strict=True)
     )
     if shape[-3] != key.shape[-3]:
         groups, dtype = (key.shape[-3], -1), wide(key)
@@ -135,17 +134,24 @@ def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale
             bias = F.pad(bias, (0, -columns % 16))[..., :columns].expand(-1, heads, -1, -1)
     if heads != key.shape[-3]:
         key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
-    query, key, value = (
-        _padded(x.to(dtype), width).reshape(-1, heads, x.shape[-2], width) for x in (query, key, value)
-    )
+    query, key, value = (_fitting(x, dtype, width) for x in (query, key, value))
     return Operands(query, key, value, bias, allowed is TRIANGLE, scale)
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
-    """With zeros up to a width, and dense rows."""
+def _fitting(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """[..., heads, n, m] as [batch, heads, n, width], with zeros up to the width, and dense rows."""
+    if x.dtype is not dtype:
+        x = x.to(dtype)
     if x.shape[-1] < width:
-        return F.pad(x, (0, width - x.shape[-1])).contiguous()
-    return x if x.stride(-1) == 1 else x.contiguous()
+        x = F.pad(x, (0, width - x.shape[-1]))
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return x if x.dim() == 4 else x.reshape(-1, *x.shape[-3:])
+
+
+def _narrowed(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """What `_fitting` was given the shape of."""
+    return x if x.shape == shape else x[..., : shape[-1]].reshape(shape)
 
 
 # --- the kernels ----------------------------------------------------------------------------------------------------

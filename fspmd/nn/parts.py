@@ -76,4 +76,4 @@ def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAt
 
 def wide(x: Tensor) -> torch.dtype:
     """The dtype of the parts of operands: float32, or float64 if they are."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
