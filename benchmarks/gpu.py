@@ -79,7 +79,7 @@ TIMES: Final = (
         ("", "F.grouped_mm", "grouped_matmul", "ratio"),
     ),
     Times("decoding", 60, "A step of decoding of small layers", ("", "a step", "ratio", "host")),
-    Times("checkpoints", 60, "A checkpoint of 2 GiB of bfloat16", ("", "takes", "of all bytes")),
+    Times("checkpoints", 60, "A checkpoint of 512 MiB", ("", "takes", "of all bytes")),
     Times("memory", 90, "The peak of a step of the 1B model", ("", "predicted", "measured", "ratio")),
     Times("layer", 120, "A transformer layer, 2048 wide: loss, gradients, update", ("", "a step", "ratio", "host")),
     Times("1B", 200, "A model of 1B parameters: loss, gradients, update", ("", "a step", "ratio", "host")),

@@ -333,7 +333,7 @@ def groups(size: str, device: str, seconds: float) -> None:
 
 def checkpoints(size: str, device: str, seconds: float) -> None:
     """A checkpoint in a folder for temporary files, beside torch.save; and until training may go on."""
-    count, shape = (64, (4096, 4096)) if device != "cpu" else (4, (64, 64))
+    count, shape = (16, (4096, 4096)) if device != "cpu" else (4, (64, 64))
     mesh = _world(device)
     tree = {f"w{i}": fspmd.randn(*shape, spec=P("x"), mesh=mesh, dtype=torch.bfloat16) for i in range(count)}
     plain = {name: x.local for name, x in tree.items()}

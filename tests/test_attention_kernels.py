@@ -182,4 +182,4 @@ def test_kernels_of_gpus_are_called_as_they_are_defined() -> None:
 @pytest.mark.usefixtures("on_the_cpu")
 def test_sequences_with_kernels_of_gpus() -> None:
     """They round parts to 16 bits."""
-    device_programs.sequences_in_16_bits("cpu", 2)
+    device_programs.sequences_in_16_bits("cpu", 1.42)
