@@ -88,6 +88,8 @@ aten_flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_at
 aten_efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
 #: the gradients of that attention; instead: products and sums
 aten_efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+#: a kernel for GPUs, of C++ that is compiled when it is first called; instead: several functions of torch
+elementwise_kernel: Any = torch.cuda.jiterator._create_jit_fn
 #: the check of a tangent in forward derivatives
 aten_same_storage_size: Any = torch.ops.aten._has_same_storage_numel.default
 #: `x.item()`, as dispatch sees it; instead: `torch.ops.aten.item`
