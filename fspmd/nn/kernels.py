@@ -34,7 +34,6 @@ Allowed = Tensor | Literal["triangle"] | None
 Grads = tuple[Tensor, Tensor, Tensor]
 
 _GPU = "cuda"
-
 _ROWS: Final = 32  # the lse of the efficient kernel has a multiple of so many rows
 
 
@@ -135,7 +134,7 @@ def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale
     if heads != key.shape[-3]:
         key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
     query, key, value = (_fitting(x, dtype, width) for x in (query, key, value))
-    return Operands(query, key, value, bias, allowed is TRIANGLE, scale)
+    return Operands(query, key, value, bias, isinstance(allowed, str), scale)
 
 
 def _fitting(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
