@@ -17,6 +17,7 @@ from fspmd.inspection.replays import UNSORTED, Replayed, log, sort
 from fspmd.inspection.watch import communicates, label
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
+from fspmd.programs.spellings import spelling
 from fspmd.torch_internals import OpOverload, TensorBase, VariableFunctions, nn_functions, profiler, set_grad_enabled
 from fspmd.transport.randomness import draw_seed
 
@@ -171,6 +172,8 @@ class _Writer:
         """The expression of a step."""
         if node.target is operator.getitem:
             return f"{self.value(node.args[0])}[{node.args[1]}]"
+        if (spelled := spelling(node)) is not None:
+            return self.value(spelled.x) + spelled.text.format(*map(self.value, spelled.args))
         given: Sequence[Any] = node.args
         if node.target in _SPREAD and len(given) == 2 and given[1]:
             given = given[0], *given[1]
