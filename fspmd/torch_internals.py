@@ -231,6 +231,8 @@ make_subclass: Any = torch.Tensor._make_subclass
 c_module = torch._C
 #: swaps two tensors and their views; instead: `torch.utils.swap_tensors`, which refuses tensors that have views
 swap_memory: Any = torch._C._swap_tensor_impl
+#: whether oneDNN multiplies matrices of bfloat16 on this CPU
+has_bfloat16_products: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
 #: how many tensors have a storage
 storage_uses: Any = torch._C._storage_Use_Count
 

@@ -1,16 +1,16 @@
 """The memory that a step takes on processes, by torch's profiler, beside what its program says."""
 
-from itertools import accumulate as running_sums
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 import torch.nn.functional as F
 from full import FULL
+from measured_peaks import bytes_of, peak, peak_and_result
 
-from fspmd import P, checkpoint, device_put, jit, make_mesh
-from fspmd.nn import accumulate, adamw, gathered
-from fspmd.sharded import is_sharded
+from fspmd import P, checkpoint, device_put, jit, make_mesh, psum, shard_map, value_and_grad
+from fspmd.nn import KVCache, accumulate, adamw, cached_attention, experts, gathered, grouped_matmul, route
 
 HEADS = 4
 
@@ -67,16 +67,53 @@ def compare(name: str, way: str, passes: Any, donate: bool, microbatches: int) -
     run, memory = lowered.compile(), lowered.memory()
     peaks = []
     for _ in range(4):
-        tree = optree.tree_leaves((params, state, batches), is_leaf=is_sharded)
-        leaves = [x.local if is_sharded(x) else x for x in tree]
-        given = sum(x.untyped_storage().nbytes() for x in leaves if isinstance(x, torch.Tensor))
-        del tree, leaves
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            mean, new = run(params, state, batches)
-        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        events.sort(key=lambda e: e.start_ns())
-        peaks.append(given + max(running_sums((e.nbytes() for e in events), initial=0)))
+        given = bytes_of((params, state, batches))
+        found, (_, new) = peak_and_result(run, params, state, batches)
+        peaks.append(given + found)
         if donate:
             params, state = new
-        del mean, new
+        del new
     return memory.peak, min(peaks[1:]), given  # the first has what libraries allocate once
+
+
+def of_experts(tokens: int, width: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """As `compare`, of a layer of experts with a capacity and its gradients."""
+    torch.manual_seed(0)
+    mesh = make_mesh((4,), ("x",), device="cpu")
+    shapes = (width, 8), (8, width, 2 * width), (8, 2 * width, width), (4 * tokens, width)
+    types = P(), P("x"), P("x"), P("x")
+    values = [(torch.randn(shape) / width**0.5).to(dtype) for shape in shapes]
+    *params, x = (device_put(v, spec, mesh=mesh) for v, spec in zip(values, types, strict=True))
+
+    def both(up: Any, down: Any, rows: Any, counts: Any) -> Any:
+        return grouped_matmul(grouped_matmul(rows, up, counts).relu(), down, counts)
+
+    def body(params: Any, x: Any) -> Any:
+        router, up, down = params
+        routing = route(x @ router, 2, axes="x")
+        out, _ = experts(x, routing, partial(both, up, down), axis="x", capacity=tokens // 2)
+        return psum(out.square().sum(), "x") + routing.balance_loss
+
+    loss = shard_map(body, mesh=mesh, in_specs=([*types[:3]], types[3]), out_specs=P())
+    return beside(value_and_grad(loss), params, x)
+
+
+def of_decoding(slots: int, capacity: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """As `compare`, of a step of decoding with heads cut."""
+    mesh, heads = make_mesh((4,), ("tp",), device="cpu"), P(None, "tp")
+    cache = KVCache.zeros(1, slots, 4, capacity, 64, spec=heads, mesh=mesh, dtype=dtype)
+
+    def body(q: Any, k: Any, cache: Any) -> Any:
+        grown = cache.append(k, k)
+        return cached_attention(q, grown), grown
+
+    step = shard_map(body, mesh=mesh, in_specs=(heads, heads, cache.specs), out_specs=(heads, cache.specs))
+    q, k = (device_put(torch.randn(slots, n, 1, 64, dtype=dtype), heads, mesh=mesh) for n in (16, 4))
+    return beside(step, q, k, cache)
+
+
+def beside(step: Any, *args: Any) -> tuple[int, int, int]:
+    """The predicted peak, the measured peak, and the bytes of the arguments."""
+    lowered = jit(step).lower(*args)
+    given = bytes_of(args)
+    return lowered.memory().peak, given + peak(lowered.compile(), *args), given

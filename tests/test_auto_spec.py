@@ -51,6 +51,7 @@ from fspmd.layout_search.memory_limit import peak_of
 from fspmd.layout_search.op_graph import record
 from fspmd.layout_search.search import Search
 from fspmd.layout_search.symmetries import alike, renamed, ties
+from fspmd.programs.memory import memory_of_program
 from fspmd.redistribution.edges import back
 from fspmd.redistribution.moves import moves
 from fspmd.sharded import is_sharded
@@ -414,7 +415,8 @@ def _repeated(w: Any, x: Any) -> Any:
 
 def _held(f: Any, args: tuple[Any, ...], found: Any) -> int:
     laid = iter([spec for _, spec in found.leaves])
-    peak: int = jit(found.apply(f)).lower(*optree.tree_map(lambda _: next(laid), args)).memory().peak
+    lowered = jit(found.apply(f)).lower(*optree.tree_map(lambda _: next(laid), args))
+    peak = memory_of_program(lowered.program, scratch=False).peak  # as ranks decide alike
     return peak
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -347,6 +348,51 @@ def check_on_processes(mesh: fspmd.Mesh) -> None:
         assert device_get(w).tolist() == (torch.arange(6.0) - 0.5).tolist()
         with pytest.raises(DonationError):
             device_get(given)
+    for name, (hold, is_shared) in HOLDERS.items():
+        check_held_block(mesh, name, hold, is_shared)
+
+
+#: what refers to a block beside its value, and whether that sees the memory
+HOLDERS: dict[str, tuple[Function, bool]] = {
+    "nothing": (lambda x: None, False),
+    "the value": (lambda x: x, False),
+    "a view": (lambda x: x.local[:1], True),
+    "a detached tensor": (lambda x: x.local.detach(), True),
+    "the storage": (lambda x: x.local.untyped_storage(), True),
+    "the block": (lambda x: x.local, False),
+    "another value": (lambda x: fspmd.Sharded(x.local, x.spec), False),
+    "a weak reference": (lambda x: weakref.ref(x.local), False),
+    "an attribute": (lambda x: setattr(x.local, "mark", 1), False),
+    "NumPy": (lambda x: x.local.numpy(), True),
+}
+
+
+def check_held_block(mesh: fspmd.Mesh, name: str, hold: Function, is_shared: bool) -> None:
+    """A result lies in the memory of a donated block unless others see that memory, which stays what it is."""
+    step = jit(lambda tree, g: {"n": tree["n"], "w": tree["w"] - g}, donate_argnums=0)
+    tree = {"n": device_put(torch.ones(2), P(), mesh=mesh), "w": device_put(torch.arange(8.0), P("x"), mesh=mesh)}
+    g = device_put(torch.ones(8), P("x"), mesh=mesh)
+    for call in range(4):
+        given, held, at = tree["w"], hold(tree["w"]), tree["w"].local.data_ptr()
+        block, before = weakref.ref(tree["w"].local) if call == 3 else None, tree["w"].local.tolist()
+        tree = step(tree, g)
+        out = tree["w"].local
+        assert out.tolist() == [x - 1 for x in before], name
+        assert (out.data_ptr() == at) == (not is_shared) or not call, name
+        assert not out.__dict__, name
+        if block is not None:
+            assert block() is not out, name
+        if is_shared:
+            kept = torch.tensor(held).view(torch.float32) if name == "the storage" else torch.as_tensor(held)
+            assert kept.flatten()[:1].tolist() == before[:1], name
+        for other in (given, held):
+            if isinstance(other, fspmd.Sharded) or name == "the block":
+                with pytest.raises(DonationError):
+                    other + 1
+        del given, held, out, other
+    assert step.cache_info() == (3, 1, 1)
+    with pytest.raises(ArgumentError, match=r"^jit got the tensor donated as tree\['n'\] of <lambda> in two arguments"):
+        step({"n": tree["n"], "w": tree["n"]}, tree["n"])
 
 
 @pytest.mark.one_of(2)

@@ -15,10 +15,23 @@ from processes import Processes, free_port
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from fspmd import P, device_get, device_put, jit, make_mesh, psum, shard_map
+from fspmd import (
+    P,
+    all_gather,
+    all_to_all,
+    device_get,
+    device_put,
+    jit,
+    make_mesh,
+    pmax,
+    ppermute,
+    psum,
+    psum_scatter,
+    shard_map,
+)
 from fspmd.programs import shortened
 from fspmd.programs.program import Value
-from fspmd.programs.replay import ProgramPart
+from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.views import one_view
 
 X = torch.linspace(-1, 1, 4 * 3 * 8).view(4, 3, 8)
@@ -49,14 +62,14 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = 
     "matmul of joined heads": (
         lambda x, w: x.transpose(1, 2).flatten(2) @ w,
         (X[:, :, None], W.repeat(3, 1)),
-        ["view_of_views", "matmul"],
+        ["one_view", "matmul"],
     ),
     "views of views": (
         lambda x: (x[:, :2].transpose(0, 2).unsqueeze(1) * 2, x.flatten()[8:].view(2, 44).t() + 1),
         (X,),
-        ["view_of_views", "mul.Tensor", "view.default", "slice.Tensor", "view.default", "t.default", "add.Tensor"],
+        ["one_view", "mul.Tensor", "view.default", "slice.Tensor", "view.default", "t.default", "add.Tensor"],
     ),
-    "a view of views that is returned": (lambda x: x.transpose(0, 1).unsqueeze(0), (X,), ["view_of_views"]),
+    "a view of views that is returned": (lambda x: x.transpose(0, 1).unsqueeze(0), (X,), ["one_view"]),
     "two matmuls": (lambda x, w, v: (x @ w) + F.linear(x, v), (X, W, V), ["matmul", "linear", "add.Tensor"]),
     "linear": (F.linear, (X, V, B), ["linear"]),
     "linear of a matrix": (F.linear, (X[0], V, B), ["t.default", "addmm.default"]),
@@ -189,13 +202,14 @@ def test_a_record_may_be_wrong_about_strides() -> None:
     x.meta.update(value=Value((3, 1, 4), torch.float32), frame=None)
     views = [graph.call_function(torch.ops.aten.unsqueeze.default, (x, 0))]
     views.append(graph.call_function(torch.ops.aten.transpose.int, (views[0], 1, 3)))
-    made = one_view(views)
-    assert made is not None
+    made = graph.call_function(one_view(views), (x,))  # type: ignore[arg-type]
+    replay = compiled(ProgramPart([made], [x], [made], {}))
     new = torch.arange(12.0).view(3, 1, 4)
     for given in (new, new.transpose(0, 2).contiguous().transpose(0, 2), new.as_strided((3, 1, 4), (4, 9, 1))):
         expected = given.unsqueeze(0).transpose(1, 3)
-        assert torch.equal(made(given), expected)
-        assert made(given).stride() == expected.stride()
+        (found,) = replay(given)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
 
 
 def _normed(x: Tensor, w: Tensor, dims: Any = -1, keep: bool = True, eps: Any = 1e-3) -> Tensor:
@@ -431,12 +445,29 @@ def test_a_sum_writes_into_what_nobody_else_reads(two: Processes) -> None:
             assert values[0] == total.tolist(), (rank, name)
 
 
-def _alone(port: int) -> tuple[list[list[str]], list[float], list[float]]:
-    """The steps of sums over one rank, their result, and the argument after a write into the result."""
+ALONE: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "a sum": (lambda b: psum(b * 2, "y") + 1, ["mul.Tensor", "add.Tensor"]),
+    "a sum of integers": (lambda b: psum((b * 2).long(), "y") + 1, ["mul.Tensor", "_to_copy.default", "add.Tensor"]),
+    "a maximum": (lambda b: pmax(b * 2, "y") + 1, ["mul.Tensor", "add.Tensor"]),
+    "a gather": (lambda b: all_gather(b * 2, "y", tiled=True) + 1, ["mul.Tensor", "add.Tensor"]),
+    "an exchange": (lambda b: all_to_all(b * 2, "y", 0, 0, tiled=True) + 1, ["mul.Tensor", "add.Tensor"]),
+    "a scatter": (lambda b: psum_scatter(b * 2, "y", tiled=True) + 1, ["mul.Tensor", "add.Tensor"]),
+    "a permutation": (lambda b: ppermute(b * 2, "y", [(0, 0)]) + 1, ["mul.Tensor", "run", "add.Tensor"]),
+    "a gather of an argument": (lambda b: all_gather(b, "y", tiled=True), ["run"]),
+    "a gather of a value that is read later": (
+        lambda b: torch.cat([all_gather(y := b * 2, "y", tiled=True).add_(1), y])[: len(b)],
+        ["mul.Tensor", "run", "add_.Tensor", "cat.default", "slice.Tensor"],
+    ),
+    "a sum of an argument": (lambda b: psum(b, "y"), ["run"]),
+}
+
+
+def _alone(port: int) -> dict[str, tuple[list[str], list[float], list[float]]]:
+    """The steps of collectives over one rank, their result, and the argument after a write into the result."""
     os.environ["MASTER_PORT"] = str(port)
     mesh = make_mesh((2, 1), ("x", "y"), device="cpu")
     x, names = device_put(torch.arange(4.0), P("x"), mesh=mesh), []
-    plain = shortened.compiled
+    plain, out = shortened.compiled, {}
 
     def compiled(part: ProgramPart) -> Callable[..., Any]:
         names.append([getattr(step.target, "__name__", "") for step in part.steps])
@@ -444,17 +475,19 @@ def _alone(port: int) -> tuple[list[list[str]], list[float], list[float]]:
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(shortened, "compiled", compiled)
-        new, given = (
-            jit(shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
-            for body in (lambda b: psum(b * 2, "y") + 1, lambda b: psum(b, "y"))
-        )
-        for _ in range(2):
-            found, result = new(x), given(x)
-            result.local.add_(5)
-    return names, device_get(found).tolist(), device_get(x).tolist()
+        for name, (body, _) in ALONE.items():
+            step = jit(shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
+            for _ in range(2):
+                result = step(x)
+                found = device_get(result).tolist()
+                result.local.add_(5)
+            out[name] = names[-1], found, device_get(x).tolist()
+    return out
 
 
-def test_a_sum_over_one_rank_is_no_step_if_nobody_else_reads_the_operand(two: Processes) -> None:
-    for names, found, given in two.run(_alone, free_port()):
-        assert names == [["mul.Tensor", "add.Tensor"], ["run"]]
-        assert (found, given) == ([1.0, 3.0, 5.0, 7.0], [0.0, 1.0, 2.0, 3.0])
+def test_a_copy_over_one_rank_is_no_step_if_nobody_else_reads_the_operand(two: Processes) -> None:
+    for out in two.run(_alone, free_port()):
+        for name, (names, found, given) in out.items():
+            assert names == ALONE[name][1], name
+            assert found == ([0, 1, 2, 3] if "of an argument" in name else [1, 3, 5, 7]), name
+            assert given == [0, 1, 2, 3], name

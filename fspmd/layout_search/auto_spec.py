@@ -59,10 +59,10 @@ def auto_spec(
         carried: Results that are arguments of the next call, and so get their layouts, by key paths. For a step that
             returns ``(loss, params, moments)`` write ``{"1": "params", "2": "moments"}``.
         memory_limit: The most bytes that a rank may hold. Values are sharded to fit, even if that takes longer. The
-            limit is for the peak of the program, ``jit(layouts.apply(f)).lower(...).memory()``. The search counts other
-            bytes (`Layouts.memory`), whose limit is set anew a few times until the program fits. If ``f`` cannot be
-            lowered, the limit is for the bytes of the search. A limit needs HiGHS of SciPy
-            (``pip install fspmd[auto]``).
+            limit is for the peak of the program, ``jit(layouts.apply(f)).lower(...).memory()``, without the memory
+            within kernels, which depends on the machine. The search counts other bytes (`Layouts.memory`), whose limit
+            is set anew a few times until the program fits. If ``f`` cannot be lowered, the limit is for the bytes of
+            the search. A limit needs HiGHS of SciPy (``pip install fspmd[auto]``).
         alternatives: The number of runners-up: the cheapest plans, each with another layout of some argument than every
             plan before it. Layouts that differ by the names of alike axes count as equal. Where layers repeat,
             runners-up have the same layouts in all of them.

@@ -22,6 +22,7 @@ from fspmd.layout_search.search import BYTES, DoesNotFit, LayeredSearch, LayoutP
 from fspmd.meshes.mesh import make_mesh
 from fspmd.programs.jit import jit
 from fspmd.programs.lower import Lowered
+from fspmd.programs.memory import memory_of_program
 from fspmd.spec import P, TensorSpec
 
 _ROUNDS = 5  # the number of limits of the model to try
@@ -79,7 +80,8 @@ class _Recorded:
 def peak_of(f: Callable[..., Any], args: tuple[Any, ...], layouts: Layouts) -> int | None:
     """The most bytes that a rank holds while the program runs; None if ``f`` cannot be recorded.
 
-    They are those of the first rank, whose blocks are the largest, so all processes have the same number.
+    They are those of the first rank, whose blocks are the largest, so all processes have the same number. Memory within
+    kernels depends on the machine, and does not count.
     """
     mesh = layouts.mesh
     ranks = make_mesh(tuple(mesh.shape.values()), mesh.axis_names, transport="abstract")
@@ -91,7 +93,7 @@ def peak_of(f: Callable[..., Any], args: tuple[Any, ...], layouts: Layouts) -> i
         specs = optree.tree_map(given, args, layouts.specs, is_leaf=is_value, none_is_leaf=True)
         jitted: Any = jit(applied(f, ranks, layouts.steps, layouts.results))
         program: Lowered = jitted.lower(*specs)
-        return program.memory().peak
+        return memory_of_program(program.program, scratch=False).peak
     return None
 
 

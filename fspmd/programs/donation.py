@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from sys import getrefcount
 from typing import Any, Final
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, fx
@@ -15,13 +17,17 @@ from fspmd.programs.capture import Capture
 from fspmd.programs.options import Chosen
 from fspmd.programs.passes.aliases import in_flight, is_unknown
 from fspmd.programs.program import owner
+from fspmd.programs.readers import Picker
 from fspmd.programs.steps import OF_RANKS
+from fspmd.sharded import Sharded
 from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses, swap_memory
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
 
 _T: Any = Tensor
 _STRIDED: Final = torch.strided
+#: puts what `Donation.given` returns in the place of the leaves of arguments
+Taker = Callable[[tuple[Any, ...], dict[str, Any], list[Any]], None]
 #: functions that a tensor without memory still supports
 _FACTS: Final = frozenset(
     [
@@ -83,10 +89,42 @@ class Donation:
                         f"jit got the tensor donated as {name} in two arguments; pass x.clone() for one"
                     )
         for place, name in zip(self.places, self.names, strict=True):
-            taker = give_away(values[place], name)
-            # a list, so that the replay can take the only reference
-            moved[place] = [unshared(taker) if place in self.written else taker]
+            moved[place] = self._moved(values[place], place, name)
         return moved
+
+    def _moved(self, x: Tensor, place: int, name: str) -> list[Tensor]:
+        """A tensor that takes over the memory, in a list, so that the replay can take the only reference."""
+        taker = give_away(x, name)
+        return [unshared(taker) if place in self.written else taker]
+
+    def taker(self, pick: Picker | None, leaves: Sequence[Tensor]) -> Taker:
+        """A taker for arguments with leaves like these, which are all different. ``pick`` gives the donated ones.
+
+        A block that nothing but its `Sharded` refers to is moved itself. The `Sharded` gets a `Donated` in its place,
+        one for all calls. This takes a quarter of the time of a new tensor that takes over the memory.
+        """
+        if pick is None:
+            return lambda args, kwargs, values: values.__setitem__(slice(None), self.given(values))
+        gone = [_gone(leaves[place], name) for place, name in zip(self.places, self.names, strict=True)]
+        rows = zip(self.places, self.names, gone, [place in self.written for place in self.places], strict=True)
+        return partial(self._take, pick, [*rows])
+
+    def _take(
+        self, pick: Picker, rows: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: list[Any]
+    ) -> None:
+        for holder, (place, name, gone, is_written) in zip(pick(args, kwargs), rows, strict=True):
+            x = values[place]
+            if (
+                type(holder) is Sharded
+                and type(x) is Tensor
+                and getrefcount(x) <= _HELD
+                and not (x.__dict__ or getweakrefcount(x))  # of moves and casts, which would not fit the result
+                and (not is_written or _is_alone(x))
+            ):
+                holder.block = gone
+                values[place] = [x]
+            else:
+                values[place] = self._moved(x, place, name)
 
 
 NOTHING: Final = Donation()
@@ -97,14 +135,17 @@ def _without_memory(like: Any) -> Any:
     return make_wrapper_subclass(Donated, like.shape, None, None, None, like.dtype, _STRIDED, like.device)
 
 
+def _gone(like: Any, name: str) -> Any:
+    gone = _without_memory(like)
+    gone.donated_as = name
+    return gone
+
+
 def give_away(x: Any, name: str) -> Tensor:
     """A new tensor that takes over the memory of ``x``, which becomes a `Donated`."""
     if isinstance(x, LocalTensor):
         shards = LocalTensor(x.shards, x.frame, x.borrowed, x.storage_offset())
-        gone = list(map(_without_memory, x.shards))
-        for shard in gone:
-            shard.donated_as = name
-        x.shards = gone
+        x.shards = [_gone(shard, name) for shard in x.shards]
         return shards
     taker, giver = _without_memory(x), x
     swap_memory(giver, taker)
@@ -231,7 +272,7 @@ def unshared(x: Tensor) -> Tensor:
     """A donated tensor, or a copy if there are other references to its memory."""
     if type(x) is not LocalTensor:
         return x if _is_alone(x) else x.detach().clone()
-    alone = all(sys.getrefcount(shard) <= _OF_LOOP and _is_alone(shard) for shard in x.shards)
+    alone = all(getrefcount(shard) <= _OF_LOOP and _is_alone(shard) for shard in x.shards)
     return x if alone and not x.borrowed else x.detach().clone()
 
 
@@ -246,6 +287,17 @@ def _is_alone(x: Tensor) -> bool:
     return ours <= _ALONE[0] and torchs <= _ALONE[1] and tensors <= _ALONE[2]
 
 
+def _references_to_block() -> int:
+    """The references to a block that its `Sharded`, a list of values and a local variable have, as in a taker."""
+    holder, values = Exception(), [torch.empty(0, device="cpu")]
+    holder.args = (values[0],)
+    x = values[0]
+    return getrefcount(x)
+
+
+_HELD: Final = _references_to_block()
+
+
 def _reference_counts(x: Tensor) -> tuple[int, int, int] | None:
     """The numbers of references to Python's storage, to torch's storage, and to the tensor.
 
@@ -256,7 +308,7 @@ def _reference_counts(x: Tensor) -> tuple[int, int, int] | None:
     if not storage.resizable() or (storage.is_shared() and storage.device.type == "cpu"):
         return None
     uses: int = storage_uses(storage._cdata)
-    return sys.getrefcount(storage), uses, x._use_count()  # type: ignore[attr-defined]
+    return getrefcount(storage), uses, x._use_count()  # type: ignore[attr-defined]
 
 
 #: the counts of a tensor that holds the only reference; versions of torch differ

@@ -21,6 +21,7 @@ from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
+from fspmd.programs.donation import Taker
 from fspmd.programs.keys import (
     flatten_call,
     guard,
@@ -34,7 +35,7 @@ from fspmd.programs.known_arguments import check_orders, tell_values
 from fspmd.programs.lower import Lowered
 from fspmd.programs.options import Names, Numbers, check_static_not_donated, chosen
 from fspmd.programs.passes.table import Passes, passes_of
-from fspmd.programs.readers import Reader, reader
+from fspmd.programs.readers import Reader, picker, reader
 from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, meet, replayed
 from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
@@ -218,6 +219,7 @@ class _Near(NamedTuple):
     read: Reader
     is_alike: Callable[..., bool]  # the `guard` of the leaves
     record: Record
+    take: Taker | None  # of the donated leaves, if any
 
 
 class _Records(Cache[Any, Record]):
@@ -288,7 +290,9 @@ class _Records(Cache[Any, Record]):
             if record.modules or (check := guard([*leaves, *closed])) is None:
                 return
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
-            near = self._known[key] = _Near(reader(args, kwargs, leaves), is_alike, record)
+            read, donation = reader(args, kwargs, leaves), record.donation
+            take = None if record.plain else donation.taker(picker(args, kwargs, donation.places), leaves)
+            near = self._known[key] = _Near(read, is_alike, record, take)
         self.near[around] = [near, *(x for x in before if x.record is not record)][:_NEAR]
 
     def counts(self) -> JitCacheInfo:
@@ -346,15 +350,16 @@ class Jitted(Generic[Q, R]):
         if self._has_static:
             positional, named = self._recordable.marked(positional, named)
         records = self._records
-        for read, is_alike, record in records.near.get(surroundings(), ()):
+        for read, is_alike, record, take in records.near.get(surroundings(), ()):
             leaves = read(positional, named)
             if leaves is not None and is_alike(*leaves):
                 records.hits += 1
                 if watched:
                     tell_values(record, self._recordable.function, positional, named)
                     tell(record.moved)
-                values = record.run(*(leaves if record.plain else record.donation.given(leaves)))
-                return record.rebuild(values)  # type: ignore[no-any-return]
+                if take is not None:
+                    take(positional, named, leaves)
+                return record.rebuild(record.run(*leaves))  # type: ignore[no-any-return]
         return records.called(positional, named, watched)  # type: ignore[no-any-return]
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:

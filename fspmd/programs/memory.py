@@ -13,6 +13,7 @@ from torch import fx
 from fspmd.programs.passes.aliases import made_once
 from fspmd.programs.program import Program, owner
 from fspmd.programs.schedule import made_by
+from fspmd.programs.scratch import scratch_of
 from fspmd.programs.steps import is_wait, moved_by
 from fspmd.programs.text import caused_by, given_as, line_of
 
@@ -37,7 +38,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The bytes that a rank holds. Working memory within a step, and losses of the allocator, do not count.
+    """The bytes that a rank holds. Losses of the allocator do not count.
+
+    On CPUs the bytes of a step include what its kernels allocate while they run (`programs/scratch.py`), which depends
+    on the threads of torch in this process.
 
     Attributes:
         peak: the most bytes at once.
@@ -64,11 +68,21 @@ class Memory:
         return "\n".join(lines)
 
 
-def memory_of_program(program: Program, donated: Collection[fx.Node] = (), arguments: Sequence[str] = ()) -> Memory:
-    """The memory of a program. Deferred steps run last. ``arguments``: the names of its inputs."""
+def memory_of_program(
+    program: Program, donated: Collection[fx.Node] = (), arguments: Sequence[str] = (), scratch: bool = True
+) -> Memory:
+    """The memory of a program. Deferred steps run last.
+
+    Args:
+        program: the program.
+        donated: inputs that are freed after their last use.
+        arguments: the names of its inputs.
+        scratch: whether the memory within kernels counts. It depends on the machine, so where ranks must come to the
+            same decision it may not.
+    """
     names = given_as(program, arguments)
     steps, spans = (*program.steps, *program.deferred), lives(program, donated)
-    nbytes = levels(spans, steps)
+    nbytes = levels(spans, steps, scratch)
     given = sum(node.meta["value"].nbytes for node in (*program.inputs, *program.constants))
     at = max(range(len(steps)), key=nbytes.__getitem__, default=0)
     tensors = [
@@ -113,8 +127,8 @@ def lives(program: Program, donated: Collection[fx.Node] = ()) -> dict[fx.Node, 
     return {memory: (i, ends.get(memory, i)) for memory, i in begins.items()}
 
 
-def levels(spans: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node]) -> list[int]:
-    """The bytes that are held in each step. ``spans``: the result of `lives`."""
+def levels(spans: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node], scratch: bool = True) -> list[int]:
+    """The bytes that are held in each step. ``spans``: the result of `lives`. ``scratch``: as for the memory."""
     changes = [0] * (len(steps) + 2)
     for memory, (start, end) in spans.items():
         changes[start] += memory.meta["value"].nbytes
@@ -126,6 +140,7 @@ def levels(spans: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node]) -> l
             unused = sum(nbytes for part, nbytes in enumerate(node.meta["parts"]) if part not in taken)
             for at in range(i, (_last_taken(node, places) or i) + 1):
                 bytes_held[at] += unused
+        bytes_held[i] += scratch_of(node) if scratch else 0
     return bytes_held
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ from fspmd.trees import flatten_trees
 
 #: returns the leaves of arguments, or None if they have another structure
 Reader = Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
+#: returns some arguments themselves, each a tensor or a `Sharded`
+Picker = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Any]]
 _LEAVES: Final = (Sharded, Tensor, nn.Parameter)
 
 
@@ -38,11 +40,23 @@ def reader(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> 
     return by_walk
 
 
+def picker(args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int]) -> Picker | None:
+    """A picker of the leaves at some places, for arguments that a `reader` of these has read.
+
+    None for containers through which a reader walks.
+    """
+    writing = _Writing()
+    if not (writing.read_children("args", args) and writing.read_children("kwargs", kwargs)):
+        return None
+    return writing.written_picker([[*writing.leaves][place] for place in places])
+
+
 class _Writing:
     """The lines of a reader, and the values of their names."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.unpacked: dict[str, tuple[str, list[str]]] = {}  # by container: the line that unpacks it, and its parts
         self.scope: dict[str, Any] = {}
         self.leaves: dict[str, Any] = {}  # by name
         self.count = 0
@@ -74,7 +88,9 @@ class _Writing:
         names = [f"x{self.count + i}" for i in range(len(children))]
         self.count += len(children)
         if names:
-            self.lines.append(f"{', '.join(names)}, = {name}{'.values()' * (type(tree) is dict)}")
+            line = f"{', '.join(names)}, = {name}{'.values()' * (type(tree) is dict)}"
+            self.lines.append(line)
+            self.unpacked[name] = line, names
         return all(map(self.read, names, children))
 
     def written(self) -> Reader:
@@ -92,3 +108,16 @@ class _Writing:
         exec(source, scope)
         read: Reader = scope["read"]
         return read
+
+    def written_picker(self, picked: Sequence[str]) -> Picker:
+        """The picker of some names."""
+        lines, needed = [], {*picked}
+        for name, (line, parts) in reversed(self.unpacked.items()):  # a container comes before its parts
+            if not needed.isdisjoint(parts):
+                needed.add(name)
+                lines.append(line)
+        source = "\n    ".join(["def pick(args, kwargs):", *reversed(lines), f"return [{', '.join(picked)}]"])
+        scope: dict[str, Any] = {}
+        exec(source, scope)
+        pick: Picker = scope["pick"]
+        return pick

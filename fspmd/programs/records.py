@@ -23,12 +23,11 @@ from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.histories import histories, name_of, replayed_by
 from fspmd.programs.keys import guard, strides_of
 from fspmd.programs.program import memory_of, owner
+from fspmd.programs.rebuilders import rebuilder
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, draws_seed, from_lists
 from fspmd.programs.shortened import in_few_steps
 from fspmd.remembered import wrote
-from fspmd.sharded import Sharded, lies, shell, shell_of
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
-from fspmd.trees import filling, flatten_values
 
 
 class Closed:
@@ -219,7 +218,7 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
     moved = known_communication(program.steps)
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
-    made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
+    made_of = captured.written, captured.same, rebuilder(captured.out), Closed(captured.closed), modules
     unmet = histories((program.steps, False), (program.deferred, True))
     draws_seeds = any(map(draws_seed, (*program.steps, *program.deferred)))
     is_plain_call, by_values = not donation.places, not captured.is_fake
@@ -265,29 +264,6 @@ def _as_recorded(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*values)
 
     return without
-
-
-def _rebuilder(out: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """A function that makes a result with the structure of ``out`` from its tensors, without checks.
-
-    It is straight-line Python, as replays are.
-    """
-    leaves, treedef = flatten_values(out)
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    names = "".join(f"x{i}, " for i in range(len(tensors)))
-    scope: dict[str, Any] = {"shell": shell, "filled": filling(leaves, treedef)}
-    lines = ["def rebuild(values):", f"    ({names.replace('x', 'v')}) = values"]
-    for i, x in enumerate(tensors):
-        if type(x) is not Sharded:
-            lines.append(f"    x{i} = v{i}")
-            continue
-        scope |= {f"a{i}": shell_of(x.spec, None if x.form is x.spec else lies(x)), f"s{i}": x.spec, f"f{i}": x.form}
-        lines += [f"    x{i} = shell(*a{i})", f"    x{i}.block, x{i}.spec, x{i}.form = v{i}, s{i}, f{i}"]  # as `pair`
-    is_flat = type(out) is tuple and bool(out) and all(isinstance(x, Tensor) for x in out)
-    result = "x0" if treedef.is_leaf() and tensors else f"({names})" if is_flat else f"filled([{names}])"
-    exec("\n".join([*lines, f"    return {result}"]), scope)
-    rebuild: Callable[[tuple[Any, ...]], Any] = scope["rebuild"]
-    return rebuild
 
 
 def state_of(module: torch.nn.Module) -> tuple[Any, ...]:

@@ -11,13 +11,14 @@ import torch
 from torch import fx
 from torch.profiler import record_function
 
-from fspmd.cache import cached
 from fspmd.inspection.causes import CAUSES, Cause
 from fspmd.inspection.replays import UNSORTED, Replayed, log, sort
 from fspmd.inspection.watch import communicates, label
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
-from fspmd.torch_internals import OpOverload, TensorBase, VariableFunctions, nn_functions, profiler, set_grad_enabled
+from fspmd.programs.spellings import callable_of, spelling
+from fspmd.programs.views import OneView
+from fspmd.torch_internals import OpOverload, profiler, set_grad_enabled
 from fspmd.transport.randomness import draw_seed
 
 
@@ -37,38 +38,9 @@ class ProgramPart(NamedTuple):
 Maker = Callable[[ProgramPart], Callable[..., Any]]
 
 _FILE: Final = __file__.replace("replay.py", "<replay>")  # so that frames of replays count as ours
-_PLAIN: Final = (bool, int, str, type(None))
-
-
-def _named(text: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in text.split())
-
-
-#: aten functions that are faster, by some 0.5 µs, through torch's Python functions and methods with the same arguments
-PUBLIC: Final = _named(
-    "abs add.Tensor add_.Tensor addmm amax amin argmax bitwise_not bmm cat clamp clone constant_pad_nd copy_ cos "
-    "div.Tensor div_.Tensor eq.Tensor exp expand gather ge.Scalar gt.Scalar index_select le.Scalar le.Tensor log "
-    "logical_not lt.Scalar lt.Tensor masked_fill.Scalar max.dim maximum mean.dim minimum mm mul.Tensor mul_.Tensor "
-    "native_layer_norm neg permute pow.Tensor_Scalar reciprocal relu rsqrt scatter_.src select.int sigmoid silu sin "
-    "split.Tensor sqrt squeeze.dim stack sub.Tensor sub_.Tensor sum sum.dim_IntList t tanh transpose.int unsqueeze "
-    "view where.self zero_ _log_softmax _log_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
-    "_softmax _softmax_backward_data"
-)
-
-
 #: aten functions whose list of sizes torch takes faster, by some 0.5 µs, as arguments of their own
 _SPREAD: Final = (torch.ops.aten.view.default, torch.ops.aten.expand.default)
-
-
-@cached
-def callable_of(overload: Any) -> Callable[..., Any]:
-    """The fastest function that calls an aten function."""
-    name = overload._schema.name.removeprefix("aten::")
-    if overload.name() not in PUBLIC:
-        return overload._op  # type: ignore[no-any-return]
-    places = (VariableFunctions, TensorBase, nn_functions)
-    public: Any = next(getattr(place, name) for place in places if hasattr(place, name))
-    return public  # type: ignore[no-any-return]
+_PLAIN: Final = (bool, int, str, type(None))
 
 
 def compiled(part: ProgramPart) -> Callable[..., Any]:
@@ -171,6 +143,12 @@ class _Writer:
         """The expression of a step."""
         if node.target is operator.getitem:
             return f"{self.value(node.args[0])}[{node.args[1]}]"
+        if (spelled := spelling(node)) is not None:
+            return self.value(spelled.x) + spelled.text.format(*map(self.value, spelled.args))
+        if isinstance(view := node.target, OneView):
+            x, strides, run = self.value(node.args[0]), self.value(view.before), self.constant(view, "f")
+            strided = f"{self.constant(torch.as_strided, 'f')}({x}, {', '.join(map(self.value, view.after))})"
+            return f"{strided} if {x}.stride() == {strides} else {run}({x})"
         given: Sequence[Any] = node.args
         if node.target in _SPREAD and len(given) == 2 and given[1]:
             given = given[0], *given[1]

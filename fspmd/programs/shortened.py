@@ -30,6 +30,10 @@ from fspmd.transport.carriers import FLOATS
 aten: Final = torch.ops.aten
 
 
+#: kernels that return a copy where there is one rank
+_COPIES: Final = ("gather", "gather_once", "exchange", "reduce", "reduce_once", "reduce_scatter")
+
+
 class Joined(NamedTuple):
     """A call that may stand in place of steps. The last of them gives its result. None marks an operand not found."""
 
@@ -70,6 +74,8 @@ class _Shorter:
         known = {node: graph.placeholder(node.name) for node in inputs}
         known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)
         known.update((node, graph.create_node("get_attr", f"{node.name}_value")) for node in values)
+        for node, made in known.items():
+            made.meta = dict(node.meta)
         for node in steps:
             if node in unused or node in values:
                 continue
@@ -91,7 +97,11 @@ class _Shorter:
         )
 
     def may_write(self, node: fx.Node) -> bool:
-        """Whether a step is a collective that may write into its operand, a new value that no other step reads."""
+        """Whether a step is a collective that may write its sum into its operand."""
+        return self.takes(node) and _dtype(node.all_input_nodes[0]) in FLOATS
+
+    def takes(self, node: fx.Node) -> bool:
+        """Whether a step is a collective of a new value that no other step reads."""
         if not is_collective(node) or not node.meta["waits"]:
             return False
         (x,) = node.all_input_nodes
@@ -101,19 +111,22 @@ class _Shorter:
         return (
             owner(x) in self.place
             and is_aten(owner(x))
-            and _dtype(x) in FLOATS
             and x.meta.get("strides") is None
             and self.ends.isdisjoint(inner)
             and all(user is node or user in before for value in inner for user in value.users)
         )
 
     def unmoved(self, node: fx.Node) -> Joined | None:
-        """The operand of a sum over one rank."""
-        if not self.may_write(node) or node.meta["call"].writer() is None:
+        """The operand of a collective over one rank that returns a copy. Other kernels give some ranks zeros."""
+        if not self.takes(node) or communicates(call := node.meta["call"]) or not moves(call.pair.kernel):
             return None
-        call = node.meta["call"]
-        is_sum = moves(call.pair.kernel)  # other kernels give some ranks zeros
-        return Joined(_itself, (node.args[0],), node) if is_sum and not communicates(call) else None
+        is_copy = call.mesh.transport == "process_group" and call.pair.kernel in _COPIES and call.options.sizes is None
+        is_same = is_copy and _is_alike(node.all_input_nodes[0], node)
+        return Joined(_itself, (node.args[0],), node) if is_same or self.is_sum(node) else None
+
+    def is_sum(self, node: fx.Node) -> bool:
+        """Whether a step is a sum over ranks that may be written into its operand."""
+        return self.may_write(node) and node.meta["call"].writer() is not None
 
     def values(self) -> dict[fx.Node, Any]:
         """The values of steps that need not run again."""

@@ -69,7 +69,7 @@ class Recompute:
             if len(plan.dropped) not in peaks:
                 copy = copied(program)
                 self._within(copy, budget)
-                peaks[len(plan.dropped)] = memory_of_program(copy).peak
+                peaks[len(plan.dropped)] = memory_of_program(copy, scratch=False).peak
             return peaks[len(plan.dropped)]
 
         return min((kept * share for share in _BUDGETS), key=peak) if kept else 0.0
