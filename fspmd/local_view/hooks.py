@@ -1,4 +1,4 @@
-"""Wrappers of nine places where torch hides a call, or drops an argument or the type of a tensor.
+"""Wrappers of ten places where torch hides a call, or drops an argument or the type of a tensor.
 
 * A TorchFunctionMode does not see ``autograd.Function.apply``, so its operands would not be cast.
 * The backward of a custom Function runs outside the body, where no axes are bound for its collectives.
@@ -7,6 +7,7 @@
 * ``torch.func`` differentiates with respect to a value that in a mapped function belongs to one element.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on new tensors.
 * TorchScript calls torch below Python.
+* ``nn.Parameter``, ``as_subclass``, ``set_`` and a few others make a tensor of another one, and no mode sees them.
 * ``torch.cond``, ``flex_attention`` and their kin compile a function, which on a `Sharded` fails in Dynamo's words.
 * ``F.l1_loss`` drops its argument ``weight`` under a mode, so a weighted loss would be an unweighted one.
 
@@ -40,6 +41,7 @@ from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import (
     JIT_TRACERS,
     MODULES_THAT_COMPILE,
+    UNSEEN,
     ScriptMethod,
     pop_transform,
     transforms_active,
@@ -69,6 +71,7 @@ def install() -> None:
     _wrap_derivatives()
     _wrap_recomputation()
     _wrap_script()
+    _wrap_unseen()
     _wrap_tracers()
     _wrap_compile()
     _hand_on_weight()
@@ -352,6 +355,26 @@ def _wrap_script() -> None:
 
     wrap(torch.jit.ScriptFunction)
     wrap(ScriptMethod)
+
+
+def _wrap_unseen() -> None:
+    """Let a tracker see functions that torch shows to no mode."""
+
+    def wrap(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tracker = state.tracker
+            if tracker is None or not is_active(tracker):
+                return original(*args, **kwargs)
+            return tracker.__torch_function__(original, (), args, kwargs)
+
+        functools.update_wrapper(run, original)
+        run.__module__ = "torch"  # methods in C have none
+        return run
+
+    for owner, name in UNSEEN:
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        wrapper = wrap(getattr(owner, name))
+        setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
 
 
 def _check_frozen(method: Any, operands: Any) -> None:
