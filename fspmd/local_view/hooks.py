@@ -11,8 +11,8 @@
 * ``torch.cond``, ``flex_attention`` and their kin compile a function, which on a `Sharded` fails in Dynamo's words.
 * ``F.l1_loss`` drops its argument ``weight`` under a mode, so a weighted loss would be an unweighted one.
 
-Outside a body the wrappers call torch directly. Only ``apply`` refuses a `Sharded`, which it would cut off from
-autograd.
+Outside a body the wrappers call torch directly. Only ``apply`` of a `Sharded` goes to `autodiff.custom_functions`,
+since torch would cut it off from autograd.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen
 from fspmd.ops.traits import tensors_in
 from fspmd.remembered import forgetting
-from fspmd.sharded import Sharded, is_plain
+from fspmd.sharded import Sharded, is_plain, upper
 from fspmd.torch_internals import (
     JIT_TRACERS,
     MODULES_THAT_COMPILE,
@@ -86,8 +86,9 @@ def _wrap_apply() -> None:
             return _checkpointed(*args)
         body = state.body
         tracker = state.tracker
-        if body is None and Sharded in map(type, args):
-            _check_followed(cls, args)
+        if body is None and torch.is_grad_enabled() and Sharded in map(type, args) and _is_followed(args, kwargs):
+            _check_transforms(cls, args)
+            return upper().apply_function(cls, args, kwargs)
         if body is None and state.completes:
             return _bind_zeros(original(cls, *args, **kwargs), args)
         if body is None or _types_itself(cls) or not (tracker is None or is_active(tracker)):
@@ -130,16 +131,19 @@ def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
-    """Raise `ArgumentError` for a Sharded with a gradient: autograd would silently lose the gradient."""
-    x = next((x for x in args if type(x) is Sharded and x.requires_grad), None)
-    if x is None or not torch.is_grad_enabled():
-        return
-    name = f"{cls.__name__}.apply"
-    raise ArgumentError(
-        f"{name}, an autograd.Function of tensors, got {x!r}; call it in a function run by shard_map, or give it a "
-        f"rule for all who call it: {name} = fspmd.rule({name}, 'm n -> m n')"
-    )
+def _is_followed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+
+
+def _check_transforms(cls: Any, args: tuple[Any, ...]) -> None:
+    """Raise `ArgumentError` for a Sharded in a transform of ``torch.func``, which would silently lose its gradient."""
+    if transforms_active():
+        x, name = next(x for x in args if type(x) is Sharded), f"{cls.__name__}.apply"
+        raise ArgumentError(
+            f"{name}, an autograd.Function of tensors, got {x!r} in a transform such as vmap or torch.func.grad; call "
+            "it in a function run by shard_map, or give it a rule for all who call it: "
+            f"{name} = fspmd.rule({name}, 'm n -> m n')"
+        )
 
 
 def completing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -153,14 +157,14 @@ def completing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _bind_zeros(out: Any, args: tuple[Any, ...]) -> Any:
     """Let the backward of a Function with outputs ``out`` return zeros for None."""
-    zeros = [_zeros_like(x) if is_plain(x) and x.requires_grad else None for x in args]
+    zeros = [zeros_later(x) if is_plain(x) and x.requires_grad else None for x in args]
     for y in out if isinstance(out, tuple) else (out,):
         if isinstance(y, torch.Tensor) and isinstance(y.grad_fn, BackwardCFunction):
             setattr(y.grad_fn, _ZEROS, zeros)
     return out
 
 
-def _zeros_like(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def zeros_later(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a function that makes zeros like ``x``, and does not keep ``x`` alive."""
     shapes, dtype, device = [block.shape for block in blocks_of(x)], x.dtype, x.device
     held = held_frame(x)
