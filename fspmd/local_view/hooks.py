@@ -53,6 +53,7 @@ from fspmd.tracing import has_recompute_context, recompute_context, recomputing,
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance, show
+from fspmd.wrapping import replace_everywhere
 
 _BODY = "_fspmd_body"
 _SAVED = "_fspmd_saved"  # on the backward of a Function: the types of the tensors that it saves
@@ -249,7 +250,7 @@ def _wrap_vmap_exit() -> None:
         out: torch.Tensor = original(batched, *args)
         return out if state.tracker is None else set_variance(out, get_variance(batched))
 
-    vmap_module._remove_batch_dim = remove_batch_dim
+    replace_everywhere(vmap_module, "_remove_batch_dim", remove_batch_dim)
 
 
 def _wrap_derivatives() -> None:
