@@ -466,6 +466,9 @@ class Upper(Protocol):
     def gradients(self) -> Callable[..., Any]:
         """``torch.autograd.grad``."""
 
+    def apply_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``apply`` of a custom ``autograd.Function``."""
+
     def on_gradient(self, x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
         """``x.register_hook``."""
 

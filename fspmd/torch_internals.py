@@ -227,6 +227,12 @@ DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeEx
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 #: makes a tensor of a subclass, with the memory of another tensor
 make_subclass: Any = torch.Tensor._make_subclass
+#: functions of tensors that no mode sees, of which the first makes an ``nn.Parameter``; instead: none
+UNSEEN: tuple[tuple[Any, str], ...] = (
+    *((torch.Tensor, name) for name in ("_make_subclass", "as_subclass", "set_")),
+    *((torch.nested, name) for name in ("nested_tensor", "as_nested_tensor")),
+    *((owner, "to_dlpack") for owner in (torch, torch.utils.dlpack)),
+)
 #: the module of torch's C code; a recording replaces one of its functions
 c_module = torch._C
 #: swaps two tensors and their views; instead: `torch.utils.swap_tensors`, which refuses tensors that have views

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fspmd.autodiff.custom_functions import apply_function
 from fspmd.autodiff.engine import backward, gradients, on_gradient
 from fspmd.autodiff.transforms import dual, parts
 from fspmd.placement.pictures import html, is_number, text
@@ -11,6 +12,7 @@ from fspmd.sharded import provide
 class _Functions:
     backward = staticmethod(backward)
     gradients = staticmethod(gradients)
+    apply_function = staticmethod(apply_function)
     on_gradient = staticmethod(on_gradient)
     dual = staticmethod(dual)
     parts = staticmethod(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,3 +24,15 @@ def wraps(f: Any) -> Callable[[F], F]:
     ('f', 'A function.', True, False)
     """
     return functools.partial(functools.update_wrapper, wrapped=f, updated=())  # type: ignore[return-value]
+
+
+def replace_everywhere(module: Any, name: str, new: Any) -> None:
+    """Put ``new`` in the place of a module's function, and in that of its copies in libraries that are imported.
+
+    tensordict has copies of functions of ``torch.func``, and puts functions that call them into torch.
+    """
+    old = getattr(module, name)
+    for key, other in list(sys.modules.items()):
+        if not key.startswith(("torch.", "fspmd")) and getattr(other, "__dict__", {}).get(name) is old:
+            setattr(other, name, new)
+    setattr(module, name, new)

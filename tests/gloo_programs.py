@@ -197,6 +197,15 @@ def _put(tree: Any, specs: Any, src: int | None = None) -> Any:
 
 _RING = [(i, (i + 1) % 4) for i in range(4)]
 
+
+def _sparse_gradient(mesh: Mesh) -> None:
+    def loss(w: Tensor, i: Tensor) -> Tensor:
+        return psum(torch.nn.functional.embedding(i, w, sparse=True).square().sum(), "x")
+
+    f = shard_map(loss, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    fspmd.grad(f)(torch.ones(5, 3), torch.arange(4))
+
+
 #: what goes wrong on some ranks only, or on all
 MISTAKES: dict[str, Callable[[Mesh], None]] = {
     "psum": _on_uneven(lambda x: psum(x, "x")),
@@ -257,6 +266,7 @@ MISTAKES: dict[str, Callable[[Mesh], None]] = {
 ONLY_PROCESSES: dict[str, Callable[[Mesh], None]] = {
     "local dtype": _local(lambda i: torch.ones(2, dtype=torch.float64 if i == 1 else torch.float32), P("x")),
     "local dims": _local(lambda i: torch.ones(2, 1) if i == 1 else torch.ones(2), P("x")),
+    "sparse gradient": _sparse_gradient,
 }
 #: what a simulation refuses already where the blocks are made
 SEEN_EARLIER = {"dtype of one rank", "dims of one rank"}

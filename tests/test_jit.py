@@ -1550,3 +1550,30 @@ def test_values_are_checked_in_every_replay(name: str) -> None:
         recorded(device_put(x, P("x"), mesh=MESH))
     with pytest.raises((ArgumentError, torch.linalg.LinAlgError)):
         recorded(device_put(bad, P("x"), mesh=MESH))
+
+
+TARGET = torch.linspace(-1, 1, 6 * 4 * 16, dtype=torch.float64).view(6, 4, 16)
+
+#: losses of a view that is transposed: kernels lay their gradients out as torch's shape functions do not
+TRANSPOSED: dict[str, Callable[[Any], Any]] = {
+    "mse_loss": lambda x: F.mse_loss(x, TARGET),
+    "softplus": lambda x: (F.softplus(x) * TARGET).sum(),
+    "logsigmoid": lambda x: (F.logsigmoid(x) * TARGET).transpose(1, 2).reshape(6, 64).sin().sum(),
+    "log_softmax": lambda x: (F.log_softmax(x, 1) * TARGET).transpose(1, 2).reshape(6, 64).sin().sum(),
+    "power": lambda x: (2**x * TARGET).transpose(1, 2).reshape(6, 64).sin().sum(),
+    "batch_norm": lambda x: (F.batch_norm(x, None, None, training=True) ** 3 * TARGET).sum(),
+}
+
+
+@pytest.mark.parametrize("spec", [P(), P("x")])
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_gradients_of_transposed_values_are_reshaped(name: str, spec: P) -> None:
+    """Where a record takes a reshape for a view, as the strides of kernels do not allow it, the replay copies."""
+
+    def loss(x: Any) -> Any:
+        return TRANSPOSED[name](x.view(6, 16, 4).sin().transpose(1, 2))
+
+    x = torch.linspace(-2, 3, 6 * 64, dtype=torch.float64).view(6, 64)
+    expected = torch.func.grad(loss)(x)
+    found = jit(fspmd.grad(loss))(device_put(x, spec, mesh=MESH))
+    torch.testing.assert_close(device_get(found), expected)

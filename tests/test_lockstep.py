@@ -88,6 +88,13 @@ def _evaluated_alone() -> None:
         device_get(_pending(0))
 
 
+def _other_shape() -> None:
+    """One collective at one line, as where a set of names has another order on each rank. It ended the processes."""
+    rows = 4 if _first() else 6
+    w = device_put(torch.ones(rows, 8, dtype=F64), P(None, "x"), mesh=_mesh())
+    torch.sin(w @ w.mT)
+
+
 def _like_it() -> Any:
     return torch.cos(_pending(1))
 
@@ -99,10 +106,11 @@ def _other() -> Any:
 #: what the first rank does alone, and words of the error
 PARTED: dict[str, tuple[Callable[[], Any], str]] = {
     "a write": (_settled_after_a_write, "rank 0: psum_unreduced over 'x' of mesh(x="),
-    "a write in a graph": (_written_in_one_graph, "f32, backward, for + (test_lockstep.py:"),
-    "a step": (_stepped, "f32, for device_get (test_lockstep.py:"),
-    "another value": (_another_value, "f64, for sin() (test_lockstep.py:"),
-    "a number to print": (_evaluated_alone, "f64, for device_get (test_lockstep.py:"),
+    "a write in a graph": (_written_in_one_graph, ", backward, for + (test_lockstep.py:"),
+    "a step": (_stepped, ", for device_get (test_lockstep.py:"),
+    "another value": (_another_value, "f64[6, 6], for sin() (test_lockstep.py:"),
+    "a number to print": (_evaluated_alone, "f64[6, 6], for device_get (test_lockstep.py:"),
+    "another shape": (_other_shape, "f64[4, 4], for sin() (test_lockstep.py:"),
 }
 #: what all ranks do afterwards: a collective that the first could be taken for, one of another kind, or none
 THEN: dict[str, Callable[[], Any]] = {"like it": _like_it, "another": _other, "the end": lambda: None}

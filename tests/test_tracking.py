@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from simulated import GRID, run, typed, types
+from processes import Processes
+from simulated import GRID, MESH, run, typed, types
 from torch import Tensor, nn
 from torch_calls import CALLS, F64, operands
+from tracking_programs import (
+    REFUSED_WAYS,
+    TENSOR_CALLS,
+    WAYS,
+    parameter_returned,
+    types_of_way,
+    untyped_on_processes,
+)
 
 import fspmd
-from fspmd import P, axis_index, device_get, make_mesh, pcast, psum, shard_map, typeof
+from fspmd import P, VarianceError, axis_index, device_get, make_mesh, pcast, psum, shard_map, typeof
 from fspmd.transport.simulation import SimulationTransport
 from fspmd.variance import INVARIANT, get_variance
 
@@ -25,9 +34,6 @@ W = torch.tensor([0.3, -0.7, 1.1], dtype=F64)
 
 
 # --- every call -----------------------------------------------------------------------------------------------------
-
-NO_TENSORS = ("shape, numel, stride", "is_contiguous")
-TENSOR_CALLS = [name for name in CALLS if name not in NO_TENSORS]
 
 
 @pytest.mark.one_of(4)
@@ -68,72 +74,30 @@ def test_a_result_of_reduced_operands_is_reduced(name: str) -> None:
     assert typed(lambda *xs: f(*(pcast(x, "x", to="reduced") for x in xs)), *xs, specs=P()) == {"{R:x}"}
 
 
-def after(x: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
-    change(x)
-    return x
-
-
-METHODS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "operator": lambda x, w: x + w,
-    "reflected": lambda x, w: 1 / (2 - x) ** 2,
-    "method": lambda x, w: w.add(x),
-    "function": lambda x, w: torch.add(w, x, alpha=2),
-    "keyword": lambda x, w: torch.add(input=w, other=x),
-    "nn.functional": lambda x, w: F.softplus(w * x),
-    "linalg": lambda x, w: torch.linalg.vector_norm(x * w),
-    "fft": lambda x, w: torch.fft.rfft(x * w),
-    "special": lambda x, w: torch.special.expit(x * w),
-    "aten packet": lambda x, w: torch.ops.aten.add(w, x),
-    "aten overload": lambda x, w: torch.ops.aten.add.Tensor(w, x),
-    "aten of a list": lambda x, w: torch.ops.aten.cat.default([w, x]),
-    "prims": lambda x, w: torch.ops.prims.sin(x),
-    "list": lambda x, w: torch.stack([w, x]),
-    "tuple": lambda x, w: torch.cat((w, x, w)),
-    "nested lists": lambda x, w: torch.block_diag(*[w, x]),
-    "three outputs": lambda x, w: torch.linalg.svd(torch.outer(x, w)),
-    "named tuple": lambda x, w: (x * w).max(0),
-    "field of a named tuple": lambda x, w: (x * w).sort().values,
-    "T": lambda x, w: torch.outer(x, w).T,
-    "mT": lambda x, w: torch.outer(x, w).mT,
-    "H": lambda x, w: torch.outer(x, w).H,
-    "real": lambda x, w: torch.complex(x, w).real,
-    "imag": lambda x, w: torch.complex(w, x).imag,
-    "data": lambda x, w: x.data,
-    "index": lambda x, w: w[x.argsort()],
-    "slice": lambda x, w: x[1:],
-    "chain of views": lambda x, w: x[None].expand(2, 2).t().reshape(-1),
-    "mask": lambda x, w: w[x > 0],
-    "where": lambda x, w: torch.where(x > 0, w, 0.0),
-    "comparison": lambda x, w: x < w,
-    "bool": lambda x, w: (x < w) & (x > 0),
-    "axis_index": lambda x, w: axis_index("x"),
-    "index by axis_index": lambda x, w: w[axis_index("x") % 2],
-    "axis_index beside a number": lambda x, w: 3 - axis_index("x"),
-    "module": lambda x, w: nn.Linear(2, 3, dtype=F64)(x),
-    "new_zeros": lambda x, w: x.new_zeros(3),
-    "zeros_like": lambda x, w: torch.zeros_like(x),
-    "no_grad": lambda x, w: torch.no_grad()(lambda: x * w)(),
-    "copy": lambda x, w: torch.tensor(x),
-    "as_tensor": lambda x, w: torch.as_tensor(x),
-    "type of another": lambda x, w: (x * w).type_as(w),
-    "deepcopy": lambda x, w: __import__("copy").deepcopy(x),
-    "out=": lambda x, w: torch.add(x, w, out=torch.empty_like(x)),
-    "in place": lambda x, w: (x * 1).add_(w),
-    "in-place operator": lambda x, w: after(x * 1, lambda y: y.__iadd__(w)),
-    "setitem": lambda x, w: after(x * 1, lambda y: y.__setitem__(0, w[0])),
-    "data of another": lambda x, w: after(x * 1, lambda y: setattr(y, "data", w * x)),
-    "named dims of einsum": lambda x, w: torch.einsum("i,j->ij", [x, w]),
-    "split": lambda x, w: x.split(1),
-    "checkpoint": lambda x, w: fspmd.checkpoint(lambda x: x * w)(x),
-    "torch checkpoint": lambda x, w: torch.utils.checkpoint.checkpoint(lambda x: x * w, x, use_reentrant=False),
-    "stop_gradient": lambda x, w: fspmd.stop_gradient(x),
-}
-
-
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", WAYS)
 def test_every_way_to_call_torch_is_seen(name: str) -> None:
-    x, w = torch.arange(8, dtype=F64), torch.tensor([1.0, -2.0], dtype=F64)
-    assert typed(METHODS[name], x, w, specs=(P("x"), P())) == {"{V:x}"}
+    assert types_of_way(name, MESH) == {"{V:x}"}
+
+
+@pytest.mark.parametrize("name", REFUSED_WAYS)
+def test_memory_of_a_varying_value_is_given_to_nobody(name: str) -> None:
+    with pytest.raises(VarianceError, match=REFUSED_WAYS[name][1]):
+        typed(REFUSED_WAYS[name][0], torch.arange(8, dtype=F64), specs=P("x"))
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Processes]:
+    with Processes(4) as pool:
+        yield pool
+
+
+def test_every_call_is_seen_on_processes(four: Processes) -> None:
+    assert four.run(untyped_on_processes) == [[]] * 4
+
+
+def test_a_parameter_that_differs_from_rank_to_rank_is_not_returned_as_one_that_does_not(four: Processes) -> None:
+    for text in four.run(parameter_returned):
+        assert "varies over 'x', but its spec P() does not say so" in text
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from fspmd.sharded import Sharded, alike, pair
 from fspmd.spec import P
 from fspmd.torch_internals import VariableFunctions, is_batched, transforms_module, vmap_module
 from fspmd.tracing import is_traced
+from fspmd.wrapping import replace_everywhere
 
 
 def install() -> None:
@@ -38,7 +39,7 @@ def _replace(module: Any, name: str, on_sharded: Any) -> None:
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
         return on_sharded(original, x, *args, **kwargs) if type(x) is Sharded else original(x, *args, **kwargs)
 
-    setattr(module, name, run)
+    replace_everywhere(module, name, run)
 
 
 def _on_block(original: Any, x: Sharded, *args: Any, **kwargs: Any) -> Sharded:

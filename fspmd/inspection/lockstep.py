@@ -13,14 +13,14 @@ from typing import Any, Final
 
 from fspmd.errors import ArgumentError, LockstepError
 from fspmd.inspection.causes import trace
-from fspmd.inspection.histories import options_text
+from fspmd.inspection.histories import facts_of, options_text
 from fspmd.inspection.watch import Communication, Watcher, add, remove
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted, described
 from fspmd.pairs import PAIRS
 from fspmd.remembered import hear_writes
-from fspmd.spec import short_dtype
+from fspmd.spec import describe, short_dtype
 from fspmd.torch_internals import store_of_ranks
 from fspmd.transport.reports import store_needed
 
@@ -60,9 +60,10 @@ class _Lockstep(Watcher):
         if mesh.transport != "process_group" or communication.kind not in PAIRS or mesh.coordinate() is None:
             return
         axes = communication.axes or mesh.axis_names
-        options = "" if communication.call is None else options_text(communication.call)
+        call, dtype = communication.call, communication.dtype
+        options, is_even = ("", False) if call is None else (options_text(call), facts_of(call)[2])
         what = f"{communication.kind}{options} over {', '.join(map(repr, axes))} of {mesh!r}"
-        what += f", {short_dtype(communication.dtype)}"
+        what += f", {describe(dtype, communication.shape) if is_even else short_dtype(dtype)}"
         what += f", {'backward, ' * communication.backward}for {cause.by}"
         self.calls[mesh] += 1
         ranks = tuple(sorted(mesh.group_ranks(axes)))
@@ -166,10 +167,10 @@ def lockstep(seconds: float = 60) -> Iterator[None]:
     last writes. A rank that does not come within ``seconds``, or has left with an error, is an error, too. The message
     then has its last position, or its error.
 
-    The ranks compare the row of the pair table, its options, the axes, the mesh and the dtype; the direction (forward
-    or backward); the torch function or function of fspmd that communicates; and the numbers of writes into Sharded
-    values and of collectives on the mesh so far. For communication that is not written, they also compare the user's
-    line. At the end of the context all ranks of a group meet once more.
+    The ranks compare the row of the pair table, its options, the axes, the mesh, the dtype, and the shape of even
+    blocks; the direction (forward or backward); the torch function or function of fspmd that communicates; and the
+    numbers of writes into Sharded values and of collectives on the mesh so far. For communication that is not written,
+    they also compare the user's line. At the end of the context all ranks of a group meet once more.
 
     Outside the context a rank that waits alone gets an error after the timeout of the process group, which is 30
     minutes with Gloo. ``torch.distributed.init_process_group("gloo", timeout=...)`` before `make_mesh` sets another.

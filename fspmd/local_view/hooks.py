@@ -1,4 +1,4 @@
-"""Wrappers of nine places where torch hides a call, or drops an argument or the type of a tensor.
+"""Wrappers of ten places where torch hides a call, or drops an argument or the type of a tensor.
 
 * A TorchFunctionMode does not see ``autograd.Function.apply``, so its operands would not be cast.
 * The backward of a custom Function runs outside the body, where no axes are bound for its collectives.
@@ -7,11 +7,12 @@
 * ``torch.func`` differentiates with respect to a value that in a mapped function belongs to one element.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on new tensors.
 * TorchScript calls torch below Python.
+* ``nn.Parameter``, ``as_subclass``, ``set_`` and a few others make a tensor of another one, and no mode sees them.
 * ``torch.cond``, ``flex_attention`` and their kin compile a function, which on a `Sharded` fails in Dynamo's words.
 * ``F.l1_loss`` drops its argument ``weight`` under a mode, so a weighted loss would be an unweighted one.
 
-Outside a body the wrappers call torch directly. Only ``apply`` refuses a `Sharded`, which it would cut off from
-autograd.
+Outside a body the wrappers call torch directly. Only ``apply`` of a `Sharded` goes to `autodiff.custom_functions`,
+since torch would cut it off from autograd.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen
 from fspmd.ops.traits import tensors_in
 from fspmd.remembered import forgetting
-from fspmd.sharded import Sharded, is_plain
+from fspmd.sharded import Sharded, is_plain, upper
 from fspmd.torch_internals import (
     JIT_TRACERS,
     MODULES_THAT_COMPILE,
+    UNSEEN,
     ScriptMethod,
     pop_transform,
     transforms_active,
@@ -51,6 +53,7 @@ from fspmd.tracing import has_recompute_context, recompute_context, recomputing,
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance, show
+from fspmd.wrapping import replace_everywhere
 
 _BODY = "_fspmd_body"
 _SAVED = "_fspmd_saved"  # on the backward of a Function: the types of the tensors that it saves
@@ -69,6 +72,7 @@ def install() -> None:
     _wrap_derivatives()
     _wrap_recomputation()
     _wrap_script()
+    _wrap_unseen()
     _wrap_tracers()
     _wrap_compile()
     _hand_on_weight()
@@ -83,8 +87,9 @@ def _wrap_apply() -> None:
             return _checkpointed(*args)
         body = state.body
         tracker = state.tracker
-        if body is None and Sharded in map(type, args):
-            _check_followed(cls, args)
+        if body is None and torch.is_grad_enabled() and Sharded in map(type, args) and _is_followed(args, kwargs):
+            _check_transforms(cls, args)
+            return upper().apply_function(cls, args, kwargs)
         if body is None and state.completes:
             return _bind_zeros(original(cls, *args, **kwargs), args)
         if body is None or _types_itself(cls) or not (tracker is None or is_active(tracker)):
@@ -127,16 +132,19 @@ def _checkpointed(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-def _check_followed(cls: Any, args: tuple[Any, ...]) -> None:
-    """Raise `ArgumentError` for a Sharded with a gradient: autograd would silently lose the gradient."""
-    x = next((x for x in args if type(x) is Sharded and x.requires_grad), None)
-    if x is None or not torch.is_grad_enabled():
-        return
-    name = f"{cls.__name__}.apply"
-    raise ArgumentError(
-        f"{name}, an autograd.Function of tensors, got {x!r}; call it in a function run by shard_map, or give it a "
-        f"rule for all who call it: {name} = fspmd.rule({name}, 'm n -> m n')"
-    )
+def _is_followed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+
+
+def _check_transforms(cls: Any, args: tuple[Any, ...]) -> None:
+    """Raise `ArgumentError` for a Sharded in a transform of ``torch.func``, which would silently lose its gradient."""
+    if transforms_active():
+        x, name = next(x for x in args if type(x) is Sharded), f"{cls.__name__}.apply"
+        raise ArgumentError(
+            f"{name}, an autograd.Function of tensors, got {x!r} in a transform such as vmap or torch.func.grad; call "
+            "it in a function run by shard_map, or give it a rule for all who call it: "
+            f"{name} = fspmd.rule({name}, 'm n -> m n')"
+        )
 
 
 def completing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -150,14 +158,14 @@ def completing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _bind_zeros(out: Any, args: tuple[Any, ...]) -> Any:
     """Let the backward of a Function with outputs ``out`` return zeros for None."""
-    zeros = [_zeros_like(x) if is_plain(x) and x.requires_grad else None for x in args]
+    zeros = [zeros_later(x) if is_plain(x) and x.requires_grad else None for x in args]
     for y in out if isinstance(out, tuple) else (out,):
         if isinstance(y, torch.Tensor) and isinstance(y.grad_fn, BackwardCFunction):
             setattr(y.grad_fn, _ZEROS, zeros)
     return out
 
 
-def _zeros_like(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def zeros_later(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a function that makes zeros like ``x``, and does not keep ``x`` alive."""
     shapes, dtype, device = [block.shape for block in blocks_of(x)], x.dtype, x.device
     held = held_frame(x)
@@ -242,7 +250,7 @@ def _wrap_vmap_exit() -> None:
         out: torch.Tensor = original(batched, *args)
         return out if state.tracker is None else set_variance(out, get_variance(batched))
 
-    vmap_module._remove_batch_dim = remove_batch_dim
+    replace_everywhere(vmap_module, "_remove_batch_dim", remove_batch_dim)
 
 
 def _wrap_derivatives() -> None:
@@ -352,6 +360,26 @@ def _wrap_script() -> None:
 
     wrap(torch.jit.ScriptFunction)
     wrap(ScriptMethod)
+
+
+def _wrap_unseen() -> None:
+    """Let a tracker see functions that torch shows to no mode."""
+
+    def wrap(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tracker = state.tracker
+            if tracker is None or not is_active(tracker):
+                return original(*args, **kwargs)
+            return tracker.__torch_function__(original, (), args, kwargs)
+
+        functools.update_wrapper(run, original)
+        run.__module__ = "torch"  # methods in C have none
+        return run
+
+    for owner, name in UNSEEN:
+        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        wrapper = wrap(getattr(owner, name))
+        setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
 
 
 def _check_frozen(method: Any, operands: Any) -> None:

@@ -69,8 +69,8 @@ class Traits:
 
 
 _PYTHON_VALUE: Final = words(
-    "__bool__ __int__ __float__ __complex__ __index__ __array__ __contains__ item tolist numpy is_nonzero equal "
-    "allclose"
+    "__bool__ __int__ __float__ __complex__ __index__ __array__ __dlpack__ _to_dlpack __contains__ item tolist numpy "
+    "is_nonzero equal allclose"
 )
 #: functions of Python numbers: they read a tensor among their arguments as a number
 _OF_NUMBERS: Final = words(
@@ -90,7 +90,7 @@ _SHOWN: Final = {
     "set grad": "x.grad = y",
     **{f"__i{name}__": f"x {sign}= y" for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("truediv", "/"))},
     **{name: f"torch.{name}()" for name in ("equal", "allclose", "tensor", "is_nonzero", *_OF_NUMBERS)},
-    **{name: f"x.{name}()" for name in ("item", "tolist", "numpy")},
+    **{name: f"x.{name}()" for name in ("__dlpack__", "item", "tolist", "numpy")},
 }
 _STATISTICS: Final = (
     "its running statistics would be each rank's own: keep none (track_running_stats=False), or compute mean and "

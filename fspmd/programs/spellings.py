@@ -32,8 +32,14 @@ PUBLIC: Final = _named(
 
 @cached
 def callable_of(overload: Any) -> Callable[..., Any]:
-    """The fastest function that calls an aten function."""
+    """The fastest function that calls an aten function.
+
+    In place of ``view`` it is ``reshape``: a record may be wrong about the strides of a kernel's result. Torch's shape
+    functions are, for some kernels that compute gradients. A reshape then copies, as it does in the function itself.
+    """
     name = overload._schema.name.removeprefix("aten::")
+    if overload is aten.view.default:
+        return TensorBase.reshape  # type: ignore[no-any-return]
     if overload.name() not in PUBLIC:
         return overload._op  # type: ignore[no-any-return]
     places = (VariableFunctions, TensorBase, nn_functions)

@@ -98,6 +98,7 @@ def _names(text: str) -> tuple[str, ...]:
 _POINTWISE: Final = _names(
     "absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh fix floor_divide gammainc gammaincc hardswish "
     "isclose isreal log_sigmoid_forward logsigmoid polar rdiv rpow softsign special_ndtr tanhshrink _threshold "
+    "_dirichlet_grad "
     "bool byte cdouble cfloat chalf char int long short"
 )
 #: functions of one operand that keep its values, negate or scale them, or change the dtype

@@ -143,6 +143,10 @@ class LocalTensor(Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse_python_value(self, "x.__dlpack__()")
 
+    def apply_(self, function: Callable[[Any], Any]) -> Tensor:
+        """Calls a function of numbers, which torch would call on the memory of one tensor."""
+        return self.copy_(per_block(lambda block: block.clone().apply_(function), self.detach()))
+
     def tolist(self) -> NoReturn:
         refuse_python_value(self, "x.tolist()")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from fspmd.errors import ShapeError
+from fspmd.foreign import refuse_misfit
 from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, hidden
@@ -65,7 +66,11 @@ class ProcessGroupTransport(Transport):
             return Pending(x.clone(memory_format=torch.contiguous_format))
         out, back = (x, None) if x.dtype in FLOATS and o.op == "sum" else carried(x, o.op)
         if out is x:
-            out = x.clone(memory_format=torch.contiguous_format)
+            try:
+                out = x.clone(memory_format=torch.contiguous_format)
+            except RuntimeError:
+                refuse_misfit(x, "a sum over ranks, perhaps of gradients, got")
+                raise
         works = (group.pg.allreduce([out], _ALLREDUCE[o.op]),) if out.numel() else ()
         return Pending(out, works, back)
 
