@@ -23,6 +23,20 @@ from fspmd.torch_internals import (
 )
 
 
+class UnknownValues(RuntimeError):
+    """A function on fake tensors needs values, for its result or for the shape of its result.
+
+    Attributes:
+        func: The aten function.
+        for_shape: Whether the shape depends on the values.
+    """
+
+    def __init__(self, func: Any) -> None:
+        super().__init__(f"{func} needs values")
+        self.func = func
+        self.for_shape: bool = torch.Tag.dynamic_output_shape in func.tags
+
+
 class FakeMode(fake_tensor.FakeTensorMode):
     """A mode in which torch computes shapes and dtypes. Its logger does not report errors."""
 
@@ -40,10 +54,16 @@ class FakeMode(fake_tensor.FakeTensorMode):
         if func is _VIEW and all(type(n) is int for n in (*args[0].shape, *args[1])):
             with disable_dispatch_modes():  # the fake view accepts some views that do not exist; this raises for them
                 torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(args[1])
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        except RuntimeError as error:
+            if type(error) in (RuntimeError, UnknownValues) or _OF_VALUES.isdisjoint(func.tags):
+                raise
+            raise UnknownValues(func) from error
 
 
 _VIEW: Final = torch.ops.aten.view.default
+_OF_VALUES: Final = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 class _Converter(fake_tensor.FakeTensorConverter):

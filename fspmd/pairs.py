@@ -19,10 +19,11 @@ from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.torch_internals import (
+    ENDED,
     DisableTorchFunction,
     count_dispatch_modes,
     forward_ad,
-    is_dead_wrapper,
+    level_of,
     plain_apply,
     profiler,
     transforms_active,
@@ -295,7 +296,7 @@ def apply(x: Tensor, call: Call) -> Tensor:
     """Return ``call(x)``, differentiable any number of times, in reverse and forward mode, and under ``torch.func``."""
     if count_dispatch_modes():
         refuse_traced(repr(call))
-    if is_dead_wrapper(x):
+    if level_of(x) == ENDED:
         x = _alive(x)
     if _seen or profiler._is_profiler_enabled:
         call = watched(x, call)
@@ -321,7 +322,7 @@ def apply(x: Tensor, call: Call) -> Tensor:
 
 def _alive(x: Tensor) -> Tensor:
     """Return the tensor within wrappers of transforms that have ended, as torch's dispatcher does for its functions."""
-    while is_dead_wrapper(x):
+    while level_of(x) == ENDED:
         x = wrapped_by(x)
     return x
 

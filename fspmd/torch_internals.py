@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch._decomp
@@ -60,8 +60,8 @@ VariableFunctions: Any = torch._C._VariableFunctions
 #: the module of a scripted method
 wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
 #: the function that `nn.utils.rnn.pad_packed_sequence` calls
-pad_packed_sequence: Any = getattr(torch._VF, "_pad_packed_sequence")  # noqa: B009
-#: all decompositions of aten functions; instead: `torch.export.default_decompositions`
+pad_packed_sequence: Any = VariableFunctions._pad_packed_sequence
+#: all decompositions of aten functions; instead: `torch.export.default_decompositions`, which lack some, such as `dist`
 decomposition_table: Any = torch._decomp.decomposition_table
 
 # Functions that have no public name
@@ -76,12 +76,6 @@ aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
 aten_cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 #: the gradients of that attention; instead: products and sums
 aten_cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-#: the check of a tangent in forward derivatives
-aten_same_storage_size: Any = torch.ops.aten._has_same_storage_numel.default
-#: `x.item()`, as dispatch sees it; instead: `torch.ops.aten.item`
-aten_number: Any = torch.ops.aten._local_scalar_dense.default
-#: a softmax that gives zeros for rows of -inf; instead: `torch.softmax` and `where`
-safe_softmax: Any = torch._safe_softmax
 #: raises torch's error for a singular matrix
 linalg_check_errors: Any = torch._linalg_check_errors
 #: copies a list of tensors at once; instead: `copy_` of each
@@ -139,27 +133,23 @@ jit_tracing: Any = torch._C._get_tracing_state
 
 #: whether a transform of `torch.func` runs
 transforms_active: Any = torch._C._are_functorch_transforms_active
-#: whether a transform wraps a tensor
-is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
-#: whether `vmap` wraps it
-is_batched: Any = torch._C._functorch.is_batchedtensor
-#: whether the transform that wraps it has ended
-is_dead_wrapper: Any = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009
+#: the level of the transform that wraps a tensor, or one of the two numbers below
+level_of: Any = torch._C._functorch.maybe_get_level
+#: the level of a tensor that no transform wraps
+NO_LEVEL: Final = -1
+#: the level of a tensor that a transform wraps which has ended
+ENDED: Final = -2
 #: the tensor within a wrapper
 wrapped_by: Any = torch._C._functorch.get_unwrapped
-#: the level of the transform that wraps it
-level_of: Any = torch._C._functorch.maybe_get_level
-#: the level of the innermost transform
-current_level: Any = torch._C._functorch.maybe_current_level
-#: the dim that `vmap` maps
+#: the dim that `vmap` maps, or `NOT_MAPPED`
 batch_dim_of: Any = torch._C._functorch.maybe_get_bdim
+#: the dim of a tensor that `vmap` does not wrap
+NOT_MAPPED: Final = -1
 #: wraps a tensor as `vmap` does
 add_batch_dim: Any = torch._C._functorch._add_batch_dim
-#: a block outside all transforms
-clear_transforms: Any = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
-#: a block outside the innermost
+#: a block outside the innermost transform
 pop_transform: Any = torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack
-#: the transforms that run, each of a class by its kind
+#: the transforms that run, each of a class by its kind, with its `level()`; the innermost is the last
 running_transforms: Any = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
 #: where transforms make and unmake their levels
 transforms_module: Any = torch._functorch.eager_transforms
@@ -178,10 +168,6 @@ current_autograd_node: Any = torch._C._current_autograd_node
 next_sequence: Any = torch._C._autograd._get_sequence_nr
 #: the innermost `saved_tensors_hooks`
 top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-#: leaves the top hooks; instead: `with saved_tensors_hooks(...):`
-pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
-#: enters hooks; instead: `with saved_tensors_hooks(...):`
-push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 #: a public module, whose `_is_profiler_enabled` is true while a profiler runs
 profiler = torch.autograd.profiler
 #: a public module, whose `_current_level` is -1 while no forward derivative is taken
@@ -202,10 +188,6 @@ FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 meta_functions: Any = torch._meta_registrations
 #: the mode that makes fake tensors
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
-#: the error when Python reads a value, which a fake tensor lacks
-DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
-#: the error when a shape depends on values
-DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
 
 # Memory
 

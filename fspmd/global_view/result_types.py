@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.copies import share_memory
-from fspmd.fake_mode import FakeMode, meta_tensors_as_on
+from fspmd.fake_mode import FakeMode, UnknownValues, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, packed
 from fspmd.global_view.kernels import ones_of, run_on, strides_of_kernel
 from fspmd.meshes import world
@@ -24,9 +24,7 @@ from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec, is_float
 from fspmd.torch_internals import (
-    DataDependentOutputException,
     DisableTorchFunction,
-    DynamicOutputShapeException,
     is_any_autocast_enabled,
 )
 
@@ -187,11 +185,7 @@ def _without_data(
             pass
         with FakeMode():
             return _outcome(mesh.device_type, func, args, kwargs, operands)
-    except (
-        NotImplementedError,
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-    ):  # the shape of the result depends on values
+    except (NotImplementedError, UnknownValues):  # the shape of the result depends on values
         return None
 
 

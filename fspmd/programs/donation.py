@@ -17,7 +17,7 @@ from fspmd.programs.passes.aliases import in_flight, is_unknown
 from fspmd.programs.program import owner
 from fspmd.programs.steps import OF_RANKS
 from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses, swap_memory
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import blocks_of, is_borrowed, is_simulated, take_blocks
 from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
 
 _T: Any = Tensor
@@ -99,13 +99,14 @@ def _without_memory(like: Any) -> Any:
 
 def give_away(x: Any, name: str) -> Tensor:
     """A new tensor that takes over the memory of ``x``, which becomes a `Donated`."""
-    if isinstance(x, LocalTensor):
-        shards = LocalTensor(x.shards, x.frame, x.borrowed, x.storage_offset())
-        gone = list(map(_without_memory, x.shards))
-        for shard in gone:
-            shard.donated_as = name
-        x.shards = gone
-        return shards
+    if type(x) is not Tensor and is_simulated(x):
+
+        def gone(block: Tensor) -> Any:
+            without = _without_memory(block)
+            without.donated_as = name
+            return without
+
+        return take_blocks(x, gone)
     taker, giver = _without_memory(x), x
     swap_memory(giver, taker)
     giver.__class__, taker.__class__, giver.donated_as = Donated, Tensor, name
@@ -229,10 +230,10 @@ def _fits(step: fx.Node, operand: fx.Node) -> bool:
 
 def unshared(x: Tensor) -> Tensor:
     """A donated tensor, or a copy if there are other references to its memory."""
-    if type(x) is not LocalTensor:
+    if type(x) is Tensor or not is_simulated(x):
         return x if _is_alone(x) else x.detach().clone()
-    alone = all(sys.getrefcount(shard) <= _OF_LOOP and _is_alone(shard) for shard in x.shards)
-    return x if alone and not x.borrowed else x.detach().clone()
+    alone = all(sys.getrefcount(block) <= _OF_LOOP and _is_alone(block) for block in blocks_of(x))
+    return x if alone and not is_borrowed(x) else x.detach().clone()
 
 
 _OF_LOOP: Final = 3  # references of the list, the loop, and the call

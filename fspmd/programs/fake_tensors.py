@@ -24,13 +24,14 @@ from fspmd.torch_internals import (
 )
 from fspmd.tracing import DispatchMode
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, blocks_of, is_simulated, local_tensor, per_block
+from fspmd.transport.local_tensor import blocks_of, is_simulated, local_tensor, per_block
 
 _LITERALS: Final = frozenset(
     {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _MOST: Final = 4096  # cache entries of one function
 _META: Final = torch.device("meta")
+_FAKE: Final = frozenset((FakeTensor,))
 
 _default_dtype = torch.get_default_dtype
 
@@ -140,7 +141,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
         self._states: dict[torch.device, dict[str, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if LocalTensor in types:  # a LocalTensor calls the function for each rank
+        if not _FAKE.issuperset(types):  # a simulated value calls the function for each rank
             return NotImplemented
         entries = _ENTRIES.get(func)
         if entries is None:

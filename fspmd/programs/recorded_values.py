@@ -20,20 +20,20 @@ from fspmd.inspection.causes import Cause, trace
 from fspmd.programs.fake_tensors import stand_in
 from fspmd.programs.program import Value, memory_of, value_of
 from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
-from fspmd.programs.steps import JOINED, shard_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
+    NO_LEVEL,
     DisableTorchFunction,
     FakeTensor,
     current_autograd_node,
     disable_dispatch_modes,
-    is_wrapped,
+    level_of,
     next_sequence,
 )
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
-from fspmd.transport.local_tensor import LocalTensor, blocks_of, held_frame, is_simulated, is_uneven
+from fspmd.transport.local_tensor import JOINED, blocks_of, held_frame, is_simulated, is_uneven, parts_of, shard_of
 from fspmd.variance import unwrapped
 
 aten: Final = torch.ops.aten
@@ -93,9 +93,10 @@ class Values(RecordingMode):
         """The node of a tensor: of a result, or of a tensor from before the recording."""
         if (known := _entry(self._nodes, x)) is not None:
             return known[1]  # type: ignore[no-any-return]
-        if type(x) is LocalTensor and any(self.is_known(shard) for shard in x.shards):  # fspmd has joined the shards
-            args = [self.node_of(shard) for shard in x.shards], x.frame, x.borrowed, x.storage_offset()
-            node = self._put(JOINED, args, {}, constant=all(map(self.is_constant, x.shards)))
+        if is_simulated(x) and any(map(self.is_known, blocks_of(x))):  # fspmd has joined the blocks
+            shards, *rest = parts_of(x)
+            args = (list(map(self.node_of, shards)), *rest)
+            node = self._put(JOINED, args, {}, constant=all(map(self.is_constant, shards)))
         elif (shard := _entry(self._shards, x)) is not None:
             node = self._put(shard_of, shard[1:], {}, constant=self.is_constant(x))
         else:
@@ -120,7 +121,7 @@ class Values(RecordingMode):
     def _storage(self, x: Tensor) -> UntypedStorage:
         """A tensor's memory. In a fake recording a tensor with values counts as its fake."""
         block = _first_block(x)
-        if is_wrapped(block):
+        if level_of(block) != NO_LEVEL:
             block = unwrapped(block)
         if type(block) not in OWN_TYPES or block.layout is not torch.strided or block.is_nested:
             self._check_dense(block)

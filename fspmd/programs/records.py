@@ -21,13 +21,13 @@ from fspmd.programs.capture import Capture
 from fspmd.programs.communication import known_communication, report_when_run
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.histories import histories, name_of, replayed_by
-from fspmd.programs.keys import guard, strides_of
+from fspmd.programs.keys import guard
 from fspmd.programs.program import memory_of, owner
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, draws_seed, from_lists
 from fspmd.programs.shortened import in_few_steps
 from fspmd.remembered import wrote
 from fspmd.sharded import Sharded, lies, shell, shell_of
-from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
+from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor, strides_of
 from fspmd.trees import filling, flatten_values
 
 
