@@ -30,7 +30,7 @@ from fspmd.torch_internals import (
     wrapped_by,
 )
 from fspmd.tracing import refuse_traced
-from fspmd.transport import Options, Pending, transport_of
+from fspmd.transport import Options, Pending, transport_named
 from fspmd.transport.carriers import FLOATS
 from fspmd.transport.pending import begin
 
@@ -127,7 +127,7 @@ class Call:
         self.mesh = mesh
         self.axes = axes
         self.options = options
-        transport = transport_of(mesh)
+        transport = transport_named(mesh.transport)
         self.kernel = getattr(transport, self.pair.kernel)
         self.views = self.pair.kernel in transport.views
         idle_backward = PAIRS[self.pair.transpose].kernel in transport.views
@@ -158,7 +158,7 @@ class Call:
 
     def writer(self) -> Callable[[Tensor], Tensor] | None:
         """A function that runs a sum and writes it into its operand; None if the call is no sum, or cannot."""
-        transport, kernel = transport_of(self.mesh), self.pair.kernel
+        transport, kernel = transport_named(self.mesh.transport), self.pair.kernel
         if self.options.op != "sum" or kernel not in transport.in_place:
             return None
         start = getattr(transport, f"{kernel}_in_place")
@@ -193,7 +193,7 @@ class Call:
 
     def into(self, x: Tensor, out: Tensor) -> Pending:
         """Start the collective, which writes its result into ``out``."""
-        kernel = getattr(transport_of(self.mesh), f"{self.pair.kernel}_into")
+        kernel = getattr(transport_named(self.mesh.transport), f"{self.pair.kernel}_into")
         return kernel(out, x, self.mesh, self.axes)  # type: ignore[no-any-return]
 
     def batched(self) -> Call:

@@ -225,6 +225,11 @@ def per_block(function: Callable[..., Tensor], x: Any, *others: Tensor) -> Tenso
     return LocalTensor([function(*row) for row in rows], x.frame)
 
 
+def layout_of_blocks(x: Any) -> tuple[Frame, bool] | None:
+    """Returns the `held_frame` of a simulated value, and whether its blocks are uneven; None for another value."""
+    return (x.frame, x.uneven) if type(x) is LocalTensor else None
+
+
 def with_blocks(x: Any, make: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns ``make`` of ``x``, or of the block of each simulated rank, which lie in their base as before."""
     if type(x) is not LocalTensor:
