@@ -15,9 +15,10 @@ from fspmd.collectives.checks import check_alike, check_index_groups, where
 from fspmd.collectives.operands import AxisName, Groups, as_varying, varying_operand
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.flights import depart, land
 from fspmd.foreign import refuse_misfit
 from fspmd.messages import described
-from fspmd.pairs import Call, apply, depart, land
+from fspmd.pairs import Call, apply
 from fspmd.torch_internals import NOT_MAPPED, DisableTorchFunction, batch_dim_of
 from fspmd.tracing import outside_transforms, step_of_values
 from fspmd.transport import Options, carriers

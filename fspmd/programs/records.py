@@ -197,12 +197,13 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
     program, halves = captured.program, None
     donation = with_reuse(captured, donation, make)
     report_when_run(program)
+    steps, deferred = program.steps, program.deferred
     if captured.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        told = replayed_by(name, program.steps)
-        infers = not any(node.meta["backward"] for node in program.steps)
-        run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated, told, infers))
+        told = replayed_by(name, steps)
+        infers = not any(node.meta["backward"] for node in steps)
+        run = make(ProgramPart(steps, inputs, program.results, program.constants, donated, told, infers))
         if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
         if any(x.requires_grad for x in (*captured.leaves, *captured.closed)):
@@ -216,12 +217,12 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
             run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
-    moved = known_communication(program.steps)
+    moved = known_communication(steps)
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, _rebuilder(captured.out), Closed(captured.closed), modules
-    unmet = histories((program.steps, False), (program.deferred, True))
-    draws_seeds = any(map(draws_seed, (*program.steps, *program.deferred)))
+    unmet = histories((steps, False), (deferred, True))
+    draws_seeds = any(map(draws_seed, (*steps, *deferred)))
     is_plain_call, by_values = not donation.places, not captured.is_fake
     return Record(run, strides, *made_of, facts, donation, halves, moved, is_plain_call, unmet, draws_seeds, by_values)
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.entries import entry_axes
+from fspmd.flights import depart, land
 from fspmd.foreign import refuse_misfit
 from fspmd.meshes.mesh import Mesh
-from fspmd.pairs import Call, apply, call, depart, land
+from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.cost import VIEWS, Topology, topology
 from fspmd.redistribution.edges import lengths
 from fspmd.redistribution.moves import moves
