@@ -52,6 +52,12 @@ disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
 nn_functions: Any = getattr(torch.nn.functional.gelu, "__self__")  # noqa: B009
 #: the class of the node of a leaf
 AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty((), requires_grad=True)).node)
+#: the exceptions of torch's checkpoints: an error, and a signal to itself that it has recomputed enough
+CHECKPOINT_EXCEPTIONS: Any = tuple(
+    kind
+    for kind in vars(torch.utils.checkpoint).values()
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == torch.utils.checkpoint.__name__
+)
 
 # Kinds of functions
 
@@ -158,8 +164,6 @@ vmap_module: Any = torch._functorch.vmap
 
 # autograd
 
-#: raised by a checkpoint that has recomputed enough: a signal to itself, which must reach it
-StopRecomputation: Any = torch.utils.checkpoint._StopRecomputationError
 #: switches gradients; the public block costs more; instead: `torch.set_grad_enabled`
 set_grad_enabled: Any = torch._C._set_grad_enabled
 #: the node of a graph that runs now, in backward
