@@ -16,9 +16,10 @@ from fspmd.programs.options import Chosen
 from fspmd.programs.passes.aliases import in_flight, is_unknown
 from fspmd.programs.program import owner
 from fspmd.programs.steps import OF_RANKS
+from fspmd.sharded import is_sharded
 from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses, swap_memory
 from fspmd.transport.local_tensor import blocks_of, is_borrowed, is_simulated, take_blocks
-from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
+from fspmd.trees import flatten, flatten_in_order, parameter_names, paths_of
 
 _T: Any = Tensor
 _STRIDED: Final = torch.strided
@@ -125,8 +126,8 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
     trees += [(name, kwargs[name], name in which.names) for name in kwargs]
     places, names, place = [], [], 0
     for name, tree, given in trees:
-        leaves = flatten_in_order(tree)[0]
-        for path, leaf in zip(leaf_paths(tree, name, in_order=True), leaves, strict=True):
+        leaves, treedef = flatten_in_order(tree, is_sharded)
+        for path, leaf in zip(paths_of(treedef, name), leaves, strict=True):
             if not isinstance(leaf, Tensor):
                 continue
             if given and leaf.requires_grad and torch.is_grad_enabled():
