@@ -80,8 +80,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def ours(w: Weights, mesh: Mesh, record: bool) -> Callable[[], object]:
-    """A step of fspmd. A sequence begins anew before it is too long."""
+def ours(w: Weights, mesh: Mesh, record: bool, **options: Any) -> Callable[[], object]:
+    """A step of fspmd, with options of `jit`. A sequence begins anew before it is too long."""
 
     def body(w: Weights, cache: KVCache, tokens: Tensor) -> tuple[Tensor, KVCache]:
         places = cache.lengths[:, None, None]
@@ -100,7 +100,7 @@ def ours(w: Weights, mesh: Mesh, record: bool) -> Callable[[], object]:
 
     cache = KVCache.zeros(LAYERS, SLOTS, KV_HEADS, CAPACITY, WIDTH, spec=P(None, "tp"), mesh=mesh)
     call: Any = shard_map(body, mesh=mesh, in_specs=(SPECS, cache.specs, P()), out_specs=(P(), cache.specs))
-    call = jit(call, donate_argnums=1) if record else call
+    call = jit(call, donate_argnums=1, **options) if record else call
     tokens, begin = (device_put(torch.zeros(SLOTS, dtype=torch.int64), P(), mesh=mesh) for _ in range(2))
     steps = 0
 

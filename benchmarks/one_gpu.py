@@ -11,6 +11,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P, jit, make_mesh
-from fspmd.nn import attend_block
+from fspmd.nn import attend_block, grouped_matmul
 
 Weights = dict[str, Any]
 
@@ -292,10 +293,93 @@ def attention(size: str, device: str, seconds: float) -> None:
             row(what, f"{torchs * 1e3:.3f} ms", f"{mine * 1e3:.3f} ms", f"{mine / torchs:.2f}")
 
 
+def decoding(size: str, device: str, seconds: float) -> None:
+    """A step of decoding of `decoding.py`, whose sizes are small: the time is that of the host."""
+    import decoding as program
+
+    torch.set_default_device(device)
+    _world(device)
+    mesh = make_mesh((1, 1), ("dp", "tp"), transport="process_group", device=device)
+    w = fspmd.device_put(program.weights(), program.SPECS, mesh=mesh)
+    candidates = {"by hand": program.by_hand(w, mesh), "fspmd, replay": program.ours(w, mesh, True)}
+    if device != "cpu":
+        candidates["fspmd, CUDA graphs"] = program.ours(w, mesh, True, backend="cudagraphs")
+    candidates["fspmd, without jit"] = program.ours(w, mesh, False)
+    with torch.no_grad():
+        compare("by hand", candidates, device, seconds, in_a_row=20)
+
+
+def groups(size: str, device: str, seconds: float) -> None:
+    """Products of groups of rows, with gradients, beside torch's function, which leaves unused rows as they were."""
+    rows, width, hidden, count = (8192, 2048, 4096, 16) if device != "cpu" else (64, 16, 32, 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
+        w = torch.randn(count, width, hidden, device=device, dtype=dtype, requires_grad=True)
+        counts = torch.full((count,), rows // count, device=device)
+        ends, cotangent = counts.cumsum(0).to(torch.int32), torch.randn(rows, hidden, device=device, dtype=dtype)
+
+        def step(product: Callable[..., Tensor], x: Tensor = x, w: Tensor = w, cotangent: Tensor = cotangent) -> object:
+            return torch.autograd.grad(product(x, w), (x, w), cotangent)
+
+        candidates: dict[str, Callable[[], object]] = {
+            "torch": lambda step=step, ends=ends: step(functools.partial(F.grouped_mm, offs=ends)),
+            "fspmd": lambda step=step, counts=counts: step(functools.partial(grouped_matmul, counts=counts)),
+        }
+        times = side_by_side(candidates, device, seconds / 2)
+        torchs, mine = times["torch"].call, times["fspmd"].call
+        what = f"{rows} rows, {count} of {width}x{hidden}, {str(dtype).removeprefix('torch.')}"
+        row(what, f"{torchs * 1e3:.3f} ms", f"{mine * 1e3:.3f} ms", f"{mine / torchs:.2f}")
+
+
+def checkpoints(size: str, device: str, seconds: float) -> None:
+    """A checkpoint in a folder for temporary files, beside torch.save; and until training may go on."""
+    count, shape = (16, (4096, 4096)) if device != "cpu" else (4, (64, 64))
+    mesh = _world(device)
+    tree = {f"w{i}": fspmd.randn(*shape, spec=P("x"), mesh=mesh, dtype=torch.bfloat16) for i in range(count)}
+    plain = {name: x.local for name, x in tree.items()}
+    size_of_all = sum(x.numel() * x.element_size() for x in plain.values())
+
+    with tempfile.TemporaryDirectory() as folder:
+        steps = iter(range(10**6))
+
+        def save_plain() -> None:
+            with open(f"{folder}/plain", "wb") as file:
+                torch.save(plain, file)
+                os.fsync(file.fileno())
+
+        def save_at_once() -> None:
+            waiting.append(fspmd.save(f"{folder}/ours", tree, step=next(steps), asynchronous=True))
+
+        waiting: list[Any] = []
+        calls: dict[str, Callable[[], object]] = {
+            "torch.save": save_plain,
+            "fspmd.save": lambda: fspmd.save(f"{folder}/ours", tree, step=next(steps)),
+            "fspmd.save, asynchronous": save_at_once,
+            "torch.load": lambda: torch.load(f"{folder}/plain", map_location=device),
+            "fspmd.load": lambda: fspmd.load(f"{folder}/ours", tree),
+        }
+        for name, call in calls.items():
+            samples = []
+            for _ in range(3):
+                synchronise(device)
+                start = time.perf_counter()
+                call()
+                synchronise(device)
+                samples.append(time.perf_counter() - start)
+                for handle in waiting:
+                    handle.wait()
+                waiting.clear()
+            taken = statistics.median(samples)
+            row(name, f"{taken * 1e3:.1f} ms", f"{size_of_all / taken / 1e9:.2f} GB/s")
+
+
 PARTS: dict[str, tuple[Callable[[str, str, float], None], str]] = {
     "host": (host, ""),
     "draws": (draws, ""),
     "attention": (attention, ""),
+    "groups": (groups, ""),
+    "decoding": (decoding, ""),
+    "checkpoints": (checkpoints, ""),
     "memory": (memory, "1B"),
     "layer": (step, "layer"),
     "1B": (step, "1B"),

@@ -82,6 +82,18 @@ aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
 aten_cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 #: the gradients of that attention; instead: products and sums
 aten_cpu_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+#: attention on a GPU by cuDNN, with the logarithm of the sums; instead: `aten_flash_attention`
+aten_cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+#: the gradients of that attention; instead: those of `aten_flash_attention`
+aten_cudnn_attention_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+#: attention on a GPU in 16 bits, with the logarithm of the sums; instead: products and sums, many times slower
+aten_flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+#: the gradients of that attention; instead: products and sums
+aten_flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+#: attention on a GPU with a mask or in 32 bits, with the logarithm of the sums; instead: products and sums
+aten_efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+#: the gradients of that attention; instead: products and sums
+aten_efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 #: raises torch's error for a singular matrix
 linalg_check_errors: Any = torch._linalg_check_errors
 #: copies a list of tensors at once; instead: `copy_` of each

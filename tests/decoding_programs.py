@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -114,7 +115,9 @@ def forward(
     case: Case, w: Weights, cache: KVCache, tokens: Tensor, counts: Tensor, slots: Tensor | None
 ) -> tuple[Tensor, KVCache]:
     """In a body, the logits [slots, vocabulary / tp] after the last token of each sequence, and the cache."""
-    positions = (cache.lengths if slots is None else cache.lengths[slots])[:, None] + torch.arange(tokens.shape[1])
+    positions = (cache.lengths if slots is None else cache.lengths[slots])[:, None] + torch.arange(
+        tokens.shape[1], device=tokens.device
+    )
     x = w["tokens"][tokens] + w["places"][positions.clamp(max=case.capacity)]
     layers, options = [], {"axis": "cp", "counts": counts, "slots": slots}
     for layer, part in zip(w["layers"], cache.layers, strict=True):
@@ -132,7 +135,7 @@ def forward(
 Pick = Callable[[Tensor, KVCache], Tensor]  # the next tokens, of the logits of a rank and the cache
 
 
-def decoder(case: Case, mesh: Any, cache: KVCache, jitted: bool, pick: Pick | None = None) -> Callable[..., Any]:
+def decoder(case: Case, mesh: Any, cache: KVCache, jitted: bool | str, pick: Pick | None = None) -> Callable[..., Any]:
     """``step(w, cache, tokens, counts, slots)`` gives the next token of each sequence, and the cache."""
 
     def body(w: Weights, cache: KVCache, tokens: Tensor, counts: Tensor, slots: Tensor | None) -> Any:
@@ -150,17 +153,26 @@ def decoder(case: Case, mesh: Any, cache: KVCache, jitted: bool, pick: Pick | No
     def step(w: Weights, cache: KVCache, tokens: Tensor, counts: Tensor, slots: Tensor | None = None) -> Any:
         return (rows if slots is None else some)(w, cache, tokens, counts, slots)
 
-    return jit(step, donate_argnums=1) if jitted else step
+    options: dict[str, Any] = {"backend": jitted} if isinstance(jitted, str) else {}
+    return jit(step, donate_argnums=1, **options) if jitted else step
 
 
-def run(case: Case, transport: str, jitted: bool, chunk: int, new: int = NEW, pick: Pick | None = None) -> list[Any]:
-    """The tokens that each prompt gets, after a prefill in chunks."""
-    mesh = make_mesh(case.sizes, ("dp", "tp", "cp"), transport=transport, device="cpu")
+def run(
+    case: Case,
+    transport: str,
+    jitted: bool | str,
+    chunk: int,
+    new: int = NEW,
+    pick: Pick | None = None,
+    device: str = "cpu",
+) -> list[Any]:
+    """The tokens that each prompt gets, after a prefill in chunks. ``jitted`` may be the name of a backend."""
+    mesh = make_mesh(case.sizes, ("dp", "tp", "cp"), transport=transport, device=device)
     slots = len(PROMPTS)
     cache = KVCache.zeros(
         LAYERS, slots, case.kv_heads, case.capacity, WIDTH, dtype=F64, spec=P("dp", "tp", "cp"), mesh=mesh
     )
-    step, w = decoder(case, mesh, cache, jitted, pick), weights(case)
+    step, w = decoder(case, mesh, cache, jitted, pick), optree.tree_map(lambda x: x.to(device), weights(case))
     left, found = [list(prompt) for prompt in PROMPTS], [list[int]() for _ in PROMPTS]
     with torch.no_grad():
         while any(len(row) < new for row in found):
@@ -170,7 +182,7 @@ def run(case: Case, transport: str, jitted: bool, chunk: int, new: int = NEW, pi
                 left[slot] = left[slot][chunk:]
                 rows.append(given + [0] * (chunk - len(given)))
                 counts.append(len(given))
-            tokens, cache = step(w, cache, torch.tensor(rows), torch.tensor(counts))
+            tokens, cache = step(w, cache, torch.tensor(rows, device=device), torch.tensor(counts, device=device))
             for slot, token in enumerate(device_get(tokens).tolist()):
                 if counts[slot] and not left[slot]:
                     found[slot].append(token)

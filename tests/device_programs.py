@@ -7,6 +7,8 @@ They take no pytest, so that `make gpu` can run them where there is none. `test_
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import socket
 import sys
@@ -14,6 +16,10 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, Final
 
+import decoding_programs
+import experts_programs
+import pipeline_programs
+import state_programs
 import torch
 import torch.multiprocessing as processes
 import torch.nn.functional as F
@@ -262,6 +268,153 @@ def sequences(mesh: Mesh, device: str) -> None:
             _equal(mine, right, device)
 
 
+#: batch, heads, heads of keys, queries, keys, width, and width of values
+_ATTENDED: Final = [
+    ((2,), 4, 2, 40, 24, 16, 16),
+    ((), 3, 3, 7, 33, 20, 20),
+    ((2, 1), 2, 1, 64, 64, 64, 24),
+    ((), 2, 2, 48, 48, 300, 300),
+    ((3,), 8, 8, 1, 16, 128, 128),
+]
+#: by how much results differ, each as a whole; the 32 bits of a GPU may have 10 bits in products
+_NEAR: Final = {torch.float64: 1e-12, torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def attention_kernels(device: str) -> None:
+    """Attention to one block of keys, to two, merged, and causal attention, with gradients, beside the definition."""
+    one = make_mesh((1,), ("x",), transport="simulation", device=device)
+    cases = itertools.product(_ATTENDED, ("no", "causal", "some", "merged"), _NEAR)
+    failed = []
+    for (batch, heads, kv_heads, rows, columns, width, value_width), masked, dtype in cases:
+        if masked == "causal" and rows != columns:
+            continue
+        shapes = (heads, rows, width), (kv_heads, columns, width), (kv_heads, columns, value_width)
+        operands = [_numbers(*batch, *shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+        cotangent = _numbers(*batch, heads, rows, value_width, seed=9).to(dtype)
+        seen = torch.ones(rows, columns, dtype=torch.bool)
+        if masked in ("some", "merged"):
+            seen = _numbers(rows, columns) > 0
+            seen[0] = False  # a query that sees nothing, and one that sees nothing of the second block
+            seen[-1, columns // 2 :] = False
+        seen = seen.tril() if masked == "causal" else seen
+
+        def definition(q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+            scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+            return scores.softmax(-1).nan_to_num(0) @ v
+
+        def of_blocks(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = seen, masked: str = masked) -> Any:
+            parts, seen = [], None if masked == "no" else seen
+            for keys in torch.arange(k.shape[-2], device=q.device).chunk(1 + (masked == "merged")):
+                sees = None if seen is None else seen.to(q.device)[:, keys]
+                parts.append(nn.attend_block(q, k[..., keys, :], v[..., keys, :], sees))
+            return functools.reduce(nn.merge, parts).out.to(q.dtype)
+
+        def causal(*x: Tensor) -> Any:
+            attend = functools.partial(nn.ring_attention, axis="x", mask=nn.Causal())
+            return device_get(shard_map(attend, mesh=one, in_specs=P(), out_specs=P())(*x))
+
+        exact = [x.double().requires_grad_() for x in operands]
+        leaves = [x.to(device).requires_grad_() for x in operands]
+        try:
+            want, found = definition(*exact), (causal if masked == "causal" else of_blocks)(*leaves)
+            right = torch.autograd.grad(want, exact, cotangent.double())
+            mine = torch.autograd.grad(found, leaves, cotangent.to(device))
+            pairs = list(zip((found, *mine), (want, *right), strict=True))
+            errors = [
+                float((x.detach().cpu().double() - y.detach()).norm() / y.detach().norm().clamp(min=1e-9))
+                for x, y in pairs
+            ]
+            if not all(error < _NEAR[dtype] for error in errors):
+                failed.append((masked, dtype, *(tuple(x.shape) for x in operands), errors))
+        except RuntimeError as error:
+            failed.append((masked, dtype, *(tuple(x.shape) for x in operands), str(error).splitlines()[0]))
+    assert not failed, "\n".join(map(str, failed))
+
+
+def sequences_in_16_bits(device: str, most: float | None = None) -> None:
+    """In bfloat16 attention on four ranks is as exact as on one, up to a tenth; so is a record of it.
+
+    Kernels of GPUs round the parts that are merged: an error larger by the square root of 2, at most.
+    """
+    most = most or (1.1 if device == "cpu" else 1.42)
+    rows = P(None, "x")
+    q, k, v = _numbers(8, 1024, 64).bfloat16(), *_numbers(2, 4, 1024, 64, seed=1).bfloat16()
+    cotangent = _numbers(8, 1024, 64, seed=2).bfloat16()
+    wrong = []
+    for way, window in itertools.product((nn.ring_attention, nn.gathered_attention, nn.ulysses_attention), (1024, 300)):
+        exact = [x.double().requires_grad_() for x in (q, k, v)]
+        keys, values = (x.repeat_interleave(2, 0) for x in exact[1:])
+        seen = torch.ones(1024, 1024, dtype=torch.bool).tril().triu(1 - window)
+        want = (exact[0] @ keys.mT / 8).masked_fill(~seen, -torch.inf).softmax(-1) @ values
+        right = [want.detach(), *torch.autograd.grad(want, exact, cotangent.double())]
+        errors = []
+        for n, jitted in ((1, False), (4, False), (4, True)):
+            mesh = make_mesh((n,), ("x",), transport="simulation", device=device)
+            lies = nn.zigzag(1024, 1 if way is nn.ulysses_attention else n)
+            attend = functools.partial(way, axis="x", mask=nn.Causal() & nn.SlidingWindow(window), layout=lies)
+            call = shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
+            call = jit(call) if jitted else call
+            leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
+            for _ in range(1 + jitted):
+                out = lies.restore(device_get(call(*(lies.store(x, 1) for x in leaves))), 1)
+            found = [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(device))]
+            errors.append([float((x.cpu().double() - y).norm() / y.norm()) for x, y in zip(found, right, strict=True)])
+        for shared in errors[1:]:
+            ratios = [one / alone for alone, one in zip(errors[0], shared, strict=True)]
+            print(way.__name__, window, *(f"{ratio:.3f}" for ratio in ratios), f"{errors[0][0]:.5f}", flush=True)
+            wrong += [ratio for ratio in ratios if ratio > most] + [x for x in errors[0] if x > 5e-3]
+    assert not wrong, wrong
+
+
+def parts_of_training(device: str) -> None:
+    """Experts, pipelines, and parameters that are gathered, beside one device."""
+    pairs: list[Any] = []
+    for sizes, capacity in (((1, 4, 1), None), ((2, 2, 1), 2), ((1, 2, 2), None)):
+        case = experts_programs.Case(sizes, 24, 4, 2, "random", "softmax", capacity)
+        for jitted in (False, True, *(["cudagraphs"] if capacity and device == "cuda" else [])):
+            pairs += experts_programs.compute(case, jitted=jitted, device=device)
+    for case in itertools.product(
+        ("4", "2x3"), ("rows", "mixed"), ("uneven",), ("waits", "gathers"), ("global", "body")
+    ):
+        pairs += state_programs.compute(case, device=device)
+    for name in pipeline_programs.SCHEDULES:
+        value, grads, _, schedule = pipeline_programs.compute(name, {"pp": 2, "tp": 2}, 4, device=device)
+        right_value, right = pipeline_programs.dense(*pipeline_programs.arguments(schedule.stages, 4))
+        pairs += [(value, right_value), *((grads[n], right[n]) for n in right)]
+    for mine, right in pairs:
+        assert_close(mine, right, rtol=1e-9, atol=1e-9)
+
+
+def groups_of_rows(device: str) -> None:
+    """Products of groups of rows in 16 and 32 bits: empty groups, rows past the last, widths of all kinds."""
+    for dtype, near in ((torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 2e-3), (torch.float64, 1e-12)):
+        for rows, width, columns, counts in ((24, 16, 32, [5, 0, 12, 3]), (9, 5, 7, [0, 4, 5, 0]), (4, 8, 8, [0, 0])):
+            x, w = _numbers(rows, width).to(dtype), _numbers(len(counts), width, columns, seed=1).to(dtype)
+            exact, leaves = (
+                [y.to(to).requires_grad_() for y in (x, w)] for to in (torch.float64, torch.device(device))
+            )
+            ends = torch.tensor(counts).cumsum(0)
+            owner = (torch.arange(rows)[:, None] >= ends).sum(1)
+            one = torch.nn.functional.one_hot(owner, len(counts) + 1)[:, :-1].double()
+            want = torch.einsum("tg,ta,gab->tb", one, *exact)
+            found = nn.grouped_matmul(*leaves, torch.tensor(counts, device=device))
+            cotangent = _numbers(rows, columns, seed=2).to(dtype)
+            right = torch.autograd.grad(want, exact, cotangent.double())
+            mine = torch.autograd.grad(found, leaves, cotangent.to(device))
+            for a, b in zip((found, *mine), (want, *right), strict=True):
+                error = float((a.detach().cpu().double() - b.detach()).norm() / b.detach().norm().clamp(min=1e-9))
+                assert error < near, (dtype, rows, error)
+
+
+def decoding(device: str) -> None:
+    """The tokens that one device finds, eager, in replays, and in CUDA graphs."""
+    for sizes, heads, kv_heads in (((1, 2, 2), 4, 2), ((1, 1, 1), 4, 1), ((2, 1, 2), 8, 2)):
+        case = decoding_programs.Case(sizes, heads, kv_heads)
+        for jitted in (False, "replay", *(["cudagraphs"] if device == "cuda" else [])):
+            assert decoding_programs.run(case, "simulation", jitted, 3, device=device) == decoding_programs.right(case)
+
+
 def random(mesh: Mesh, device: str) -> None:
     """The numbers are those of a CPU: the bits, and what is computed of them up to rounding."""
     plain = make_mesh((3,), ("x",), transport="simulation", device="cpu")
@@ -363,6 +516,11 @@ PROGRAMS: Final[dict[str, Callable[[str], None]]] = {
     "checkpoints": lambda device: checkpoints(_simulated(device), device),
     "random numbers": lambda device: random(_simulated(device), device),
     "sequences": lambda device: sequences(_simulated(device), device),
+    "decoding": decoding,
+    "experts, state, pipelines": parts_of_training,
+    "groups of rows": groups_of_rows,
+    "kernels of attention": attention_kernels,
+    "sequences in 16 bits": sequences_in_16_bits,
     "replay": lambda device: model(_simulated(device), device, backend="replay"),
     "inductor": lambda device: model(_simulated(device), device, backend="inductor"),
     "CUDA graphs": lambda device: model(_simulated(device), device, backend="cudagraphs"),

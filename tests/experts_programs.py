@@ -80,8 +80,11 @@ def dense(case: Case, x: Tensor, router: Tensor, bias: Tensor, up: Tensor, down:
     return [out, even, z / n, torch.tensor(counts)], dropped
 
 
-def program(case: Case, transport: str, jitted: bool, recomputed: bool, rows: int | None) -> Any:
-    mesh = make_mesh(case.sizes, ("dp", "ep", "tp"), transport=transport, device="cpu")
+def program(
+    case: Case, transport: str, jitted: bool | str, recomputed: bool, rows: int | None, device: str = "cpu"
+) -> Any:
+    """``jitted`` may be the name of a backend."""
+    mesh = make_mesh(case.sizes, ("dp", "ep", "tp"), transport=transport, device=device)
     batch = ("dp", "ep")
 
     def body(x: Tensor, router: Tensor, bias: Tensor, up: Tensor, down: Tensor) -> Any:
@@ -102,21 +105,28 @@ def program(case: Case, transport: str, jitted: bool, recomputed: bool, rows: in
     tokens = P(batch)
     given = tokens, P(), P(), P("ep", None, "tp"), P("ep", "tp")
     call = shard_map(body, mesh=mesh, in_specs=given, out_specs=(tokens, P(), P(), P(), P()))
-    return jit(call) if jitted else call
+    return jit(call, **({"backend": jitted} if isinstance(jitted, str) else {})) if jitted else call
 
 
 def compute(
-    case: Case, transport: str = "simulation", jitted: bool = False, recomputed: bool = False, scale: float = 1.0
+    case: Case,
+    transport: str = "simulation",
+    jitted: bool | str = False,
+    recomputed: bool = False,
+    scale: float = 1.0,
+    device: str = "cpu",
 ) -> list[tuple[Tensor, Tensor]]:
     """What the program gives, and what the definition gives: results, and the gradients of all operands."""
     leaves = operands(case)
     needed = [i for i in range(5) if i != 2]
     for i in needed:
         leaves[i].requires_grad_()
-    call = program(case, transport, jitted, recomputed, case.tokens * case.k if jitted and not case.capacity else None)
+    rows = case.tokens * case.k if jitted and not case.capacity else None
+    call = program(case, transport, jitted, recomputed, rows, device)
+    there = [x.to(device) for x in leaves]
     if jitted:
-        call(*leaves)  # the next call replays the record
-    *mine, dropped = (device_get(x) for x in call(*leaves))
+        call(*there)  # the next call replays the record
+    *mine, dropped = (device_get(x).cpu() for x in call(*there))
     right, gone = dense(case, *leaves)
     cotangent = torch.randn(case.tokens, 4, dtype=F64)
     pairs = [*zip(mine, right, strict=True), (dropped, torch.tensor(gone))]

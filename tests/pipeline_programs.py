@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -79,15 +80,21 @@ def dense(params: dict[str, Tensor], inputs: list[Tensor], targets: list[Tensor]
 
 
 def compute(
-    name: str, shape: dict[str, int], microbatches: int, repeated: bool = False, scale: float = 1, recorded: Any = None
+    name: str,
+    shape: dict[str, int],
+    microbatches: int,
+    repeated: bool = False,
+    scale: float = 1,
+    recorded: Any = None,
+    device: str | None = None,
 ) -> tuple[Tensor, Any, Any, Schedule]:
     """Loss, gradients in the order of stages, the log of communication, and the schedule.
 
     ``recorded``: the passes of a record, which runs instead of the function.
     """
-    mesh = make_mesh(tuple(shape.values()), tuple(shape))
+    mesh = make_mesh(tuple(shape.values()), tuple(shape), device=device)
     schedule = SCHEDULES[name](shape["pp"], microbatches)
-    params, inputs, targets = arguments(schedule.stages, microbatches)
+    params, inputs, targets = optree.tree_map(lambda x: x.to(device), arguments(schedule.stages, microbatches))
     order = list(schedule.order)
     laid = {"w": P("pp", None, "tp" if "tp" in shape else None), "b": P("pp", "tp" if "tp" in shape else None)}
     stored = {n: device_put(x[order] if n in laid else x, laid.get(n, P()), mesh=mesh) for n, x in params.items()}
@@ -102,8 +109,8 @@ def compute(
     if grads is None:
         return value, grads, log, schedule
     back = torch.tensor(order).argsort()
-    found = {n: device_get(g) for n, g in grads.items()}
-    return value, {n: g[back] if n in laid else g for n, g in found.items()}, log, schedule
+    found = {n: device_get(g).cpu() for n, g in grads.items()}
+    return value.cpu(), {n: g[back] if n in laid else g for n, g in found.items()}, log, schedule
 
 
 def worst(cases: list[tuple[Any, ...]]) -> list[float]:

@@ -60,18 +60,19 @@ def dense_step(params: dict[str, Tensor], batches: list[Any]) -> list[Tensor]:
     return [mean.detach(), *torch.autograd.grad(mean, [leaves[name] for name in sorted(leaves)])]
 
 
-def step_of(case: Case, transport: str) -> tuple[Any, Any, Any, Any, list[Any]]:
+def step_of(case: Case, transport: str, device: str = "cpu") -> tuple[Any, Any, Any, Any, list[Any]]:
     """A step, its cut parameters and microbatches, and the same of one device."""
     mesh_name, layout, widths, way, view = case
     draw = random.Random(str(case))
     torch.manual_seed(draw.randrange(1 << 30))
     sizes, names = MESHES[mesh_name]
-    mesh = make_mesh(sizes, names, transport=transport, device="cpu")
+    mesh = make_mesh(sizes, names, transport=transport, device=device)
     values, batches = operands(draw, WIDTHS[widths], mesh.size)
     specs: Any = dict(zip(("w1", "w2", "b"), LAYOUTS[layout], strict=True))
     waits: Any = {"waits": names, "gathers": (), "hybrid": ("r",)}[way]
     gathers: Any = {"waits": (), "gathers": names, "hybrid": ("s",)}[way]
-    params, rows = device_put(values, specs, mesh=mesh), P(names)
+    there, sent = optree.tree_map(lambda x: x.to(device), (values, batches))
+    params, rows = device_put(there, specs, mesh=mesh), P(names)
     known = optree.tree_map(lambda x: x.spec, params, is_leaf=is_sharded)
     inside: Any = known if view == "body" else None
     body = view == "body"
@@ -89,22 +90,24 @@ def step_of(case: Case, transport: str) -> tuple[Any, Any, Any, Any, list[Any]]:
 
         return checkpoint(use)(p) if draw.random() < 0.5 else use(p)
 
-    cut = [device_put(batch, rows, mesh=mesh) for batch in batches]
+    cut = [device_put(batch, rows, mesh=mesh) for batch in sent]
     if body:
         step = shard_map(step, mesh=mesh, in_specs=(specs, rows), out_specs=(P(), specs))
     return step, params, cut, values, batches
 
 
-def compute(case: Case, transport: str = "simulation", jitted: bool = False) -> list[tuple[Tensor, Tensor]]:
+def compute(
+    case: Case, transport: str = "simulation", jitted: bool = False, device: str = "cpu"
+) -> list[tuple[Tensor, Tensor]]:
     """What a step gives, and what one device gives: the mean loss, and the gradients by name."""
-    step, params, cut, values, batches = step_of(case, transport)
+    step, params, cut, values, batches = step_of(case, transport, device)
     step = jit(step) if jitted else step
     if jitted:
         step(params, cut)  # the next call replays the record
     mean, grads = step(params, cut)
     for name, x in params.items():
         assert grads[name].spec is x.spec, (name, grads[name].spec, x.spec)
-    found = [device_get(mean), *(device_get(grads[name]) for name in sorted(grads))]
+    found = [device_get(x).cpu() for x in (mean, *(grads[name] for name in sorted(grads)))]
     return list(zip(found, dense_step(values, batches), strict=True))
 
 

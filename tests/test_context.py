@@ -73,13 +73,20 @@ def test_tiles_are_dense_attention(case: Case) -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_ranks_compute_what_a_closed_form_says(n: int) -> None:
-    """Pairs of tiles of each rank, of m tiles per block: with a zigzag half of all, and half of the diagonal more."""
+    """Pairs of query and key of each rank: with a zigzag those that are causal, and no others, on each as many."""
     m, length = tiles.MOST_TILES, n * tiles.MOST_TILES * tiles.LEAST_LENGTH
+
+    def computed(found: turns.Turns) -> int:
+        groups = [(group, step.queries.shape[2]) for step in found.tiles.values() for group in step.groups]
+        sizes = {"all": lambda k: k * k, "triangle": lambda k: k * (k + 1) // 2}
+        return sum(group.query.shape[1] * sizes[group.seen](k) for group, k in groups)
+
     for gathered in (False, True):
         found = turns.turns_of("cp", Causal(), zigzag(length, n), gathered=gathered)
-        assert sum(step.pairs for step in found.tiles.values()) == n * m * m // 2 + m // 2
+        assert computed(found) == length * (length + 1) // 2 // n
     one = turns.turns_of((), Causal(), contiguous(length, 1), n)
-    assert one.tiles[0].pairs == m * (m + 1) // 2
+    assert one.tiles[0].pairs == 1
+    assert computed(one) == length * (length + 1) // 2
     window = turns.turns_of("cp", Causal() & SlidingWindow(tiles.LEAST_LENGTH), contiguous(length, n))
     assert window.steps == [0, 1]
     assert [step.pairs for step in window.tiles.values()] == [2 * m - 1, 1]

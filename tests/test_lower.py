@@ -576,3 +576,12 @@ def test_writes_into_what_is_closed_over_are_found_though_nothing_has_values() -
             jit(write).lower(torch.ones(3))
     z = torch.ones(4)[1:]
     assert "add" in jit(lambda x: z.clone().add_(x)).lower(torch.ones(3)).as_text()
+
+
+def test_a_device_that_is_not_here_is_planned_as_a_cpu() -> None:
+    """torch ended the process: its autograd has no guard for a device that it was not built for."""
+    mesh = make_mesh((4,), ("x",), transport="abstract", device="cuda")
+    w, x = TensorSpec(mesh, P(), (16, 16), torch.float32), TensorSpec(mesh, P("x"), (8, 16), torch.float32)
+    program = jit(fspmd.value_and_grad(lambda w, x: F.pad(x @ w, (0, 1)).sin().sum(), argnums=(0, 1))).lower(w, x)
+    assert {collective.kind for collective in program.collectives()} == {"psum"}
+    assert mesh.device_type == "cuda"

@@ -261,7 +261,7 @@ def make_mesh(
         ranks: The global rank at each place, row-major; by default 0, 1, 2 ... It may leave out ranks of the world.
         device: "cpu", "cuda" ...; by default "cuda" under a launcher where there are GPUs, else torch's default device.
         transport: "simulation" or "process_group" to force one; "abstract" for ranks that do not exist, and devices
-            that need not: for ``jit(f).lower`` and ``auto_spec``.
+            that need not: for ``jit(f).lower`` and ``auto_spec``. A device that is not here is planned as a CPU.
         timeout: How long a collective may wait for other ranks, in seconds, for all groups of the world. By default the
             time limit of torch.distributed: 30 minutes with Gloo. Simulated ranks do not wait.
 

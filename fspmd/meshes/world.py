@@ -129,12 +129,16 @@ _ALONE: Final = {name: torch.device(name) for name in ("cpu", "meta")}
 
 
 def local_device(device_type: str) -> torch.device:
-    """This process's device of a type: the one that LOCAL_RANK names under a launcher, else the current one."""
+    """This process's device of a type: the one that LOCAL_RANK names under a launcher, else the current one.
+
+    Where there is none, abstract meshes plan on the CPU: torch ends the process when it follows gradients of fake
+    tensors on a device that it was not built for.
+    """
     if device_type in _ALONE:
         return _ALONE[device_type]
     module = torch.get_device_module(device_type)
     if not module.is_available():
-        return torch.device(device_type)
+        return _ALONE["cpu"]
     if launched():
         bound = dist.group.WORLD.bound_device_id if initialised() and dist.group.WORLD is not None else None
         if bound is not None and bound.type == device_type:

@@ -6,6 +6,7 @@ made of differentiable functions of them, so derivatives of any order are right.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -123,3 +124,7 @@ class _Attention(torch.autograd.Function):
         operands = zip((query, key, value, allowed, sinks), in_dims[:5], places, strict=True)
         results = _Attention.apply(*itertools.starmap(in_front, operands), way)
         return results, (0,) * len(results)
+
+
+#: torch asks for it in each call
+_Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]

@@ -35,6 +35,10 @@ class Mask:
         """Whether all queries of a range see all keys of another (True) or none (False). None: neither is known."""
         return None
 
+    def is_triangle(self, span: range) -> bool:
+        """Whether, of any positions of a span, each sees exactly those up to itself. False: this is not known."""
+        return False
+
     def check(self, length: int) -> None:
         """Raise `ShapeError` unless the mask knows all positions of a sequence of a length."""
 
@@ -84,6 +88,9 @@ class Causal(Mask):
 
     def over(self, queries: range, keys: range) -> bool | None:
         return _known(keys[-1] <= queries[0], keys[0] > queries[-1])
+
+    def is_triangle(self, span: range) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -171,6 +178,12 @@ class _Both(Mask):
     def outline(self) -> Mask:
         return type(self)(self.first.outline, self.second.outline)
 
+    def _is_triangle(self, span: range, other: bool) -> bool:
+        """Whether one is a triangle, and the other is one too, or is ``other`` over the span."""
+        masks = (self.first, self.second)
+        some = [mask.is_triangle(span) for mask in masks]
+        return any(some) and all(one or mask.over(span, span) is other for one, mask in zip(some, masks, strict=True))
+
 
 class AllOf(_Both):
     """What both masks allow."""
@@ -182,6 +195,9 @@ class AllOf(_Both):
         known = self.first.over(queries, keys), self.second.over(queries, keys)
         return False if False in known else None if None in known else True
 
+    def is_triangle(self, span: range) -> bool:
+        return self._is_triangle(span, True)
+
 
 class AnyOf(_Both):
     """What one of two masks allows."""
@@ -192,6 +208,9 @@ class AnyOf(_Both):
     def over(self, queries: range, keys: range) -> bool | None:
         known = self.first.over(queries, keys), self.second.over(queries, keys)
         return True if True in known else None if None in known else False
+
+    def is_triangle(self, span: range) -> bool:
+        return self._is_triangle(span, False)
 
 
 def _known(all_seen: bool, none_seen: bool) -> bool | None:

@@ -3,8 +3,9 @@
 A part is a pair ``(out, lse)``: the attention to these keys alone, and the logarithm of the sum of the exponentials of
 its scores. `merge` makes of the parts of two sets of keys the part of both. It is associative and commutative, and
 `nothing` is its identity, so parts may come in any order and on any rank. Parts are float32, or float64 if the operands
-are: with bfloat16 operands nothing is rounded between parts. The method is that of Dao et al., "FlashAttention"
-(NeurIPS 2022), and of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers" (2023).
+are: with bfloat16 operands nothing is rounded between parts, except by kernels of GPUs (`fspmd.nn.kernels`). The method
+is that of Dao et al., "FlashAttention" (NeurIPS 2022), and of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
+Transformers" (2023).
 """
 
 from __future__ import annotations
@@ -76,4 +77,4 @@ def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAt
 
 def wide(x: Tensor) -> torch.dtype:
     """The dtype of the parts of operands: float32, or float64 if they are."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype is torch.float64 else torch.float32

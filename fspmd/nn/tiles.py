@@ -8,14 +8,16 @@ fewer gets hidden ones. So ranks do equal work where the layout of the sequence 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fspmd.nn import block
+from fspmd.nn.kernels import TRIANGLE, Allowed
 from fspmd.nn.masks import Mask
 from fspmd.nn.parts import PartialAttention, merge
 from fspmd.tracing import hidden
@@ -24,11 +26,15 @@ MOST_TILES = 8  # of a block of queries
 LEAST_LENGTH = 64  # of a tile; shorter ones spend more on copies than they save
 
 
+Seen = Literal["all", "triangle", "some"]
+
+
 class TileRuns(NamedTuple):
-    """The positions of a tile, and whether it has places without a position."""
+    """The positions of a tile; whether it has places without a position; and whether it has them in ascending order."""
 
     ranges: list[range]
     padded: bool
+    ascending: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +44,11 @@ class Pairs:
     query: Tensor
     key: Tensor
     real: Tensor  # False: a hidden pair, for ranks that need fewer
-    masked: bool  # whether some query of a real pair does not see some key
+    seen: Seen  # which keys of a pair a query sees; "triangle": those up to its own place
 
     def to(self, device: torch.device) -> Pairs:
         """The same group on a device."""
-        return Pairs(self.query.to(device), self.key.to(device), self.real.to(device), self.masked)
+        return Pairs(self.query.to(device), self.key.to(device), self.real.to(device), self.seen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +83,11 @@ class Tiles:
     def pairs(self) -> int:
         """The number of pairs of tiles that each rank computes."""
         return sum(group.query.shape[1] for group in self.groups)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each rank computes the pairs of query and key that the mask allows, and no others."""
+        return all(group.seen != "some" for group in self.groups)
 
     @property
     def skips(self) -> bool:
@@ -116,7 +127,7 @@ class Tiles:
         mask: Mask,
         scale: float | None,
     ) -> list[Tensor]:
-        """The gradients of query, key and value; ``whole`` is the part of all keys that the queries see."""
+        """The gradients of query, key and value, wide; ``whole`` is the part of all keys that the queries see."""
         dtype, totals = whole.out.dtype, list[Tensor]()
         queries, out_grads, outs = (self._cut(x, self.queries) for x in (query, out_grad, whole.out))
         lses = self._cut_rows(whole.lse)
@@ -124,13 +135,14 @@ class Tiles:
         keys, values = self._cut(key, self.keys), self._cut(value, self.keys)
         for q, k, of_query, of_key, allowed in self._each(query.device, at, mask):
             if self.is_one:
-                return [*block.backward(out_grad, lse_grad, query, key, value, whole, _of_one(allowed), scale)]
+                parts = block.backward(out_grad, lse_grad, query, key, value, whole, _of_one(allowed), scale)
+                return [gradient.to(dtype) for gradient in parts]
             some_lse_grad = None if lse_grads is None else lse_grads.index_select(-3, q)
             part = PartialAttention(_take(outs, q), lses.index_select(-3, q))
             operands = _take(queries, q), _take(keys, k), _take(values, k)
             parts = block.backward(_take(out_grads, q), some_lse_grad, *operands, part, allowed, scale)
             sums = [
-                self._joined(torch.tensordot(of_tile.to(dtype), gradient.movedim(-4, 0), 1).movedim(0, -4))
+                self._joined(torch.tensordot(of_tile.to(dtype), gradient.to(dtype).movedim(-4, 0), 1).movedim(0, -4))
                 for gradient, of_tile in zip(parts, (of_query, of_key, of_key), strict=True)
             ]
             totals = [total + part for total, part in zip(totals, sums, strict=True)] if totals else sums
@@ -138,7 +150,7 @@ class Tiles:
 
     def _each(
         self, device: torch.device, at: int | Tensor, mask: Mask
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]]:
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Allowed]]:
         """Yield pairs: the tiles of queries and of keys, which pairs are of which tile, and who sees whom.
 
         The pairs of a group are computed together, but no more at once than there are tiles: each has its own copies.
@@ -149,8 +161,8 @@ class Tiles:
         turns = [(group, start) for group in tiles.groups for start in range(0, group.query.shape[1], most)]
         for group, start in turns:
             q, k, real = (_row(x, at)[start : start + most] for x in (group.query, group.key, group.real))
-            allowed = None
-            if group.masked:
+            allowed: Allowed = TRIANGLE if group.seen == "triangle" else None
+            if group.seen == "some":
                 seen = keys[k]
                 allowed = mask.allows(queries[q].clamp(min=0)[:, :, None], seen.clamp(min=0)[:, None, :])
                 allowed = (allowed & (seen >= 0)[:, None, :] & real[:, None, None]).unsqueeze(1)
@@ -182,8 +194,8 @@ def _row(x: Tensor, at: int | Tensor) -> Tensor:
     return x[at] if isinstance(at, int) else x.index_select(0, at).squeeze(0)
 
 
-def _of_one(allowed: Tensor | None) -> Tensor | None:
-    return None if allowed is None else allowed.squeeze(0)
+def _of_one(allowed: Allowed) -> Allowed:
+    return allowed.squeeze(0) if isinstance(allowed, Tensor) else allowed
 
 
 def _take(tiles: Tensor, index: Tensor) -> Tensor:
@@ -204,19 +216,25 @@ def make_tiles(
     queries: Tensor, keys: Tensor, of_queries: list[list[TileRuns]], of_keys: list[list[TileRuns]], mask: Mask
 ) -> Tiles:
     """The tiles of a step. ``queries`` and ``keys`` are those of `Tiles`, the others their `runs_of`."""
-    free, some = list[list[tuple[int, int]]](), list[list[tuple[int, int]]]()
-    over = functools.cache(mask.over)
-    for query_runs, key_runs in zip(of_queries, of_keys, strict=True):
-        known = {(i, j): _over(over, q, k) for i, q in enumerate(query_runs) for j, k in enumerate(key_runs)}
-        free.append([pair for pair, seen in known.items() if seen])
-        some.append([pair for pair, seen in known.items() if seen is None])
-    made = (_group(pairs, masked) for pairs, masked in ((free, False), (some, True)))
-    groups = tuple(group for group in made if group is not None)
+    over, triangle = functools.cache(mask.over), functools.cache(mask.is_triangle)
+    pairs: dict[Seen, list[list[tuple[int, int]]]] = {"all": [], "triangle": [], "some": []}
+    for rank, (query_runs, key_runs) in enumerate(zip(of_queries, of_keys, strict=True)):
+        for row in pairs.values():
+            row.append([])
+        for (i, q), (j, k) in itertools.product(enumerate(query_runs), enumerate(key_runs)):
+            known = _over(over, q, k)
+            if known is None and q.ascending and torch.equal(queries[rank, i], keys[rank, j]):
+                known = "triangle" if triangle(range(q.ranges[0].start, q.ranges[-1].stop)) else None
+            if known is not False:
+                pairs["all" if known is True else known or "some"][rank].append((i, j))
+    groups = tuple(group for seen, rows in pairs.items() if (group := _group(rows, seen)) is not None)
     is_one = queries.shape[1] == keys.shape[1] == 1 and len(groups) == 1 and bool(groups[0].real.all())
     return Tiles(queries, keys, groups, is_one)
 
 
-def _over(over: Callable[[range, range], bool | None], queries: TileRuns, keys: TileRuns) -> bool | None:
+def _over(
+    over: Callable[[range, range], bool | None], queries: TileRuns, keys: TileRuns
+) -> bool | Literal["triangle"] | None:
     known = {over(q, k) for q in queries.ranges for k in keys.ranges}
     if None in known or len(known) > 1:
         return None
@@ -231,13 +249,13 @@ def _runs(positions: list[int]) -> TileRuns:
         starts = starts[:1]
     ends = [*starts[1:], len(places)] if starts else []
     ranges = [range(places[start], places[end - 1] + 1) for start, end in zip(starts, ends, strict=True)]
-    return TileRuns(ranges, len(places) < len(positions))
+    return TileRuns(ranges, len(places) < len(positions), places == positions)
 
 
-def _group(pairs: list[list[tuple[int, int]]], masked: bool) -> Pairs | None:
+def _group(pairs: list[list[tuple[int, int]]], seen: Seen) -> Pairs | None:
     most = max(map(len, pairs))
     if not most:
         return None
     rows = torch.tensor([[*row, *[(0, 0)] * (most - len(row))] for row in pairs])
     real = torch.tensor([[i < len(row) for i in range(most)] for row in pairs])
-    return Pairs(rows[..., 0], rows[..., 1], real, masked or not bool(real.all()))
+    return Pairs(rows[..., 0], rows[..., 1], real, seen if bool(real.all()) else "some")

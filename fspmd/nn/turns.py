@@ -60,6 +60,12 @@ def turns_of(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int = 1, gat
         mask: The `Mask.outline` of a mask.
         gathered: Whether a rank has the keys of the whole sequence, in one step.
     """
+    if not layout.block_length % parts and bool((layout.table >= 0).all()):
+        parts = 1  # of one length, so that tiles may reach from one to the next
+    for tiles in (1, 2):  # of a zigzag a rank has two runs of positions
+        turns = _tiled(axis, mask, layout, parts, tiles, gathered)
+        if all(step.is_exact for step in turns.tiles.values()):
+            return turns
     turns = _tiled(axis, mask, layout, parts, max(1, count_of(layout.block_length) // parts), gathered)
     skips = len(turns.tiles) < (1 if gathered else layout.ranks) or any(step.skips for step in turns.tiles.values())
     return turns if skips else _tiled(axis, mask, layout, parts, 1, gathered)
