@@ -15,7 +15,9 @@ from typing import Any, Final
 import torch
 
 from fspmd.torch_internals import (
+    DataDependentOutputException,
     DisableTorchFunction,
+    DynamicOutputShapeException,
     aten_grouped_mm,
     disable_dispatch_modes,
     fake_tensor,
@@ -31,10 +33,10 @@ class UnknownValues(RuntimeError):
         for_shape: Whether the shape depends on the values.
     """
 
-    def __init__(self, func: Any) -> None:
+    def __init__(self, func: Any, for_shape: bool) -> None:
         super().__init__(f"{func} needs values")
         self.func = func
-        self.for_shape: bool = torch.Tag.dynamic_output_shape in func.tags
+        self.for_shape = for_shape
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
@@ -56,14 +58,13 @@ class FakeMode(fake_tensor.FakeTensorMode):
                 torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(args[1])
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        except RuntimeError as error:
-            if type(error) in (RuntimeError, UnknownValues) or _OF_VALUES.isdisjoint(func.tags):
-                raise
-            raise UnknownValues(func) from error
+        except DataDependentOutputException as error:
+            raise UnknownValues(error.func, False) from error
+        except DynamicOutputShapeException as error:
+            raise UnknownValues(error.func, True) from error
 
 
 _VIEW: Final = torch.ops.aten.view.default
-_OF_VALUES: Final = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 class _Converter(fake_tensor.FakeTensorConverter):

@@ -204,6 +204,10 @@ FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 meta_functions: Any = torch._meta_registrations
 #: the mode that makes fake tensors
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+#: the error when Python reads a value, which a fake tensor lacks
+DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
+#: the error when a shape depends on values; no tag of a function says so, where the function is a user's
+DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
 
 # Memory
 
