@@ -80,6 +80,7 @@ TIMES: Final = (
     ),
     Times("decoding", 60, "A step of decoding of small layers", ("", "a step", "ratio", "host")),
     Times("checkpoints", 60, "A checkpoint of 512 MiB", ("", "takes", "of all bytes")),
+    Times("overlap", 60, "Gathers of weights beside products, on two processes with Gloo", ("", "takes", "ratio")),
     Times("memory", 90, "The peak of a step of the 1B model", ("", "predicted", "measured", "ratio")),
     Times("layer", 120, "A transformer layer, 2048 wide: loss, gradients, update", ("", "a step", "ratio", "host")),
     Times("1B", 200, "A model of 1B parameters: loss, gradients, update", ("", "a step", "ratio", "host")),

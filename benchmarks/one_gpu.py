@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.multiprocessing as processes
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -373,6 +374,65 @@ def checkpoints(size: str, device: str, seconds: float) -> None:
             row(name, f"{taken * 1e3:.1f} ms", f"{size_of_all / taken / 1e9:.2f} GB/s")
 
 
+def overlap(size: str, device: str, seconds: float) -> None:
+    """Layers whose weights are gathered, on two processes that share the device. Gloo moves them through the host."""
+    processes.spawn(_overlapping, (device, seconds), 2)
+
+
+def _overlapping(rank: int, device: str, seconds: float) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29534", RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")  # both on one device
+    torch.distributed.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:gloo")
+    width, layers, rows, dtype = (2048, 4, 65536, torch.bfloat16) if device != "cpu" else (64, 2, 64, torch.float32)
+    mesh = make_mesh((2,), ("x",), transport="process_group", device=device)
+    torch.manual_seed(0)
+    w = [fspmd.device_put(torch.randn(width, width, device=device, dtype=dtype) / width**0.5, P("x"), mesh=mesh)]
+    w, x = w * layers, torch.randn(rows, width, device=device, dtype=dtype)
+    wholes = [fspmd.device_get(one) for one in w]
+
+    def moved(w: list[Tensor], x: Tensor) -> Tensor:
+        return torch.stack(
+            [fspmd.all_gather(one + i, "x", axis=0, tiled=True, to="invarying")[0, 0] for i, one in enumerate(w)]
+        )
+
+    def trained(w: list[Tensor], x: Tensor) -> Tensor:
+        for i, one in enumerate(w):
+            x = torch.tanh(torch.tanh(x @ fspmd.all_gather(one + i, "x", axis=0, tiled=True, to="invarying")))
+        return x
+
+    def computed(w: list[Tensor], x: Tensor) -> Tensor:
+        for i, one in enumerate(w):
+            x = torch.tanh(torch.tanh(x @ (one + i)))
+        return x
+
+    def made(f: Any, given: Any, spec: Any, *passes: str) -> Callable[[], object]:
+        call = jit(fspmd.shard_map(f, mesh=mesh, in_specs=(spec, P()), out_specs=P()), passes=passes)
+        return functools.partial(call, given, x)
+
+    candidates: dict[str, Callable[[], object]] = {
+        "computation alone": made(computed, wholes, P()),
+        "communication alone": made(moved, w, P("x")),
+        "one after the other": made(trained, w, P("x")),
+        "with the overlap pass": made(trained, w, P("x"), "overlap"),
+    }
+    taken = dict.fromkeys(candidates, float("inf"))
+    with torch.no_grad():
+        for turn in range(8):
+            for name, run in candidates.items():
+                torch.distributed.barrier()
+                start = time.perf_counter()
+                run()
+                synchronise(device)
+                taken[name] = min(taken[name], time.perf_counter() - start) if turn else taken[name]
+    if rank == 0:
+        alone, moving, serial, hidden = taken.values()
+        for name, one in taken.items():
+            row(name, f"{one * 1e3:.1f} ms", f"{one / serial:.2f} of one after the other")
+        row("hidden", f"{(serial - hidden) * 1e3:.1f} ms", f"{(serial - hidden) / min(alone, moving):.2f} of the most")
+    torch.distributed.destroy_process_group()
+
+
 PARTS: dict[str, tuple[Callable[[str, str, float], None], str]] = {
     "host": (host, ""),
     "draws": (draws, ""),
@@ -380,6 +440,7 @@ PARTS: dict[str, tuple[Callable[[str, str, float], None], str]] = {
     "groups": (groups, ""),
     "decoding": (decoding, ""),
     "checkpoints": (checkpoints, ""),
+    "overlap": (overlap, ""),
     "memory": (memory, "1B"),
     "layer": (step, "layer"),
     "1B": (step, "1B"),

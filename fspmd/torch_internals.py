@@ -94,6 +94,8 @@ aten_flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_at
 aten_efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
 #: the gradients of that attention; instead: products and sums
 aten_efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+#: a kernel for GPUs, of C++ that is compiled when it is first called; instead: several functions of torch
+elementwise_kernel: Any = torch.cuda.jiterator._create_jit_fn
 #: raises torch's error for a singular matrix
 linalg_check_errors: Any = torch._linalg_check_errors
 #: copies a list of tensors at once; instead: `copy_` of each

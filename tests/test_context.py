@@ -54,6 +54,25 @@ def test_every_way_is_dense_attention(case: Case) -> None:
         torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention])
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+@pytest.mark.parametrize("length", [3, 12, 13, 25])
+def test_several_axes_cut_a_sequence_of_any_length(way: Any, sizes: tuple[int, int], length: int) -> None:
+    mesh, rows = make_mesh(sizes, ("a", "b"), transport="simulation"), P(None, ("a", "b"))
+    torch.manual_seed(length)
+    for make in LAYOUTS.values():
+        lies = make(length, 1 if way is ulysses_attention else sizes)
+        attend = functools.partial(way, axis=("a", "b"), mask=Causal(), layout=lies)
+        call = shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
+        leaves = [torch.randn(6, length, 4, dtype=F64, requires_grad=True) for _ in range(3)]
+        out = lies.restore(device_get(call(*(lies.store(x, 1) for x in leaves))), 1)
+        want = dense(*leaves, seen_by("causal", length), 0.5, None)
+        cotangent = torch.randn_like(want)
+        grads = (torch.autograd.grad(x, leaves, cotangent) for x in (out, want))
+        for mine, right in zip((out, *next(grads)), (want, *next(grads)), strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Cut the short sequences of tests into tiles too."""
@@ -84,7 +103,7 @@ def test_ranks_compute_what_a_closed_form_says(n: int) -> None:
     for gathered in (False, True):
         found = turns.turns_of("cp", Causal(), zigzag(length, n), gathered=gathered)
         assert computed(found) == length * (length + 1) // 2 // n
-    one = turns.turns_of((), Causal(), contiguous(length, 1), n)
+    one = turns.turns_of((), Causal(), contiguous(length, 1), (n,))
     assert one.tiles[0].pairs == 1
     assert computed(one) == length * (length + 1) // 2
     window = turns.turns_of("cp", Causal() & SlidingWindow(tiles.LEAST_LENGTH), contiguous(length, n))

@@ -96,23 +96,25 @@ def check_layout(
                 f"{what} got blocks of different lengths, {', '.join(map(str, lengths.values()))}, and no layout; pass "
                 f"one of the whole sequence: contiguous(length, {ranks})"
             )
-        layout = contiguous(next(iter(lengths.values())) * ranks * parts, ranks)
+        layout = contiguous(next(iter(lengths.values())) * ranks * parts, ranks)  # so any axes cut it alike
     if not isinstance(layout, SequenceLayout):
         raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {ranks})")
-    if layout.ranks != ranks:
+    if len(layout.cuts) != ranks:
         raise ShapeError(
-            f"{what} cuts the sequence over {ranks} ranks, and got a layout of {layout.ranks}; make one: "
+            f"{what} cuts the sequence over {ranks} ranks, and got a layout of {len(layout.cuts)}; make one: "
             f"contiguous({layout.length}, {ranks})"
         )
     names = tuple(name for x in (ring, axis) for name in ((x,) if isinstance(x, str) else x))
     mesh = bound_body(what).mesh
     sizes = tuple(mesh.shape[name] for name in names)
-    cut, wanted = ([size for _, size in blocks(layout.length, to)] for to in (sizes, (ranks, parts)))
-    if cut != wanted:
+    outer = sizes[: len(names) - (0 if not axis else 1 if isinstance(axis, str) else len(axis))]
+    if layout.cuts != (wanted := blocks(layout.length, outer)):
         raise ShapeError(
-            f"{what} over {names}, which cut {layout.length} positions into blocks of {cut}, got a layout that needs "
-            f"blocks of {wanted}; pad the sequence to a multiple of {ranks * parts}"
+            f"{what} over {names[: len(outer)]}, which cut {layout.length} positions into blocks of "
+            f"{[n for _, n in wanted]}, got a layout with blocks of {[n for _, n in layout.cuts]}; give the layout the "
+            f"sizes of the axes, such as contiguous({layout.length}, {outer})"
         )
+    cut = [n for _, n in blocks(layout.length, sizes)]
     for at, length in lengths.items():
         needed = set(cut) if at is None else {cut[row_major([at[mesh.axis_names.index(x)] for x in names], sizes)]}
         if needed != {length}:

@@ -173,7 +173,8 @@ def _checked(
     mask = Full() if mask is None else as_mask(mask, what)
     layout = check_layout(layout, everywhere, ring, axis, what)
     mask.check(layout.length)
-    names, parts = ring if isinstance(ring, str) else tuple(ring), axis_size(axis) if axis else 1
+    names = ring if isinstance(ring, str) else tuple(ring)
+    parts = tuple(axis_size(name) for name in ((axis,) if isinstance(axis, str) else axis))
     return way(turns_of(names, mask.outline, layout, parts, way is Gathered), mask, scale)
 
 

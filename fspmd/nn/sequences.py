@@ -10,7 +10,8 @@ import functools
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from math import prod
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from fspmd.transport.local_int import block_sizes
 
 _FEW = 1 << 16  # pairs that are looked at one by one
 Axes = str | tuple[str, ...]
+Ranks = int | tuple[int, ...]  # how many ranks there are, or the sizes of the axes
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
@@ -49,7 +51,9 @@ class SequenceLayout:
     """An order of the positions of a sequence, whose blocks lie on ``ranks`` ranks.
 
     Element i of the stored sequence has position ``order[i]``: int64 [S]. ``P("cp")`` cuts the stored sequence. Its
-    blocks have the length ceil(S / ranks), and the last ones have the rest.
+    blocks have the length ceil(S / ranks), and the last ones have the rest. Of several axes, as in ``P(("a", "b"))``,
+    each cuts the blocks of the axes before it: ``ranks`` is then the tuple of their sizes. Their product will do, if S
+    is a multiple of it.
 
     >>> layout = zigzag(8, 2)
     >>> layout.order, layout.inverse
@@ -57,7 +61,7 @@ class SequenceLayout:
     """
 
     order: Tensor
-    ranks: int
+    ranks: Ranks
 
     def __post_init__(self) -> None:
         order = self.order
@@ -80,9 +84,14 @@ class SequenceLayout:
         return self.order.argsort()
 
     @functools.cached_property
+    def cuts(self) -> tuple[tuple[int, int], ...]:
+        """Where the block of each rank begins in the stored sequence, and its length."""
+        return blocks(self.length, _sizes(self.ranks))
+
+    @functools.cached_property
     def block_length(self) -> int:
         """The length of the longest block."""
-        return -(-self.length // self.ranks)
+        return max(n for _, n in self.cuts)
 
     def store(self, x: Tensor, dim: int) -> Tensor:
         """A whole sequence, which is dim ``dim`` of ``x``, in the order of this layout."""
@@ -121,7 +130,7 @@ class SequenceLayout:
     @on_host
     def table(self) -> Tensor:
         """The positions by rank: int64 [ranks, block_length], with -1 beyond the end of a shorter block."""
-        rows = [self.order[start : start + n] for start, n in blocks(self.length, (self.ranks,))]
+        rows = [self.order[start : start + n] for start, n in self.cuts]
         return torch.stack([torch.nn.functional.pad(row, (0, self.block_length - len(row)), value=-1) for row in rows])
 
     @on_host
@@ -141,7 +150,7 @@ def _cut(length: int, axis: Axes, what: str) -> tuple[tuple[int, ...], int]:
 
 @cached(maxsize=256)
 @on_host
-def contiguous(length: int, ranks: int) -> SequenceLayout:
+def contiguous(length: int, ranks: Ranks) -> SequenceLayout:
     """Each rank has consecutive positions.
 
     >>> contiguous(6, 2).table
@@ -154,7 +163,7 @@ def contiguous(length: int, ranks: int) -> SequenceLayout:
 
 @cached(maxsize=256)
 @on_host
-def striped(length: int, ranks: int) -> SequenceLayout:
+def striped(length: int, ranks: Ranks) -> SequenceLayout:
     """Neighbouring positions are on neighbouring ranks (Brandon et al., "Striped Attention", 2023).
 
     Where the length is no multiple of the ranks, a rank whose block is full is passed over.
@@ -164,7 +173,7 @@ def striped(length: int, ranks: int) -> SequenceLayout:
             [1, 3, 5]])
     """
     _check(length, ranks, "striped")
-    room = [n for _, n in blocks(length, (ranks,))]
+    room = [n for _, n in blocks(length, _sizes(ranks))]
     rows: list[list[int]] = [[] for _ in room]
     position = 0
     while position < length:
@@ -177,7 +186,7 @@ def striped(length: int, ranks: int) -> SequenceLayout:
 
 @cached(maxsize=256)
 @on_host
-def zigzag(length: int, ranks: int) -> SequenceLayout:
+def zigzag(length: int, ranks: Ranks) -> SequenceLayout:
     """Rank r has part r and part 2 * ranks - 1 - r of the sequence, so that all ranks have the same causal work.
 
     >>> zigzag(8, 2).table
@@ -185,7 +194,7 @@ def zigzag(length: int, ranks: int) -> SequenceLayout:
             [2, 3, 4, 5]])
     """
     _check(length, ranks, "zigzag")
-    room = [n for _, n in blocks(length, (ranks,))]
+    room = [n for _, n in blocks(length, _sizes(ranks))]
     rows: list[list[int]] = [[] for _ in room]
     position = 0
     parts = [(r, -(-n // 2)) for r, n in enumerate(room)] + [(r, n // 2) for r, n in reversed([*enumerate(room)])]
@@ -196,7 +205,7 @@ def zigzag(length: int, ranks: int) -> SequenceLayout:
 
 
 @on_host
-def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLayout:
+def balanced(length: int, ranks: Ranks, mask: Mask, parts: int = 16) -> SequenceLayout:
     """A layout whose ranks compute about as many pairs of a mask each.
 
     The sequence is cut into ``parts`` parts per rank. The part with the most pairs goes to the rank that has the
@@ -211,6 +220,7 @@ def balanced(length: int, ranks: int, mask: Mask, parts: int = 16) -> SequenceLa
     [40, 36]
     """
     _check(length, ranks, "balanced")
+    ranks = prod(_sizes(ranks))
     as_mask(mask, "balanced").check(length)
     if type(parts) is not int or parts < 1:
         raise ArgumentError(f"balanced got {described(parts)} for parts; give it the number of parts of a rank")
@@ -253,13 +263,17 @@ def _runs(positions: Tensor) -> list[range]:
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
-def _of_rows(rows: list[list[int]], ranks: int) -> SequenceLayout:
+def _of_rows(rows: list[list[int]], ranks: Ranks) -> SequenceLayout:
     return SequenceLayout(torch.tensor([p for row in rows for p in row], dtype=torch.int64), ranks)
 
 
-def _check(length: object, ranks: object, what: str) -> None:
-    if type(length) is not int or type(ranks) is not int or length < 0 or ranks < 1:
+def _sizes(ranks: Ranks) -> tuple[int, ...]:
+    return ranks if isinstance(ranks, tuple) else (ranks,)
+
+
+def _check(length: object, ranks: Any, what: str) -> None:
+    if type(length) is not int or length < 0 or any(type(n) is not int or n < 1 for n in _sizes(ranks)):
         raise ArgumentError(
             f"{what} got {described(length)} for length and {described(ranks)} for ranks; give it the length of the "
-            "whole sequence and the number of ranks that share it"
+            "whole sequence and the number of ranks that share it, or the sizes of the axes"
         )

@@ -6,6 +6,7 @@ They follow from the layout and the mask, before anything runs. Masks whose rang
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -53,34 +54,36 @@ class Turns:
 
 @cached(maxsize=256)
 @on_host
-def turns_of(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int = 1, gathered: bool = False) -> Turns:
-    """The steps over ``axis``, whose blocks are cut into ``parts`` parts that may have different lengths.
+def turns_of(
+    axis: Axes, mask: Mask, layout: SequenceLayout, parts: tuple[int, ...] = (), gathered: bool = False
+) -> Turns:
+    """The steps over ``axis``, whose blocks axes of sizes ``parts`` cut into parts that may have different lengths.
 
     Args:
         mask: The `Mask.outline` of a mask.
         gathered: Whether a rank has the keys of the whole sequence, in one step.
     """
-    if not layout.block_length % parts and bool((layout.table >= 0).all()):
-        parts = 1  # of one length, so that tiles may reach from one to the next
+    if not layout.block_length % prod(parts) and len({n for _, n in layout.cuts}) == 1:
+        parts = ()  # of one length, so that tiles may reach from one to the next
     for tiles in (1, 2):  # of a zigzag a rank has two runs of positions
         turns = _tiled(axis, mask, layout, parts, tiles, gathered)
         if all(step.is_exact for step in turns.tiles.values()):
             return turns
-    turns = _tiled(axis, mask, layout, parts, max(1, count_of(layout.block_length) // parts), gathered)
-    skips = len(turns.tiles) < (1 if gathered else layout.ranks) or any(step.skips for step in turns.tiles.values())
+    turns = _tiled(axis, mask, layout, parts, max(1, count_of(layout.block_length) // prod(parts)), gathered)
+    skips = len(turns.tiles) < (1 if gathered else len(layout.cuts)) or any(step.skips for step in turns.tiles.values())
     return turns if skips else _tiled(axis, mask, layout, parts, 1, gathered)
 
 
-def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: int, tiles: int, gathered: bool) -> Turns:
+def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: tuple[int, ...], tiles: int, gathered: bool) -> Turns:
     """The steps, with ``tiles`` tiles in each part of a block."""
-    n, most = layout.ranks, -(-layout.block_length // parts)
+    n, most = len(layout.cuts), blocks(layout.block_length, parts)[0][1]
     most = -(-most // tiles) * tiles
 
     def padded(row: Tensor) -> Tensor:
-        cuts = blocks(len(row), (parts,))
+        cuts = blocks(len(row), parts)
         return torch.cat([F.pad(row[start : start + k], (0, most - k), value=-1) for start, k in cuts])
 
-    table = torch.stack([padded(row[row >= 0]) for row in layout.table]).view(n, tiles * parts, -1)
+    table = torch.stack([padded(row[row >= 0]) for row in layout.table]).view(n, tiles * prod(parts), -1)
     runs = runs_of(table)
     if gathered:
         keys = table.view(1, -1) if tiles == 1 else table.flatten(0, 1)  # one tile if none is left out

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fspmd.cache import cached
-from fspmd.torch_internals import FakeTensor, count_dispatch_modes, transforms_active
+from fspmd.torch_internals import FakeTensor, count_dispatch_modes, elementwise_kernel, transforms_active
 from fspmd.tracing import outside_transforms, step
 from fspmd.transport.local_tensor import per_block
 
@@ -80,9 +80,10 @@ class Words:
         self.ramp = ramp
         self.number = number
 
-    def hash(self) -> None:
-        """Replace each word by its hash."""
+    def hash(self, first: int, gamma: int, counters: Tensor | None = None) -> None:
+        """Write the hashes of ``first + counter * gamma``. The counters are the ramp if none are given."""
         low, high, words, multiplier = self._low, self._high, self.all, self._multiplier
+        torch.add(first, self.ramp if counters is None else counters, alpha=gamma, out=words)
         low.bitwise_xor_(high)
         words.mul_(multiplier)
         low.bitwise_xor_(high)
@@ -100,14 +101,15 @@ class _CachedMemory:
             self._words, self._ramp = torch.empty(_CHUNK, dtype=torch.int64, device="cpu"), _ramp()
         self._views: dict[int, Words] = {}
 
-    def first(self, count: int) -> Words:
-        """Memory for ``count`` words."""
+    def hashed(self, count: int, first: int, gamma: int, counters: Tensor | None) -> Words:
+        """The words of ``count`` counters, which may be overwritten."""
         view = self._views.get(count)
         if view is None:
             if len(self._views) == _VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):
                 view = self._views[count] = Words(self._words[:count], self._ramp[:count], _as_tensor)
+        view.hash(first, gamma, counters)
         return view
 
 
@@ -120,9 +122,38 @@ class _FreshMemory:
         self._words = torch.empty(count, dtype=torch.int64, device=device)
         self._ramp = torch.arange(count, device=device)
 
-    def first(self, count: int) -> Words:
-        """Memory for ``count`` words."""
-        return Words(self._words[:count], self._ramp[:count])
+    def hashed(self, count: int, first: int, gamma: int, counters: Tensor | None) -> Words:
+        """The words of ``count`` counters, which may be overwritten."""
+        found = Words(self._words[:count], self._ramp[:count])
+        found.hash(first, gamma, counters)
+        return found
+
+
+class _GpuMemory:
+    """A draw on a GPU: one kernel makes the words."""
+
+    __slots__ = ("_ramp",)
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._ramp = torch.arange(count, device=device)
+
+    def hashed(self, count: int, first: int, gamma: int, counters: Tensor | None) -> Words:
+        """The words of ``count`` counters."""
+        ramp = self._ramp[:count]
+        return Words(_words_on_gpu()(ramp if counters is None else counters, first=first, gamma=gamma), ramp)
+
+
+@cached
+def _words_on_gpu() -> Callable[..., Tensor]:
+    hashing = "z = (z ^ (z >> 32)) * m; z = (z ^ (z >> 32)) * m; z ^= z >> 32;"
+    kernel: Callable[..., Tensor] = elementwise_kernel(
+        "template <typename T> T words(T counter, T first, T gamma) {"
+        f" unsigned long long m = {_LEA}ULL, z = (unsigned long long)first;"
+        f" z += (unsigned long long)counter * (unsigned long long)gamma; {hashing} return (T)z; }}",
+        first=0,
+        gamma=0,
+    )
+    return kernel
 
 
 _VIEWS: Final = 32
@@ -137,8 +168,8 @@ def _ramp() -> Tensor:
 
 def words(counters: Tensor, key: Key) -> Tensor:
     """The words of some counters."""
-    hashed = Words(counters * _signed(key.gamma) + _signed(key.state + key.gamma), counters)
-    hashed.hash()
+    hashed = Words(torch.empty_like(counters), counters)
+    hashed.hash(_signed(key.state + key.gamma), _signed(key.gamma))
     return hashed.all
 
 
@@ -269,23 +300,23 @@ def _groups(groups: int | Tensor, number: int, law: Distribution, key: Key, devi
     gamma = _signed(key.gamma)
     for at in range(0, number, chunk):
         count = min(number - at, chunk)
-        chunk_words = memory.first(count)
         if isinstance(groups, int):
-            first = _signed(key.state + (groups + at + 1) * key.gamma)
-            torch.add(first, chunk_words.ramp, alpha=gamma, out=chunk_words.all)
+            first, counters = _signed(key.state + (groups + at + 1) * key.gamma), None
         else:
-            torch.add(_signed(key.state + key.gamma), groups[at : at + count], alpha=gamma, out=chunk_words.all)
-        chunk_words.hash()
+            first, counters = _signed(key.state + key.gamma), groups[at : at + count]
+        chunk_words = memory.hashed(count, first, gamma, counters)
         law.fill(chunk_words, out if count == number else out[at * law.group : (at + count) * law.group])
     if type(memory) is _CachedMemory:
         _FREE.append(memory)
     return out
 
 
-def _memory(count: int, device: torch.device) -> _CachedMemory | _FreshMemory:
+def _memory(count: int, device: torch.device) -> _CachedMemory | _FreshMemory | _GpuMemory:
     """Memory for a draw whose chunks have at most ``count`` words."""
-    if device.type != "cpu" or count_dispatch_modes():
+    if count_dispatch_modes() or device.type not in ("cpu", "cuda"):
         return _FreshMemory(count, device)
+    if device.type == "cuda":
+        return _GpuMemory(count, device)
     try:
         return _FREE.pop()
     except IndexError:
