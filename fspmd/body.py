@@ -9,7 +9,7 @@ from typing import Any, Final
 from fspmd.errors import AxisError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described, quoted
-from fspmd.transport import Transport, transport_of
+from fspmd.transport import Transport, transport_named
 from fspmd.transport.frame import UNEVEN
 
 
@@ -56,7 +56,7 @@ class Body:
         self.typed = above[1] | (axes - above[0]) if checked else above[1]
         self.foreign = axes - self.typed if checked else self.typed
         self.mapped, self.unlike = (frozenset(), frozenset()) if outer is None else (outer.mapped, outer.unlike)
-        self.transport: Transport = transport_of(mesh)
+        self.transport: Transport = transport_named(mesh.transport)
         self.simulated = mesh.transport == "simulation"
         self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
         self.asks = True

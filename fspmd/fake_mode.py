@@ -15,12 +15,28 @@ from typing import Any, Final
 import torch
 
 from fspmd.torch_internals import (
+    DataDependentOutputException,
     DisableTorchFunction,
+    DynamicOutputShapeException,
     aten_grouped_mm,
     disable_dispatch_modes,
     fake_tensor,
     meta_functions,
 )
+
+
+class UnknownValues(RuntimeError):
+    """A function on fake tensors needs values, for its result or for the shape of its result.
+
+    Attributes:
+        func: The aten function.
+        for_shape: Whether the shape depends on the values.
+    """
+
+    def __init__(self, func: Any, for_shape: bool) -> None:
+        super().__init__(f"{func} needs values")
+        self.func = func
+        self.for_shape = for_shape
 
 
 class FakeMode(fake_tensor.FakeTensorMode):
@@ -40,7 +56,12 @@ class FakeMode(fake_tensor.FakeTensorMode):
         if func is _VIEW and all(type(n) is int for n in (*args[0].shape, *args[1])):
             with disable_dispatch_modes():  # the fake view accepts some views that do not exist; this raises for them
                 torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(args[1])
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        except DataDependentOutputException as error:
+            raise UnknownValues(error.func, False) from error
+        except DynamicOutputShapeException as error:
+            raise UnknownValues(error.func, True) from error
 
 
 _VIEW: Final = torch.ops.aten.view.default

@@ -19,19 +19,19 @@ from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.torch_internals import (
+    ENDED,
     DisableTorchFunction,
     count_dispatch_modes,
     forward_ad,
-    is_dead_wrapper,
+    level_of,
     plain_apply,
     profiler,
     transforms_active,
     wrapped_by,
 )
 from fspmd.tracing import refuse_traced
-from fspmd.transport import Options, Pending, transport_of
+from fspmd.transport import Options, Pending, transport_named
 from fspmd.transport.carriers import FLOATS
-from fspmd.transport.pending import begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Call:
         self.mesh = mesh
         self.axes = axes
         self.options = options
-        transport = transport_of(mesh)
+        transport = transport_named(mesh.transport)
         self.kernel = getattr(transport, self.pair.kernel)
         self.views = self.pair.kernel in transport.views
         idle_backward = PAIRS[self.pair.transpose].kernel in transport.views
@@ -157,7 +157,7 @@ class Call:
 
     def writer(self) -> Callable[[Tensor], Tensor] | None:
         """A function that runs a sum and writes it into its operand; None if the call is no sum, or cannot."""
-        transport, kernel = transport_of(self.mesh), self.pair.kernel
+        transport, kernel = transport_named(self.mesh.transport), self.pair.kernel
         if self.options.op != "sum" or kernel not in transport.in_place:
             return None
         start = getattr(transport, f"{kernel}_in_place")
@@ -192,7 +192,7 @@ class Call:
 
     def into(self, x: Tensor, out: Tensor) -> Pending:
         """Start the collective, which writes its result into ``out``."""
-        kernel = getattr(transport_of(self.mesh), f"{self.pair.kernel}_into")
+        kernel = getattr(transport_named(self.mesh.transport), f"{self.pair.kernel}_into")
         return kernel(out, x, self.mesh, self.axes)  # type: ignore[no-any-return]
 
     def batched(self) -> Call:
@@ -295,8 +295,8 @@ def apply(x: Tensor, call: Call) -> Tensor:
     """Return ``call(x)``, differentiable any number of times, in reverse and forward mode, and under ``torch.func``."""
     if count_dispatch_modes():
         refuse_traced(repr(call))
-    if is_dead_wrapper(x):
-        x = _alive(x)
+    if level_of(x) == ENDED:
+        x = alive(x)
     if _seen or profiler._is_profiler_enabled:
         call = watched(x, call)
     with DisableTorchFunction():
@@ -319,9 +319,9 @@ def apply(x: Tensor, call: Call) -> Tensor:
         return call.run(x)
 
 
-def _alive(x: Tensor) -> Tensor:
+def alive(x: Tensor) -> Tensor:
     """Return the tensor within wrappers of transforms that have ended, as torch's dispatcher does for its functions."""
-    while is_dead_wrapper(x):
+    while level_of(x) == ENDED:
         x = wrapped_by(x)
     return x
 
@@ -443,83 +443,3 @@ class _Transformable(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, call: Call) -> tuple[Tensor, int]:
         return apply(x.movedim(in_dims[0], 0), call.batched()), 0
-
-
-# --- communication that overlaps computation ------------------------------------------------------------------------
-
-
-class Flight:
-    """A collective between its start and its wait. The graph keeps only its round trip, which avoids a cycle."""
-
-    __slots__ = ("pending", "token", "trip")
-
-    def __init__(self, call: Call) -> None:
-        self.trip = _RoundTrip(call)
-        self.pending: Pending | None = None
-        self.token: Tensor | None = None
-
-
-class _RoundTrip:
-    """A call, and the flight of its transpose once backward has started it."""
-
-    __slots__ = ("back", "call")
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.back: Flight | None = None
-
-
-def depart(x: Tensor, call: Call) -> Flight:
-    """Start a call without waiting. In backward `land` starts the transpose, and `depart` waits for it."""
-    x = _alive(x)
-    flight = Flight(watched(x, call))
-    with DisableTorchFunction():
-        if transforms_active() or forward_ad._current_level >= 0:
-            flight.pending = Pending(_Transformable.apply(x, flight.trip.call))
-        elif x.requires_grad and _grad_enabled():
-            flight.token = _Depart.apply(x, flight)
-        else:
-            flight.pending = begin(flight.trip.call.start(x))
-    return flight
-
-
-def land(flight: Flight) -> Tensor:
-    """Wait for the result of a flight."""
-    with DisableTorchFunction():
-        if flight.token is not None:
-            return _Land.apply(flight.token, flight)  # type: ignore[no-any-return]
-        assert flight.pending is not None
-        return flight.pending.wait()
-
-
-class _Depart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
-        ctx.trip = flight.trip
-        flight.pending = begin(flight.trip.call.start(x))
-        return x.new_empty(0)  # carries the graph; the data travels in the flight
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        trip: _RoundTrip = ctx.trip
-        back, trip.back = trip.back, None
-        assert back is not None
-        if back.token is not None:
-            back.token = g
-        return land(back), None
-
-
-class _Land(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
-        ctx.trip = flight.trip
-        assert flight.pending is not None
-        return flight.pending.wait()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        trip: _RoundTrip = ctx.trip
-        with DisableTorchFunction():
-            trip.back = depart(g, trip.call.transposed)
-            token = trip.back.token
-            return (g.new_empty(0) if token is None else token), None

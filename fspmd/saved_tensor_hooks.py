@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 from weakref import ref
 
-import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from fspmd.errors import ArgumentError
-from fspmd.torch_internals import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
+from fspmd.torch_internals import top_saved_tensors_hooks
 
 _NO_HOOKS: Final = nullcontext()
 
@@ -20,15 +20,15 @@ _NO_HOOKS: Final = nullcontext()
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Suspend all hooks in a ``with`` block, for ``torch.func``, which refuses to run under them, and for trials."""
-    hooks = []
+    suspended = []
     while (top := top_saved_tensors_hooks(True)) is not None:
-        hooks.append(top)
-        pop_saved_tensors_hooks()
+        suspended.append(saved_tensors_hooks(*top))
+        suspended[-1].__exit__()  # ends the innermost hooks
     try:
         yield
     finally:
-        for pack, unpack in reversed(hooks):
-            push_saved_tensors_hooks(pack, unpack)
+        for hooks in reversed(suspended):
+            hooks.__enter__()
 
 
 def is_checkpointed() -> bool:
@@ -72,4 +72,4 @@ class KeptTensors:
                 )
             return x
 
-        return torch.autograd.graph.saved_tensors_hooks(save, find)
+        return saved_tensors_hooks(save, find)

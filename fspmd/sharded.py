@@ -17,12 +17,13 @@ from fspmd.foreign import refuse_misfit
 from fspmd.forms import UNKNOWN, Form, Laid, Strided, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.ops.operators import WithOperators
+from fspmd.ops.schemas import facts_of
 from fspmd.pairs import apply, call
 from fspmd.pickled_blocks import Place, check_block, check_blocks, checked_rest, place_of, refuse_checkpoint
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
-from fspmd.torch_internals import DisableTorchFunction, aten_number, is_wrapped, make_wrapper_subclass
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
@@ -77,10 +78,11 @@ class Sharded(WithOperators):
         Raises:
             ArgumentError: A gradient would be lost, the function is not aten's, or a transform wraps the block.
         """
-        if func is aten_number:
+        is_aten = func.namespace == "aten"
+        if is_aten and len(args) == 1 and facts_of(func).gives_values:
             return args[0].item()
         given = [x for x in (*args, *(kwargs or {}).values()) if type(x) is Sharded]
-        if wrapped := [x for x in given if is_wrapped(x.local)]:
+        if wrapped := [x for x in given if level_of(x.local) != NO_LEVEL]:
             raise ArgumentError(
                 f"{func} got {wrapped[0]!r} below the level of torch functions, within a transform such as grad or "
                 "vmap; instead of torch.tensor(x) write x.clone(), or return device_get(x) from the function"
@@ -88,7 +90,7 @@ class Sharded(WithOperators):
         if kwargs and kwargs.get("device") == META:  # torch.tensor(x) has read it off the shell
             kwargs = {**kwargs, "device": given[0].device}
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        if func.namespace == "aten" and (not needs_gradient or func is torch.ops.aten.detach.default):
+        if is_aten and (not needs_gradient or func is torch.ops.aten.detach.default):
             return call_torch(func, args, kwargs)
         raise ArgumentError(
             f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where autograd "
@@ -368,7 +370,7 @@ class Sharded(WithOperators):
             refuse_checkpoint(self.spec, place := place_of(self.spec))
             block = x.detach().requires_grad_(x.requires_grad)
             return _of_block, (block, self.spec, place, *rest)
-        blocks = [block.detach() for block in owned(x).shards]
+        blocks = [block.detach() for block in blocks_of(owned(x))]
         return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *rest)
 
     def __len__(self) -> int:

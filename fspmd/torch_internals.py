@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch._decomp
@@ -52,6 +52,12 @@ disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
 nn_functions: Any = getattr(torch.nn.functional.gelu, "__self__")  # noqa: B009
 #: the class of the node of a leaf
 AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty((), requires_grad=True)).node)
+#: the exceptions of torch's checkpoints: an error, and a signal to itself that it has recomputed enough
+CHECKPOINT_EXCEPTIONS: Any = tuple(
+    kind
+    for kind in vars(torch.utils.checkpoint).values()
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == torch.utils.checkpoint.__name__
+)
 
 # Kinds of functions
 
@@ -60,8 +66,8 @@ VariableFunctions: Any = torch._C._VariableFunctions
 #: the module of a scripted method
 wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
 #: the function that `nn.utils.rnn.pad_packed_sequence` calls
-pad_packed_sequence: Any = getattr(torch._VF, "_pad_packed_sequence")  # noqa: B009
-#: all decompositions of aten functions; instead: `torch.export.default_decompositions`
+pad_packed_sequence: Any = VariableFunctions._pad_packed_sequence
+#: all decompositions of aten functions; instead: `torch.export.default_decompositions`, which lack some, such as `dist`
 decomposition_table: Any = torch._decomp.decomposition_table
 
 # Functions that have no public name
@@ -90,12 +96,6 @@ aten_efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_att
 aten_efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 #: a kernel for GPUs, of C++ that is compiled when it is first called; instead: several functions of torch
 elementwise_kernel: Any = torch.cuda.jiterator._create_jit_fn
-#: the check of a tangent in forward derivatives
-aten_same_storage_size: Any = torch.ops.aten._has_same_storage_numel.default
-#: `x.item()`, as dispatch sees it; instead: `torch.ops.aten.item`
-aten_number: Any = torch.ops.aten._local_scalar_dense.default
-#: a softmax that gives zeros for rows of -inf; instead: `torch.softmax` and `where`
-safe_softmax: Any = torch._safe_softmax
 #: raises torch's error for a singular matrix
 linalg_check_errors: Any = torch._linalg_check_errors
 #: copies a list of tensors at once; instead: `copy_` of each
@@ -153,27 +153,23 @@ jit_tracing: Any = torch._C._get_tracing_state
 
 #: whether a transform of `torch.func` runs
 transforms_active: Any = torch._C._are_functorch_transforms_active
-#: whether a transform wraps a tensor
-is_wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
-#: whether `vmap` wraps it
-is_batched: Any = torch._C._functorch.is_batchedtensor
-#: whether the transform that wraps it has ended
-is_dead_wrapper: Any = getattr(torch._C._functorch, "is_dead_tensor_wrapper")  # noqa: B009
+#: the level of the transform that wraps a tensor, or one of the two numbers below
+level_of: Any = torch._C._functorch.maybe_get_level
+#: the level of a tensor that no transform wraps
+NO_LEVEL: Final = -1
+#: the level of a tensor that a transform wraps which has ended
+ENDED: Final = -2
 #: the tensor within a wrapper
 wrapped_by: Any = torch._C._functorch.get_unwrapped
-#: the level of the transform that wraps it
-level_of: Any = torch._C._functorch.maybe_get_level
-#: the level of the innermost transform
-current_level: Any = torch._C._functorch.maybe_current_level
-#: the dim that `vmap` maps
+#: the dim that `vmap` maps, or `NOT_MAPPED`
 batch_dim_of: Any = torch._C._functorch.maybe_get_bdim
+#: the dim of a tensor that `vmap` does not wrap
+NOT_MAPPED: Final = -1
 #: wraps a tensor as `vmap` does
 add_batch_dim: Any = torch._C._functorch._add_batch_dim
-#: a block outside all transforms
-clear_transforms: Any = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
-#: a block outside the innermost
+#: a block outside the innermost transform
 pop_transform: Any = torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack
-#: the transforms that run, each of a class by its kind
+#: the transforms that run, each of a class by its kind, with its `level()`; the innermost is the last
 running_transforms: Any = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
 #: where transforms make and unmake their levels
 transforms_module: Any = torch._functorch.eager_transforms
@@ -182,8 +178,6 @@ vmap_module: Any = torch._functorch.vmap
 
 # autograd
 
-#: raised by a checkpoint that has recomputed enough: a signal to itself, which must reach it
-StopRecomputation: Any = torch.utils.checkpoint._StopRecomputationError
 #: switches gradients; the public block costs more; instead: `torch.set_grad_enabled`
 set_grad_enabled: Any = torch._C._set_grad_enabled
 #: the node of a graph that runs now, in backward
@@ -192,10 +186,6 @@ current_autograd_node: Any = torch._C._current_autograd_node
 next_sequence: Any = torch._C._autograd._get_sequence_nr
 #: the innermost `saved_tensors_hooks`
 top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-#: leaves the top hooks; instead: `with saved_tensors_hooks(...):`
-pop_saved_tensors_hooks: Any = torch._C._autograd._pop_saved_tensors_default_hooks
-#: enters hooks; instead: `with saved_tensors_hooks(...):`
-push_saved_tensors_hooks: Any = torch._C._autograd._push_saved_tensors_default_hooks
 #: a public module, whose `_is_profiler_enabled` is true while a profiler runs
 profiler = torch.autograd.profiler
 #: a public module, whose `_current_level` is -1 while no forward derivative is taken
@@ -218,7 +208,7 @@ meta_functions: Any = torch._meta_registrations
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 #: the error when Python reads a value, which a fake tensor lacks
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
-#: the error when a shape depends on values
+#: the error when a shape depends on values; no tag of a function says so, where the function is a user's
 DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
 
 # Memory

@@ -17,12 +17,13 @@ from fspmd.torch_internals import (
     MODULES_THAT_TRACE,
     FakeTensorMode,
     TorchDispatchMode,
-    clear_transforms,
     count_dispatch_modes,
     count_function_modes,
     disable_dispatch_modes,
     dispatch_mode_stack,
     jit_tracing,
+    pop_transform,
+    running_transforms,
     transforms_active,
 )
 
@@ -235,9 +236,15 @@ def python(function: Callable[Q, R]) -> Callable[Q, R]:
 
 def outside_transforms() -> Any:
     """Return a context in which no ``torch.func`` transform wraps new tensors."""
-    if not transforms_active():
-        return nullcontext()
-    return clear_transforms()
+    return _outside_running() if transforms_active() else nullcontext()
+
+
+@contextmanager
+def _outside_running() -> Iterator[None]:
+    with ExitStack() as levels:
+        for _ in running_transforms():
+            levels.enter_context(pop_transform())
+        yield
 
 
 def fake_mode_here() -> FakeTensorMode | None:

@@ -154,15 +154,18 @@ def flatten_trees(tree: Any) -> tuple[list[Any], Structure]:
     return leaves, Structure(treedef, tuple([x.form if type(x) is Sharded else None for x in values]))
 
 
-def leaf_paths(tree: Any, root: str, *, none_is_leaf: bool = True, in_order: bool = False) -> list[str]:
-    """Return the Python expression of each leaf; a `Sharded` is a leaf. ``in_order``: as in `flatten_in_order`.
+def leaf_paths(tree: Any, root: str, *, none_is_leaf: bool = True) -> list[str]:
+    """Return the Python expression of each leaf; a `Sharded` is a leaf.
 
     >>> leaf_paths({"w": [1, None]}, "params")
     ["params['w'][0]", "params['w'][1]"]
     """
-    namespace, is_leaf = (IN_ORDER, is_sharded) if in_order else ("", None)
-    accessors = optree.tree_accessors(tree, is_leaf, none_is_leaf=none_is_leaf, namespace=namespace)
-    return [accessor.codify(root) for accessor in accessors]
+    return paths_of(optree.tree_structure(tree, none_is_leaf=none_is_leaf), root)
+
+
+def paths_of(treedef: optree.PyTreeSpec, root: str) -> list[str]:
+    """Return the Python expression of each leaf of a tree with this treedef."""
+    return [accessor.codify(root) for accessor in treedef.accessors()]
 
 
 class Label:
@@ -187,7 +190,7 @@ def labels(treedef: optree.PyTreeSpec, roots: Sequence[str] | str) -> list[Label
     @functools.cache
     def paths() -> list[str]:
         rows = [(roots, treedef)] if isinstance(roots, str) else zip(roots, treedef.children(), strict=True)
-        return [accessor.codify(root) for root, tree in rows for accessor in tree.accessors()]
+        return [path for root, tree in rows for path in paths_of(tree, root)]
 
     return [Label(paths, i) for i in range(treedef.num_leaves)]
 

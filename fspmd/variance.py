@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fspmd.cache import Interned, cached
 from fspmd.spec import P, describe
-from fspmd.torch_internals import DisableTorchFunction, is_wrapped, wrapped_by
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, wrapped_by
 
 ATTRIBUTE: Final = "_fspmd_variance"
 OUTPUT_TYPES: Final = "_fspmd_output_types"  # on the graph node of a custom autograd.Function: types by output
@@ -100,7 +100,7 @@ def get_variance(x: Tensor) -> Variance:
 
 def inherited(x: Tensor) -> Variance:
     """Return the type of a tensor without the attribute: that of the tensor within a wrapper, or of a saved output."""
-    while is_wrapped(x):
+    while level_of(x) != NO_LEVEL:
         x = wrapped_by(x)
         variance: Variance | None = getattr(x, ATTRIBUTE, None)
         if variance is not None:
@@ -113,7 +113,7 @@ def inherited(x: Tensor) -> Variance:
 
 def unwrapped(x: Tensor) -> Tensor:
     """Return the tensor within all wrappers of ``torch.func`` transforms."""
-    while is_wrapped(x):
+    while level_of(x) != NO_LEVEL:
         x = wrapped_by(x)
     return x
 
@@ -137,7 +137,7 @@ def set_variance(x: Tensor, variance: Variance) -> Tensor:
         return x
     setattr(x, ATTRIBUTE, variance)
     inner = x
-    while is_wrapped(inner):
+    while level_of(inner) != NO_LEVEL:
         inner = wrapped_by(inner)
         setattr(inner, ATTRIBUTE, variance)
     return x

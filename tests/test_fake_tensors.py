@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch_calls import CALLS, UNEVEN_CALLS, Call, operands
 
 from fspmd import jit
+from fspmd.fake_mode import UnknownValues
 from fspmd.programs import fake_tensors
 from fspmd.programs.fake_tensors import CachingFakeMode
 
@@ -57,7 +58,7 @@ def _run(mode: FakeTensorMode, call: Callable[..., Any], given: list[Tensor]) ->
             starts = [x for x in fakes if x.requires_grad]
             found = torch.autograd.grad(ends, starts, allow_unused=True) if ends else ()
         except Exception as error:
-            return type(error).__name__
+            return type(error.__cause__ if isinstance(error, UnknownValues) else error).__name__  # of torch's own
         return _looks([*fakes, *results, *found])
 
 

@@ -428,6 +428,28 @@ def test_attention_drops_the_same_shares_under_every_layout(causal: bool) -> Non
                 torch.testing.assert_close(device_get(found), want, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_attention_with_dropout_gives_zeros_to_a_query_that_sees_nothing(added: bool) -> None:
+    seen = _SEEN.index_fill(0, torch.tensor([2]), False)
+    shapes = ((2, 5, 3), (2, 6, 3), (2, 6, 3), *(((5, 6),) if added else ()))
+    given = [x.requires_grad_() for x in values(shapes)]
+
+    def attended(q: Any, k: Any, v: Any, bias: Any = None, **options: Any) -> Any:
+        mask = seen if bias is None else bias.masked_fill(~seen, -math.inf)
+        return _attend(q, k, v, mask, **options)
+
+    expected = attended(*given)
+    assert not expected[:, 2].any()
+    grads = torch.autograd.grad(expected.sin().sum(), given)
+    for mesh in (LINE, GRID):
+        for specs in placements(mesh, shapes, 12 if FULL else 4):
+            laid = [device_put(x.detach(), s, mesh=mesh).requires_grad_() for x, s in zip(given, specs, strict=True)]
+            out = attended(*laid, dropout_p=1e-20)
+            torch.testing.assert_close(device_get(out), expected, rtol=1e-12, atol=1e-12)
+            for found, want in zip(torch.autograd.grad(out.sin().sum(), laid), grads, strict=True):
+                torch.testing.assert_close(device_get(found), want, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("spec", [_ROW, _COLUMN], ids=repr)
 def test_attention_with_dropout_moves_nothing(spec: P) -> None:
     given = [device_put(x, spec, mesh=LINE).requires_grad_() for x in values(((4, 4, 5, 3),) * 3)]

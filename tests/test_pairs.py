@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fspmd import Mesh, P, TensorSpec, make_mesh
 from fspmd.entries import Flat
-from fspmd.pairs import PAIRS, Call, apply, call, depart, land
+from fspmd.flights import depart, land
+from fspmd.pairs import PAIRS, Call, apply, call
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import LocalTensor, shards_of

@@ -131,6 +131,11 @@ def test_private_names_of_torch_are_told_what_they_give() -> None:
     assert untold == []
 
 
+def test_only_transports_know_how_a_simulation_holds_its_blocks() -> None:
+    rooms = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "LocalTensor" in path.read_text()}
+    assert rooms == {"transport"}
+
+
 def test_no_two_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):

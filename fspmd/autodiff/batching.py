@@ -20,7 +20,7 @@ from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.torch_internals import current_level, is_batched, level_of
+from fspmd.torch_internals import NOT_MAPPED, batch_dim_of, level_of, running_transforms
 from fspmd.transport.randomness import kept
 from fspmd.trees import DIMS, flatten_values, leaf_paths, parameter_names, prefix_over
 from fspmd.variance import get_variance, set_variance
@@ -256,7 +256,7 @@ def _out_dims(out_dims: Dims, treedef: Any, outs: list[Tensor], labels: list[str
 
 def _is_mapped(x: Tensor) -> bool:
     """Whether a value in a mapped function differs along the mapped dim."""
-    return bool(is_batched(x) and level_of(x) == current_level())
+    return bool(batch_dim_of(x) != NOT_MAPPED and level_of(x) == running_transforms()[-1].level())
 
 
 def without_dim(spec: TensorSpec, dim: int) -> TensorSpec:

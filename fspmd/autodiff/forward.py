@@ -24,8 +24,8 @@ from fspmd.autodiff.leaves import (
 from fspmd.body import state
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import described
-from fspmd.torch_internals import is_batched, is_wrapped, wrapped_by
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.torch_internals import NO_LEVEL, NOT_MAPPED, batch_dim_of, level_of, wrapped_by
+from fspmd.transport.local_tensor import is_uneven
 from fspmd.trees import leaf_paths, tree_text
 from fspmd.variance import unwrapped
 
@@ -88,8 +88,7 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
 
 def _laid_alike(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
     """The blocks of a primal and of its tangent with equal strides. Torch sees to them unless blocks are uneven."""
-    block = unwrapped(primal)
-    if type(block) is not LocalTensor or not block.uneven or state.body is not None:
+    if not is_uneven(unwrapped(primal)) or state.body is not None:
         return primal, tangent
     if _is_mapped(primal):  # the copy below would write into a view, which an outer jvp cannot follow
         return primal.clone(memory_format=_PACKED), tangent.clone(memory_format=_PACKED)
@@ -101,8 +100,8 @@ _PACKED: Final = torch.contiguous_format
 
 def _is_mapped(x: Tensor) -> bool:
     """Whether `vmap` maps a value at some level."""
-    while is_wrapped(x):
-        if is_batched(x):
+    while level_of(x) != NO_LEVEL:
+        if batch_dim_of(x) != NOT_MAPPED:
             return True
         x = wrapped_by(x)
     return False

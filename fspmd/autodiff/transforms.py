@@ -18,7 +18,7 @@ from fspmd.errors import RecordError
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike, pair
 from fspmd.spec import P
-from fspmd.torch_internals import VariableFunctions, is_batched, transforms_module, vmap_module
+from fspmd.torch_internals import NOT_MAPPED, VariableFunctions, batch_dim_of, transforms_module, vmap_module
 from fspmd.tracing import is_traced
 from fspmd.wrapping import replace_everywhere
 
@@ -65,7 +65,7 @@ def _joined(original: Any, x: Sharded, level: int, size: int, dim: int) -> Shard
 
 
 def _is_mapped(_: Any, x: Sharded) -> bool:
-    return bool(is_batched(x.local))
+    return bool(batch_dim_of(x.local) != NOT_MAPPED)
 
 
 def dual(x: Any, tangent: Any, *, level: int) -> Any:

@@ -29,6 +29,7 @@ from fspmd.collectives.steps import Handle, LeafCollective, Reshape, Rows, T, ru
 from fspmd.collectives.uneven_rows import exchange_rows
 from fspmd.errors import ShapeError
 from fspmd.pairs import call
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport import Options
 from fspmd.variance import INVARIANT
 
@@ -118,7 +119,9 @@ def _all_to_all(
         rows = _exchange_rows(body, leaf, axes, o, back)
         return LeafCollective(call("all_to_all", body.mesh, axes, o), after, before, back, rows)
 
-    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
+    with DisableTorchFunction():  # no mode need see questions about operands
+        steps = steps_of(leaves, treedef, what, build)
+    return run(body, leaves, steps, treedef, wait, what)
 
 
 def _options(

@@ -32,6 +32,7 @@ from fspmd.collectives.uneven_rows import gather_rows, scatter_rows
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import as_axis_name, quoted
 from fspmd.pairs import call
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
 from fspmd.variance import INVARIANT, Variance, get_variance, show
@@ -127,7 +128,9 @@ def all_gather(
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         return _gather_step(body, leaf, axes, name, dim, tiled, lengths, index_groups, after)
 
-    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
+    with DisableTorchFunction():  # no mode need see questions about operands
+        steps = steps_of(leaves, treedef, what, build)
+    return run(body, leaves, steps, treedef, wait, what)
 
 
 _GATHER_ROWS = {
@@ -261,7 +264,9 @@ def psum_scatter(
             rows = scatter_rows(body, leaf, axes, name, dim, lengths)
         return LeafCollective(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows)
 
-    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
+    with DisableTorchFunction():  # no mode need see questions about operands
+        steps = steps_of(leaves, treedef, what, build)
+    return run(body, leaves, steps, treedef, wait, what)
 
 
 def _scatter_rows(

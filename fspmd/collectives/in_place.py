@@ -16,7 +16,7 @@ from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.foreign import refuse_misfit
 from fspmd.messages import as_axis_name
 from fspmd.pairs import call, watched
-from fspmd.torch_internals import DisableTorchFunction, is_batched
+from fspmd.torch_internals import NOT_MAPPED, DisableTorchFunction, batch_dim_of
 from fspmd.transport.local_tensor import held_frame
 from fspmd.transport.pending import begin
 from fspmd.variance import BORROWED, Variance, get_variance, set_variance, show
@@ -102,7 +102,7 @@ def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gathe
                 f"{what}: {name}, {show(value)} with strides {tuple(value.stride())}, is not contiguous: moving it in "
                 f"one piece would take a copy; pass a contiguous {name}"
             )
-        if is_batched(value) or forward_ad.unpack_dual(value, level=0).tangent is not None:
+        if batch_dim_of(value) != NOT_MAPPED or forward_ad.unpack_dual(value, level=0).tangent is not None:
             raise ArgumentError(f"{what} writes in place and takes no part in vmap or jvp; use {what[:-5]}")
     n = math.prod(body.sizes(axes))
     block, whole = (x, out) if gather else (out, x)

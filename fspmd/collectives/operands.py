@@ -16,6 +16,7 @@ from fspmd.foreign import refuse_misfit
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import Call
 from fspmd.sharded import Sharded, is_plain, is_sharded
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.trees import check_keys
 from fspmd.variance import Variance, get_variance, show
 
@@ -28,7 +29,8 @@ WORDS = {"I": "invariant", "V": "varying", "U": "unreduced", "R": "reduced"}
 def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
     """The leaves, all tensors or Python numbers, and the treedef."""
     if is_plain(tree):
-        refuse_misfit(tree, f"{what} got")
+        with DisableTorchFunction():  # no mode need see questions about a tensor
+            refuse_misfit(tree, f"{what} got")
         return [tree], _LEAF
     leaves, treedef = optree.tree_flatten(tree)
     check_keys(treedef)

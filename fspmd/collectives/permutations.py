@@ -21,6 +21,7 @@ from fspmd.collectives.operands import (
 )
 from fspmd.collectives.steps import Handle, LeafCollective, T, run
 from fspmd.pairs import Call, call
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport import Options
 from fspmd.variance import INVARIANT
 
@@ -121,4 +122,6 @@ def _moved(
         leaves[i] = as_varying(body, leaf, after)
         return elementwise_step(the_call, after, leaf)
 
-    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
+    with DisableTorchFunction():  # no mode need see questions about operands
+        steps = steps_of(leaves, treedef, what, build)
+    return run(body, leaves, steps, treedef, wait, what)

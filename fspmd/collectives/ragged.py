@@ -15,10 +15,11 @@ from fspmd.collectives.checks import check_alike, check_index_groups, where
 from fspmd.collectives.operands import AxisName, Groups, as_varying, varying_operand
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.flights import depart, land
 from fspmd.foreign import refuse_misfit
 from fspmd.messages import described
-from fspmd.pairs import Call, apply, depart, land
-from fspmd.torch_internals import DisableTorchFunction, is_batched
+from fspmd.pairs import Call, apply
+from fspmd.torch_internals import NOT_MAPPED, DisableTorchFunction, batch_dim_of
 from fspmd.tracing import outside_transforms, step_of_values
 from fspmd.transport import Options, carriers
 from fspmd.transport.frame import Frame, frame, union
@@ -220,7 +221,7 @@ def _check_kinds(operand: Any, output: Any, numbers: tuple[Any, ...]) -> None:
     for name, value in zip(_NAMES, numbers, strict=True):
         if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool:
             raise ArgumentError(f"ragged_all_to_all got {name}, {show(value)}; pass integers")
-        if is_batched(value):
+        if batch_dim_of(value) != NOT_MAPPED:
             raise ArgumentError(f"ragged_all_to_all under vmap got a batch of {name}; map over operand and output only")
     if operand.dtype is not output.dtype:
         raise ArgumentError(

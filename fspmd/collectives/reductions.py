@@ -105,16 +105,16 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
         if not is_plain(leaf):  # a Python number: no communication
             leaves[i] = (float(leaf) if isinstance(leaf, bool) else leaf) if mean else leaf * count
             return None
-        check_adds(leaf.dtype, what)
-        if leaf.dtype is torch.bool:
-            with DisableTorchFunction():
+        with DisableTorchFunction():  # no mode need see questions about an operand
+            check_adds(leaf.dtype, what)
+            if leaf.dtype is torch.bool:
                 leaves[i] = set_variance(leaf.to(torch.int64), get_variance(leaf))
-        step = _psum_step(body, leaves[i], axes, index_groups, what)
-        if mean:
-            step = then(step, lambda y: y / count)
-        elif leaves[i] is leaf and type(axis_name) is str and index_groups is None:
-            _remember_psum(body, axis_name, leaf, step)
-        leaves[i] = _operand(body, leaves[i], axes, step)
+            step = _psum_step(body, leaves[i], axes, index_groups, what)
+            if mean:
+                step = then(step, lambda y: y / count)
+            elif leaves[i] is leaf and type(axis_name) is str and index_groups is None:
+                _remember_psum(body, axis_name, leaf, step)
+            leaves[i] = _operand(body, leaves[i], axes, step)
         return step
 
     return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)

@@ -18,8 +18,9 @@ from typing_extensions import TypeVar
 
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError
+from fspmd.flights import Flight, depart, land
 from fspmd.messages import described
-from fspmd.pairs import Call, Flight, apply, depart, land
+from fspmd.pairs import Call, apply
 from fspmd.remembered import last_write
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, unwrapped

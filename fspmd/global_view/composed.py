@@ -17,8 +17,8 @@ from fspmd.copies import refuse_copy
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.layouts import working
+from fspmd.global_view.op_plan import OpPlan, opaque_plan
 from fspmd.global_view.operands import places_of, spec_of
-from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import refuse_shared_memory, shown
 from fspmd.global_view.result_types import joined, on_meta

@@ -20,15 +20,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fspmd.cache import cached
-from fspmd.fake_mode import FakeMode
+from fspmd.fake_mode import FakeMode, UnknownValues
 from fspmd.forms import packed
 from fspmd.rules import handler_of, row_of
 from fspmd.rules.losses import DECOMPOSED
 from fspmd.sharded import Sharded, call_torch, lies
 from fspmd.torch_internals import (
-    DataDependentOutputException,
     DispatchKey,
-    DynamicOutputShapeException,
     OpOverload,
     OpOverloadPacket,
     constant_source,
@@ -259,7 +257,7 @@ def _traced(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, sy
         with torch.no_grad(), outside_transforms(), mode:  # the graph is the same within a transform
             table = {**_simpler(), **_own(func), **DECOMPOSED}
             module = make_fx(torch.func.functionalize(flat), decomposition_table=table)(*operands)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except UnknownValues as error:
         raise NotTraceable(str(error)) from error
     _without_writes(module.graph)
     _without_copies(module.graph)

@@ -20,9 +20,9 @@ from fspmd.errors import ArgumentError
 from fspmd.forms import Laid, Strided, packed
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, FLOATING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
+from fspmd.global_view.op_plan import OpPlan
 from fspmd.global_view.operands import cast_operands, move_operands, sharded_values
 from fspmd.global_view.planning import plan_call, tell_call
-from fspmd.global_view.propagate import OpPlan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import memory_of
 from fspmd.global_view.results_of_parts import with_strides

@@ -23,7 +23,7 @@ from fspmd.redistribution.shared_moves import cast_once, keep
 from fspmd.rules import Bodied, Site
 from fspmd.rules.views import of_sizes
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import batch_dim_of, is_wrapped, wrapped_by
+from fspmd.torch_internals import NO_LEVEL, batch_dim_of, level_of, wrapped_by
 from fspmd.transport.local_int import block_sizes
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.variance import Variance
@@ -74,7 +74,7 @@ def packed_if_need_be(local: Callable[..., Any], x: Tensor, /, *args: Any, **kwa
 
 def are_adjacent(x: Tensor, pairs: Pairs) -> bool:
     """Whether, by the strides of all blocks, the second dim of each pair lies within the first without gaps."""
-    while is_wrapped(x):
+    while level_of(x) != NO_LEVEL:
         dim, x = batch_dim_of(x), wrapped_by(x)
         x = x if dim < 0 else x.select(dim, 0)
     return all(

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.global_view.propagate import OpPlan
+from fspmd.global_view.op_plan import OpPlan
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.signatures import Place, at
 from fspmd.redistribution.shared_moves import along, cast_once

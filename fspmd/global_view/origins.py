@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.global_view.layouts import Choice, layouts_of, working
+from fspmd.global_view.op_plan import OpPlan, plan_of
 from fspmd.global_view.operands import cast_operands, move_operands
-from fspmd.global_view.propagate import OpPlan, plan_of
 from fspmd.global_view.question import Question
 from fspmd.global_view.strategies import PASSES, Strategy
 from fspmd.ops.signatures import at

@@ -21,9 +21,9 @@ from fspmd.cache import cached
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_misfit
+from fspmd.global_view.op_plan import OpPlan, opaque_plan
 from fspmd.global_view.operands import places_of, sharded_values, tensors_of
 from fspmd.global_view.out_arguments import outs_of, written_into
-from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import PASSING, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate

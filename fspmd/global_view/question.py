@@ -13,19 +13,14 @@ from torch import Tensor
 
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, viewed_call
-from fspmd.global_view.kernels import dtype_complaint, kernel_complaint
+from fspmd.global_view.kernels import dtype_complaint
 from fspmd.global_view.local_calls import untouched
 from fspmd.global_view.refusals import check_dtypes, refuse_global, refuse_shared_memory
 from fspmd.global_view.result_types import (
     Kind,
-    Outcome,
     ResultMemory,
     Shape,
-    by_factors,
-    lies_as_new,
-    like_first,
-    on_meta,
-    on_one_element,
+    outcome_of,
     strides_known,
     views_any,
 )
@@ -135,7 +130,7 @@ def ask(
     plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     given = [*args, *kwargs.values()]
     values = [at(given, place) for place, _ in ordered]
-    outcome, known_factors = _outcome(row, func, args, kwargs, ordered, values)
+    outcome, known_factors = outcome_of(row, func, args, kwargs, ordered, values)
     check_dtypes(func, specs)
     if outcome is None:
         return None
@@ -180,41 +175,6 @@ def ask(
         may_alias=copies and results[0].dtype is specs[0].dtype and may_view(func),
         loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),
     )
-
-
-def _outcome(
-    row: Row,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    ordered: Sequence[tuple[Place, TensorSpec]],
-    values: Sequence[Any],
-) -> tuple[Outcome | None, Factors | None]:
-    """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them.
-
-    Raises:
-        ArgumentError: The call fails on the global tensors.
-    """
-    specs, written = [spec for _, spec in ordered], writes(func)
-    if all(map(lies_as_new, values)) and kwargs.get("memory_format") is None:
-        if row.kept and (outcome := like_first(args, kwargs, specs)) is not None:
-            return outcome, None
-        if row.sized and not (row.kept or written):
-            plain = [None if isinstance(arg, Tensor) else arg for arg in args]
-            sized = by_factors(row.rule, Whole([spec.shape for spec in specs], plain, kwargs, [()]), specs)
-            if sized is not None:
-                return sized
-        if row.rule is elementwise and not written:
-            outcome = on_one_element(func, args, kwargs, ordered)
-            if outcome is not None:
-                return outcome, None
-    try:
-        outcome = on_meta(func, args, kwargs, ordered)
-    except Exception as error:
-        refuse_global(func, specs, error)
-    if row.rule is elementwise and (complaint := kernel_complaint(func, args, kwargs, ordered)) is not None:
-        refuse_global(func, specs, complaint)
-    return outcome, None
 
 
 def _undecided_spec(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:

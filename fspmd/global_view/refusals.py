@@ -15,7 +15,7 @@ from fspmd.ops.operators import OPERATORS
 from fspmd.ops.traits import INSTEAD_OF_COMPILED, name_of
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.torch_internals import StopRecomputation, is_any_autocast_enabled
+from fspmd.torch_internals import CHECKPOINT_EXCEPTIONS, is_any_autocast_enabled
 
 #: functions whose operands need one dtype, which the meta device does not check
 _OF_ONE_DTYPE = frozenset(
@@ -23,8 +23,8 @@ _OF_ONE_DTYPE = frozenset(
     + ("addmm", "addmv", "baddbmm", "addbmm")
 )
 
-#: exceptions that pass unchanged: our errors, and a signal of torch's checkpoint that is not an error
-PASSING: Final = (FspmdError, StopRecomputation)
+#: exceptions that pass unchanged: our errors, and those of torch's checkpoints
+PASSING: Final = (FspmdError, *CHECKPOINT_EXCEPTIONS)
 
 
 class NoRuleError(ArgumentError):

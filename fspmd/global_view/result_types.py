@@ -12,21 +12,20 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.copies import share_memory
-from fspmd.fake_mode import FakeMode, meta_tensors_as_on
+from fspmd.fake_mode import FakeMode, UnknownValues, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, packed
-from fspmd.global_view.kernels import ones_of, run_on, strides_of_kernel
+from fspmd.global_view.kernels import kernel_complaint, ones_of, run_on, strides_of_kernel
+from fspmd.global_view.refusals import refuse_global
 from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
-from fspmd.rules import Factors, Rule, Whole, row_of
+from fspmd.rules import Factors, Row, Rule, Whole, row_of, writes
 from fspmd.rules.factors import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec, is_float
 from fspmd.torch_internals import (
-    DataDependentOutputException,
     DisableTorchFunction,
-    DynamicOutputShapeException,
     is_any_autocast_enabled,
 )
 
@@ -56,7 +55,42 @@ def joined(kind: Kind | None, results: list[Any]) -> Any:
     return results[0] if kind is None else kind(results)
 
 
-def on_one_element(
+def outcome_of(
+    row: Row,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ordered: Sequence[tuple[Place, TensorSpec]],
+    values: Sequence[Any],
+) -> tuple[Outcome | None, Factors | None]:
+    """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them.
+
+    Raises:
+        ArgumentError: The call fails on the global tensors.
+    """
+    specs, written = [spec for _, spec in ordered], writes(func)
+    if all(map(_lies_as_new, values)) and kwargs.get("memory_format") is None:
+        if row.kept and (outcome := _like_first(args, kwargs, specs)) is not None:
+            return outcome, None
+        if row.sized and not (row.kept or written):
+            plain = [None if isinstance(arg, Tensor) else arg for arg in args]
+            sized = _by_factors(row.rule, Whole([spec.shape for spec in specs], plain, kwargs, [()]), specs)
+            if sized is not None:
+                return sized
+        if row.rule is elementwise and not written:
+            outcome = _on_one_element(func, args, kwargs, ordered)
+            if outcome is not None:
+                return outcome, None
+    try:
+        outcome = on_meta(func, args, kwargs, ordered)
+    except Exception as error:
+        refuse_global(func, specs, error)
+    if row.rule is elementwise and (complaint := kernel_complaint(func, args, kwargs, ordered)) is not None:
+        refuse_global(func, specs, complaint)
+    return outcome, None
+
+
+def _on_one_element(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
 ) -> Outcome | None:
     """Return the outcome of an elementwise function from a run on one element, or None if that fails.
@@ -81,7 +115,7 @@ def on_one_element(
     return Outcome([(shape, out.dtype)])
 
 
-def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:
+def _like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[TensorSpec]) -> Outcome | None:
     """Return the outcome of a function that keeps shape and dtype, or None if its arguments may change them."""
     if not _of_one_float(specs):
         return None
@@ -91,7 +125,7 @@ def like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Te
     return Outcome([(specs[0].shape, specs[0].dtype)])
 
 
-def by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> tuple[Outcome, Factors] | None:
+def _by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> tuple[Outcome, Factors] | None:
     """Return the outcome and the factors of a function that keeps the dtype of its two operands.
 
     The sizes of the factors give the shape. The second operand may be a number. None if sizes do not agree, or if other
@@ -187,11 +221,7 @@ def _without_data(
             pass
         with FakeMode():
             return _outcome(mesh.device_type, func, args, kwargs, operands)
-    except (
-        NotImplementedError,
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-    ):  # the shape of the result depends on values
+    except (NotImplementedError, UnknownValues):  # the shape of the result depends on values
         return None
 
 
@@ -294,7 +324,7 @@ def memory_of(memory: ResultMemory, dtype: torch.dtype, given: Sequence[Any]) ->
     return Laid(laid.strides, laid.start + x.storage_offset() * x.dtype.itemsize // dtype.itemsize)
 
 
-def lies_as_new(value: Any) -> bool:
+def _lies_as_new(value: Any) -> bool:
     """Whether a tensor of a call has the strides and offset of a new one."""
     return _laid(value) is None
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import as_copies, share_memory
+from fspmd.global_view.op_plan import OpPlan, opaque_plan
 from fspmd.global_view.operands import places_of, tensors_of
-from fspmd.global_view.propagate import OpPlan, opaque_plan
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import Outcome, memory_of, on_meta
 from fspmd.local_view.empty_blocks import zero_depending_on

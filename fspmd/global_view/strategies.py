@@ -128,20 +128,20 @@ def as_they_lie(
         lies = spec.partition
         if lies.unreduced or lies.reduced or 0 in spec.shape:
             return None
-        if tuple(map(entries.setdefault, dims, lies)) != lies.entries:
+        if tuple(map(entries.setdefault, dims, lies.entries)) != lies.entries:
             return None
     if entries.get(None) is not None:
         return None
     axes_of = {f: entry_axes(entry) for f, entry in entries.items() if f is not None and entry is not None}
     if not (factors.whole.isdisjoint(axes_of) and factors.summed.isdisjoint(axes_of)):
         return None
-    used = [axis for axes in axes_of.values() for axis in axes]
-    if len(set(used)) < len(used) or not aligned(factors, axes_of, [*operands, *results], empty, _NONE):
+    used = {axis: factor for factor, axes in axes_of.items() for axis in axes}
+    if len(used) < sum(map(len, axes_of.values())):  # an axis cuts two factors
         return None
-    casts: list[tuple[str, ...]] = []
-    for dims in factors.operands:
-        over = [axis for factor, axes in axes_of.items() if factor not in dims for axis in axes]
-        casts.append(operands[0].mesh.ordered(over) if over else ())
+    if not aligned(factors, axes_of, [*operands, *results], empty, _NONE):
+        return None
+    order = operands[0].mesh.ordered(used)
+    casts = [tuple([axis for axis in order if used[axis] not in dims]) for dims in factors.operands]
     first, lead = factors.operands[0], operands[0].partition
     outs = tuple([lead if dims == first else P(*map(entries.get, dims)) for dims in factors.results])
     if fixed and (casts[0] or outs[0] is not lead):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
+from fspmd.global_view.op_plan import OpPlan, opaque_plan, plan_of
 from fspmd.global_view.origins import with_origin
-from fspmd.global_view.propagate import OpPlan, opaque_plan, plan_of
 from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import refuse_shared_memory, refuse_write, shown
 from fspmd.global_view.strategies import Strategy

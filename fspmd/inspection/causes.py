@@ -20,9 +20,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fspmd.cache import cached
+from fspmd.flights import land
 from fspmd.global_view.refusals import shown
 from fspmd.messages import quoted
-from fspmd.pairs import Call, StandIn, land
+from fspmd.pairs import Call, StandIn
 from fspmd.spec import describe
 from fspmd.torch_internals import current_autograd_node
 from fspmd.user_code import is_library

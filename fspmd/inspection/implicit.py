@@ -34,7 +34,7 @@ from fspmd.redistribution.routes import Route
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, is_float
-from fspmd.torch_internals import is_wrapped, wrapped_by
+from fspmd.torch_internals import NO_LEVEL, level_of, wrapped_by
 from fspmd.transport.local_tensor import blocks_of
 
 _grad_enabled = torch.is_grad_enabled
@@ -81,7 +81,7 @@ def _is_followed(x: Any) -> bool:
     while _grad_enabled() and isinstance(x, Tensor):
         if x.requires_grad:
             return True
-        x = wrapped_by(x) if is_wrapped(x) else None
+        x = wrapped_by(x) if level_of(x) != NO_LEVEL else None
     return False
 
 

@@ -29,13 +29,14 @@ from fspmd.global_view.result_types import joined, on_meta
 from fspmd.global_view.unruled import gathered
 from fspmd.layout_search.move_counts import Counting, Trips
 from fspmd.meshes.mesh import Mesh
+from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placement.reshard import with_reshard_as
 from fspmd.rules import ENGINE, Factors, Row, writes
 from fspmd.rules.factors import elementwise
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, is_float
-from fspmd.torch_internals import DisableTorchFunction, aten_number, transforms_active
+from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import DispatchMode, RecomputeContext, recomputed_in
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import is_simulated
@@ -166,7 +167,7 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if state.body is not None and any(_memory(x) in self._numbers for x in tensors_of(args, kwargs or {})):
             raise self._in_body(state.body.name)
-        if func is aten_number and _memory(args[0]) in self._numbers:
+        if facts_of(func).gives_values and _memory(args[0]) in self._numbers:
             raise RecordError(
                 f"auto_spec cannot record {self.name}: it reads a value, and auto_spec runs it on values without data; "
                 "write torch.where instead of a branch on a value"

@@ -21,14 +21,15 @@ from fspmd.body import Body
 from fspmd.cache import cached
 from fspmd.pairs import Call, apply, watched
 from fspmd.torch_internals import (
+    NO_LEVEL,
+    NOT_MAPPED,
     AccumulateGrad,
-    current_level,
+    batch_dim_of,
     forward_ad,
-    is_batched,
-    is_wrapped,
     level_of,
     next_sequence,
     pop_transform,
+    running_transforms,
     transforms_active,
     wrapped_by,
 )
@@ -48,15 +49,17 @@ def _nodes(x: Any) -> Iterator[Node]:
     while isinstance(x, Tensor):
         if x.requires_grad:
             yield x.grad_fn or _node(x)
-        if not is_batched(x) and (forward_ad._current_level >= 0 or transforms_active()):
+        if batch_dim_of(x) == NOT_MAPPED and (forward_ad._current_level >= 0 or transforms_active()):
             yield from _nodes(forward_ad.unpack_dual(x, level=0).tangent)
-        x = wrapped_by(x) if is_wrapped(x) else None
+        x = wrapped_by(x) if level_of(x) != NO_LEVEL else None
 
 
 def _node(x: Tensor) -> Node:
     """Return the node of a leaf. Torch finds it by an op, which must run at the level of the leaf."""
     with ExitStack() as inner_levels:
-        while x.grad_fn is None and (current_level() or 0) > max(level_of(x), 0):
+        for transform in reversed(running_transforms()):
+            if x.grad_fn is not None or transform.level() <= level_of(x):
+                break
             inner_levels.enter_context(pop_transform())
         return get_gradient_edge(x).node
 

@@ -13,7 +13,7 @@ from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.messages import counted
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.tracing import outside_transforms
-from fspmd.transport import transport_of
+from fspmd.transport import transport_named
 from fspmd.transport.call import Layout
 from fspmd.transport.frame import frame
 
@@ -25,7 +25,7 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: object) -> T
         FspmdError: The blocks do not fit together. All ranks raise, and the message names the first rank that differs.
     """
     with outside_transforms():
-        layouts = [layout for (layout,) in transport_of(mesh).layouts([x], mesh)]
+        layouts = [layout for (layout,) in transport_named(mesh.transport).layouts([x], mesh)]
     return spec_of_layouts(layouts, partition, mesh, name)
 
 

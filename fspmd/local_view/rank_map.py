@@ -19,7 +19,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import recorder
-from fspmd.transport import transport_of
+from fspmd.transport import transport_named
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
 from fspmd.trees import tree_text
@@ -88,7 +88,7 @@ def _called(fn: Callable[..., Any], leaves: list[Any], treedef: Any, device: tor
 
 
 def _here(fn: Callable[..., Any], leaves: list[Any], treedef: Any, mesh: Mesh, axes: tuple[str, ...], seed: int) -> Any:
-    with one_stream(seed, int(transport_of(mesh).index(mesh, axes))):
+    with one_stream(seed, int(transport_named(mesh.transport).index(mesh, axes))):
         return _called(fn, leaves, treedef, mesh.device)
 
 

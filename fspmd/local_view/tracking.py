@@ -42,7 +42,7 @@ from fspmd.local_view.uneven import (
 from fspmd.ops.traits import OPS, Traits, learn, tensors_in
 from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
-from fspmd.torch_internals import is_dead_wrapper, transforms_active
+from fspmd.torch_internals import ENDED, level_of, transforms_active
 from fspmd.transport import known_values
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
@@ -278,7 +278,7 @@ class Tracker(BodyMode):
         if known is None or known[0] is not x or known[1] != x._version:
             known = self.casts[id(x)] = (x, x._version, {})
         y = known[2].get(to)
-        if y is None or is_dead_wrapper(y):
+        if y is None or level_of(y) == ENDED:
             y = known[2][to] = self._cast(x, to)
         return y
 

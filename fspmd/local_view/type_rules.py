@@ -11,9 +11,9 @@ from fspmd.errors import ArgumentError, VarianceError
 from fspmd.foreign import refuse_foreign
 from fspmd.local_view.uneven import differentiated
 from fspmd.messages import WRITTEN_CAST, as_axis_name, one_python_value, quoted, written_in_place
-from fspmd.ops.linearity import ADDED, BETWEEN, plain_name, stay_sums
+from fspmd.ops.linearity import ADDED, BETWEEN, stay_sums
 from fspmd.ops.signatures import in_order
-from fspmd.ops.traits import Traits, tensors_in, written_operands
+from fspmd.ops.traits import Traits, plain_name, tensors_in, written_operands
 from fspmd.remembered import wrote
 from fspmd.spec import describe
 from fspmd.torch_internals import DisableTorchFunction

@@ -4,7 +4,7 @@ A size of such a block is a Python number that differs from rank to rank (`Local
 
 * Rank by rank, torch sees the plain blocks of one rank after another. Calls that autograd follows run so: torch's
   derivatives need plain sizes (``prod``), or take another path for the empty block of one rank (``max_pool2d``).
-* At once, torch sees one value, and each aten op is applied to each rank's block (`LocalTensor`). Writes and draws run
+* At once, torch sees one value, and each aten op is applied to each rank's block. Writes and draws run
   so, and what must be one value for autograd: views, which may be written into, and results that have to show hooks the
   gradient of their own derivative (`uneven_results.py`). So do calls without a gradient, which a record then has as one
   step, whose result may lie in donated memory.
@@ -27,11 +27,13 @@ from fspmd.local_view.uneven_results import PARTS, Way, parted, way_of, without_
 from fspmd.ops.traits import tensors_in
 from fspmd.pairs import Call, apply, call, is_transformed
 from fspmd.torch_internals import (
+    NO_LEVEL,
+    NOT_MAPPED,
     DisableTorchFunction,
     aten_zero_tensor,
+    batch_dim_of,
     forward_ad,
-    is_batched,
-    is_wrapped,
+    level_of,
     wrapped_by,
 )
 from fspmd.tracing import DispatchMode, outside_transforms
@@ -184,9 +186,9 @@ def differentiated(x: Tensor, forward: bool = False) -> bool:
     """Whether reverse mode, or with ``forward`` also forward mode, follows a value, at any level of transforms."""
     forward = forward and forward_ad._current_level >= 0
     while not x.requires_grad:
-        if not is_wrapped(x):
+        if level_of(x) == NO_LEVEL:
             return False
-        if forward and not is_batched(x):  # a derivative wraps it
+        if forward and batch_dim_of(x) == NOT_MAPPED:  # a derivative wraps it
             return True
         x = wrapped_by(x)
     return True

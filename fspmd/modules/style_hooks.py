@@ -14,7 +14,7 @@ from torch import nn
 from fspmd.cache import cached
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.messages import Failure, described, refuse
-from fspmd.modules.on_blocks import run_on_blocks
+from fspmd.modules.local_forward import run_on_blocks
 from fspmd.modules.paths import matches, near
 from fspmd.modules.plans import ParallelPlan, Placed
 

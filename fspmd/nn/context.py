@@ -24,9 +24,9 @@ from fspmd.errors import ShapeError
 from fspmd.nn.attention import Way, attention
 from fspmd.nn.checks import check_layout, check_operands, shapes_everywhere
 from fspmd.nn.masks import Full, Mask, as_mask
+from fspmd.nn.ring import Gathered, Ring
 from fspmd.nn.sequences import Axes, SequenceLayout
 from fspmd.nn.turns import turns_of
-from fspmd.nn.ways import Gathered, Ring
 
 
 def ring_attention(

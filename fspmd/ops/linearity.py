@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 
-from fspmd.ops.operators import OPERATORS
 from fspmd.spec import is_float
 
 Predicate = Callable[..., bool]
@@ -140,16 +139,3 @@ def stay_sums(before: torch.dtype, after: torch.dtype) -> bool:
     if after is torch.bool:
         return before is torch.bool
     return is_float(after) or not is_float(before)
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a function without the underscores of operators and of writes.
-
-    >>> plain_name("__iadd__"), plain_name("mul_"), plain_name("__rtruediv__"), plain_name("_fft_r2c")
-    ('add', 'mul', 'rdiv', '_fft_r2c')
-    """
-    if name.startswith("__"):
-        operator = name.strip("_")
-        _, function = OPERATORS.get(operator) or OPERATORS.get(operator.removeprefix("i")) or ("", "")
-        return function or name
-    return name.removesuffix("_")

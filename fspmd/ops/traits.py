@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.errors import ArgumentError
-from fspmd.ops.linearity import LINEAR, WHEN, Predicate, argument, plain_name, words
+from fspmd.ops.linearity import LINEAR, WHEN, Predicate, argument, words
+from fspmd.ops.operators import OPERATORS
 from fspmd.ops.schemas import facts_of
 from fspmd.torch_internals import (
     HigherOrderOperator,
@@ -337,6 +338,20 @@ def name_of(func: Any) -> str:
     return str(name)
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a function without the underscores of operators and of writes.
+
+    >>> plain_name("__iadd__"), plain_name("mul_"), plain_name("__rtruediv__"), plain_name("_fft_r2c")
+    ('add', 'mul', 'rdiv', '_fft_r2c')
+    """
+    if name.startswith("__"):
+        operator = name.strip("_")
+        _, function = OPERATORS.get(operator) or OPERATORS.get(operator.removeprefix("i")) or ("", "")
+        return function or name
+    return name.removesuffix("_")
+
+
+@cached
 def is_torch(func: Any) -> bool:
     """Whether a function is of torch: an op of aten, a method, or a function in one of its modules."""
     if isinstance(func, (OpOverload, OpOverloadPacket)):

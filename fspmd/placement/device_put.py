@@ -20,7 +20,7 @@ from fspmd.placement.source_rank import source_of
 from fspmd.redistribution.redistribute import borrowed_blocks, from_blocks, redistribute
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec, complain, short_dtype
-from fspmd.transport import known_values, transport_of
+from fspmd.transport import known_values, transport_named
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.trees import adopt, broadcast_prefix, check_keys, flatten_values, labels, leaf_paths
@@ -198,7 +198,7 @@ def from_local(local: Tensor, spec: TensorSpec | P, *, mesh: Mesh | None = None)
         raise SpecError(f"from_local: {wrong}")
     if not is_plain(local) or misfit(local):
         if mesh.transport != "simulation":  # the other ranks wait for this rank's shape
-            transport_of(mesh).layouts([None], mesh)
+            transport_named(mesh.transport).layouts([None], mesh)
         refuse_misfit(local, "from_local got for local")
         raise ArgumentError(f"from_local got {described(local)} for local; expected this rank's block, a tensor")
     inferred = spec_of_blocks(local, partition, mesh, "from_local")
@@ -245,7 +245,7 @@ def from_callback(
             results = [_call_for_block(fn, layout, mesh.coordinate() or ())]
         except Exception as error:  # the other ranks wait for the layout of this block
             failure = error
-        gathered = transport_of(mesh).layouts([x if is_plain(x) else None for x in results], mesh)
+        gathered = transport_named(mesh.transport).layouts([x if is_plain(x) else None for x in results], mesh)
         if failure is not None:
             raise failure
         layouts = [block for (block,) in gathered]

@@ -13,7 +13,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.outside import the_mesh
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Link, Topology, topology
-from fspmd.transport import Options, transport_of
+from fspmd.transport import Options, transport_named
 
 _SECONDS: Final = 1.0  # for all axes together, without the start of their groups
 _SMALL: Final = 8  # bytes of a block
@@ -112,7 +112,7 @@ def _memory(mesh: Mesh) -> float:
 def _slowest(figure: float, mesh: Mesh) -> float:
     """The largest figure of all ranks."""
     x = torch.tensor([figure], dtype=torch.float32, device=mesh.device)
-    return float(transport_of(mesh).reduce(x, mesh, mesh.axis_names, Options(op="max")).wait())
+    return float(transport_named(mesh.transport).reduce(x, mesh, mesh.axis_names, Options(op="max")).wait())
 
 
 def _settle(mesh: Mesh) -> None:

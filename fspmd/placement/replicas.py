@@ -24,7 +24,7 @@ from fspmd.outside import check_member, check_outside, refuse_recorded
 from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded
 from fspmd.spec import describe
-from fspmd.transport import Options, transport_of
+from fspmd.transport import Options, transport_named
 from fspmd.transport.groups import gather_integers
 from fspmd.transport.local_tensor import blocks_of, held_frame, placed_blocks
 from fspmd.trees import flatten_values, leaf_paths, tree_text
@@ -255,7 +255,7 @@ def _simulated(leaf: _Copied, hashes: Sequence[int]) -> str:
 
 def _gathered(block: Tensor, leaf: _Copied) -> Iterator[Tensor]:
     """The copies of a block from all ranks along its axes, [copies, elements], in chunks."""
-    transport, mesh = transport_of(leaf.mesh), leaf.mesh
+    transport, mesh = transport_named(leaf.mesh.transport), leaf.mesh
     copies = mesh.axis_size(leaf.axes)
     for chunk in raw_bytes(block).split(_CHUNK):
         whole = transport.gather(chunk.unsqueeze(0).to(mesh.device), mesh, leaf.axes, Options()).wait()

@@ -19,7 +19,7 @@ from fspmd.messages import Failure, described, holds_all_ranks, refuse
 from fspmd.placement.source_rank import Source
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, describe
-from fspmd.transport import transport_of
+from fspmd.transport import transport_named
 from fspmd.transport.local_tensor import is_simulated
 from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
 
@@ -253,7 +253,7 @@ def scatter(x_full: Tensor, route: ScatterRoute) -> Tensor:
         receives = [(route.source, block)]
     messages = [*sends, *receives]
     announce("scatter", mesh, block, len(messages), sum(part.nbytes for _, part in messages))
-    transport_of(mesh).transfer(sends, receives, mesh).wait()
+    transport_named(mesh.transport).transfer(sends, receives, mesh).wait()
     return block
 
 
@@ -263,12 +263,12 @@ def collect(block: Tensor, route: ScatterRoute) -> Tensor:
     if not route.at_source:
         sends = [(route.source, block.contiguous())] if route.answers(route.place) else []
         announce("collect", spec.mesh, block, len(sends), sum(part.nbytes for _, part in sends))
-        transport_of(spec.mesh).transfer(sends, [], spec.mesh).wait()
+        transport_named(spec.mesh.transport).transfer(sends, [], spec.mesh).wait()
         return block.new_empty(0)
     senders = [i for i in range(count) if i != route.place and route.answers(i)]
     received = [(i, block.new_empty(route.shape(i))) for i in senders]
     announce("collect", spec.mesh, block, len(received), sum(part.nbytes for _, part in received))
-    transport_of(spec.mesh).transfer([], received, spec.mesh).wait()
+    transport_named(spec.mesh.transport).transfer([], received, spec.mesh).wait()
     x_full = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.mesh.device)
     parts = [(route.place, block), *received] if route.answers(route.place) else received
     for position, part in sorted(parts, key=lambda pair: pair[0]):

@@ -14,7 +14,7 @@ from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError
 from fspmd.inspection.replays import compare_replays, replay_hashes
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
-from fspmd.transport import Options, transport_of
+from fspmd.transport import Options, transport_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Source:
             except FspmdError as error:
                 difference = str(error)
         text = difference and f"rank {self.mesh.ranks[self.place]} passes {difference}"
-        if first := transport_of(self.mesh).agree(text, self.mesh):
+        if first := transport_named(self.mesh.transport).agree(text, self.mesh):
             raise ShapeError(f"{self.what}: {first}; pass the same src on all ranks, and trees and specs that agree")
 
     def against(self, mine: str, theirs: str) -> str:
@@ -92,7 +92,8 @@ def hear_all(make: Callable[[], Any], mesh: Mesh) -> list[Any]:
         failure = error
         told = error if isinstance(error, FspmdError) else ArgumentError(f"a rank failed: {error!r}")
         message = pickle.dumps((replays, told))
-    transport, block = transport_of(mesh), torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
+    transport = transport_named(mesh.transport)
+    block = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
     sizes = tuple(layout[1][0] for (layout,) in transport.layouts([block], mesh) if layout is not None)
     messages = transport.gather(block, mesh, mesh.axis_names, Options(sizes=sizes)).wait()
     heard = [pickle.loads(bytes(part.tolist())) for part in messages.cpu().split(sizes)]
@@ -116,7 +117,7 @@ def _told(make: Callable[[], Any], mesh: Mesh, position: int) -> Any:
             message = pickle.dumps(make())
         except FspmdError as error:
             message = pickle.dumps(error)
-    result = pickle.loads(transport_of(mesh).tell(message, mesh, position))
+    result = pickle.loads(transport_named(mesh.transport).tell(message, mesh, position))
     if isinstance(result, FspmdError):
         raise result
     return result

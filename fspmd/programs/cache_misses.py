@@ -20,7 +20,7 @@ from fspmd.programs.keys import Static, default_device, identity
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import FakeTensor
 from fspmd.transport.local_tensor import blocks_of, held_frame
-from fspmd.trees import flatten_in_order, leaf_paths, parameter_names, tree_text
+from fspmd.trees import flatten_in_order, parameter_names, paths_of, tree_text
 
 #: the parts of a key: for each path of a leaf, and for the surroundings (""), values by name
 Facts = dict[str, dict[str, Any]]
@@ -113,7 +113,7 @@ def call_facts(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         leaves, treedef = flatten_in_order(tree, is_sharded)
         if not optree.treespec_is_leaf(treedef):
             facts[name] = {"tree": tree_text(treedef)}
-        for path, leaf in zip(leaf_paths(tree, name, in_order=True), leaves, strict=True):
+        for path, leaf in zip(paths_of(treedef, name), leaves, strict=True):
             facts[path] = _parts(leaf)
     return facts
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
+from fspmd.fake_mode import UnknownValues
 from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
 from fspmd.programs.fake_tensors import like, unshared
 from fspmd.programs.program import Program, memory_of
@@ -20,9 +21,9 @@ from fspmd.programs.reachable import reachable_from
 from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.refusals import constant_of, not_compiled
 from fspmd.sharded import Sharded
-from fspmd.torch_internals import DataDependentOutputException, DisableTorchFunction, DynamicOutputShapeException
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.frame import Frame, frame
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import with_blocks
 from fspmd.trees import filling, flatten, flatten_in_order
 
 #: held while a thread records; other threads run functions unrecorded, or wait
@@ -114,7 +115,7 @@ def _run(recorder: ProgramRecorder, function: Callable[..., Any], given: Any, na
     except Exception as error:
         if recorder.refused is None and type(error).__module__ == "torch._dynamo.exc":
             raise not_compiled() from error
-        if recorder.refused is None and isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        if recorder.refused is None and isinstance(error, UnknownValues):
             raise constant_of(f"{error.func}, which needs values of tensors") from error
         if recorder.refused is None or error is recorder.refused:
             raise
@@ -145,13 +146,11 @@ def copies_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     memo: dict[int, Any] = {}
 
     def copied(x: Tensor) -> Tensor:
-        if type(x) is LocalTensor:
-            return LocalTensor(list(map(copied, x.shards)), x.frame, x.borrowed, x.storage_offset())
         other: Tensor = copy.deepcopy(x.detach(), memo)
         return other
 
     with torch.inference_mode(False):
-        return [like(x, unshared(copied(x))) for x in tensors]
+        return [like(x, unshared(with_blocks(x, copied))) for x in tensors]
 
 
 def _reduced(out: Any) -> list[Frame | None]:

@@ -18,7 +18,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import Sharded, is_plain
-from fspmd.torch_internals import DisableTorchFunction, batch_dim_of, is_batched, is_wrapped, level_of, wrapped_by
+from fspmd.torch_internals import NO_LEVEL, NOT_MAPPED, DisableTorchFunction, batch_dim_of, level_of, wrapped_by
 from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.frame import frame, union
 from fspmd.transport.local_tensor import column, common_frame
@@ -92,8 +92,8 @@ class _Line:
 def _peeled(x: Any) -> tuple[Any, tuple[tuple[int, int], ...]]:
     """The value within wrappers of ``torch.func``, and the (level, dim) of each `vmap`, outermost first."""
     levels: list[tuple[int, int]] = []
-    while isinstance(x, Tensor) and is_wrapped(x):
-        if is_batched(x):
+    while isinstance(x, Tensor) and level_of(x) != NO_LEVEL:
+        if batch_dim_of(x) != NOT_MAPPED:
             levels.append((level_of(x), batch_dim_of(x)))
         x = wrapped_by(x)
     return x, tuple(reversed(levels))

@@ -19,10 +19,10 @@ from fspmd.programs.passes.aliases import in_flight, is_unknown
 from fspmd.programs.program import owner
 from fspmd.programs.readers import Picker
 from fspmd.programs.steps import OF_RANKS
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses, swap_memory
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
-from fspmd.trees import flatten, flatten_in_order, leaf_paths, parameter_names
+from fspmd.transport.local_tensor import blocks_of, is_borrowed, is_simulated, take_blocks
+from fspmd.trees import flatten, flatten_in_order, parameter_names, paths_of
 
 _T: Any = Tensor
 _STRIDED: Final = torch.strided
@@ -143,10 +143,8 @@ def _gone(like: Any, name: str) -> Any:
 
 def give_away(x: Any, name: str) -> Tensor:
     """A new tensor that takes over the memory of ``x``, which becomes a `Donated`."""
-    if isinstance(x, LocalTensor):
-        shards = LocalTensor(x.shards, x.frame, x.borrowed, x.storage_offset())
-        x.shards = [_gone(shard, name) for shard in x.shards]
-        return shards
+    if type(x) is not Tensor and is_simulated(x):
+        return take_blocks(x, lambda block: _gone(block, name))
     taker, giver = _without_memory(x), x
     swap_memory(giver, taker)
     giver.__class__, taker.__class__, giver.donated_as = Donated, Tensor, name
@@ -165,8 +163,8 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
     trees += [(name, kwargs[name], name in which.names) for name in kwargs]
     places, names, place = [], [], 0
     for name, tree, given in trees:
-        leaves = flatten_in_order(tree)[0]
-        for path, leaf in zip(leaf_paths(tree, name, in_order=True), leaves, strict=True):
+        leaves, treedef = flatten_in_order(tree, is_sharded)
+        for path, leaf in zip(paths_of(treedef, name), leaves, strict=True):
             if not isinstance(leaf, Tensor):
                 continue
             if given and leaf.requires_grad and torch.is_grad_enabled():
@@ -270,10 +268,10 @@ def _fits(step: fx.Node, operand: fx.Node) -> bool:
 
 def unshared(x: Tensor) -> Tensor:
     """A donated tensor, or a copy if there are other references to its memory."""
-    if type(x) is not LocalTensor:
+    if type(x) is Tensor or not is_simulated(x):
         return x if _is_alone(x) else x.detach().clone()
-    alone = all(getrefcount(shard) <= _OF_LOOP and _is_alone(shard) for shard in x.shards)
-    return x if alone and not x.borrowed else x.detach().clone()
+    alone = all(getrefcount(block) <= _OF_LOOP and _is_alone(block) for block in blocks_of(x))
+    return x if alone and not is_borrowed(x) else x.detach().clone()
 
 
 _OF_LOOP: Final = 3  # references of the list, the loop, and the call

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import starmap
 from typing import Any, Final, NamedTuple
 
 import optree
@@ -24,13 +26,14 @@ from fspmd.torch_internals import (
 )
 from fspmd.tracing import DispatchMode
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import LocalTensor, blocks_of, is_simulated, local_tensor, per_block
+from fspmd.transport.local_tensor import blocks_of, local_tensor, per_block
 
 _LITERALS: Final = frozenset(
     {bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
 _MOST: Final = 4096  # cache entries of one function
 _META: Final = torch.device("meta")
+_FAKE: Final = frozenset((FakeTensor,))
 
 _default_dtype = torch.get_default_dtype
 
@@ -65,7 +68,7 @@ def _stand_in(leaf: Any, mode: FakeTensorMode, as_they_lie: bool) -> Any:
     if isinstance(leaf, Tensor):
         if not is_dense(leaf):
             raise not_dense(leaf)
-        fake = _fake(leaf, mode)
+        fake = per_block(partial(_fake, mode=mode), leaf)
         return like(leaf, fake if as_they_lie else unshared(fake))
     return leaf
 
@@ -85,7 +88,7 @@ def unshared(x: Tensor) -> Tensor:
 
 def has_overlaps(x: Tensor) -> bool:
     """Whether elements of a block share memory, as those of an expanded one do."""
-    return any(overlaps(block.shape, block.stride()) for block in blocks_of(x))
+    return any(starmap(overlaps, {(block.shape, block.stride()) for block in blocks_of(x)}))
 
 
 def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
@@ -103,8 +106,7 @@ def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
 
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    if is_simulated(x):
-        return per_block(lambda block: _fake(block, mode), x)
+    """The fake of a block."""
     if isinstance(x, FakeTensor):
         return x.detach()
     if not (x.is_meta or x.is_inference()):
@@ -140,7 +142,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
         self._states: dict[torch.device, dict[str, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if LocalTensor in types:  # a LocalTensor calls the function for each rank
+        if not _FAKE.issuperset(types):  # a simulated value calls the function for each rank
             return NotImplemented
         entries = _ENTRIES.get(func)
         if entries is None:

@@ -25,7 +25,7 @@ from fspmd.programs.donation import Taker
 from fspmd.programs.keys import (
     flatten_call,
     guard,
-    kinds_of,
+    identity,
     not_hashable,
     shared_strides,
     surroundings,
@@ -40,6 +40,7 @@ from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, meet, replayed
 from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
 from fspmd.tracing import is_recording, is_traced
+from fspmd.transport.local_tensor import kinds_of
 
 Q = ParamSpec("Q")
 Q2 = ParamSpec("Q2")
@@ -233,23 +234,23 @@ class _Records(Cache[Any, Record]):
         self.near: Cache[Any, list[_Near]] = Cache()
         self._known: Cache[Any, _Near] = Cache()  # by the keys of records: those that were near once
 
-    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], watched: bool) -> Any:
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: tuple[Any, ...], watched: bool) -> Any:
         """The result of a call, by a record that is found by its key, or made.
 
-        ``watched`` says whether watchers hear of the communication of the record.
+        ``around``: the `surroundings`. ``watched``: whether watchers hear of the communication of the record.
         """
-        leaves, around = flatten_call(args, kwargs)
+        leaves, structure = flatten_call(args, kwargs)
         try:
-            kinds, values, strides = kinds_of(leaves)
+            kinds, values, strides = kinds_of(leaves, identity)
         except RuntimeError as error:
             raise without_key(leaves, error) from None
-        key: tuple[Any, ...] = around, kinds
+        key: tuple[Any, ...] = (*structure, *around), kinds
         try:
             record = self.get(key)
         except TypeError:
             raise not_hashable(args, kwargs) from None
         if record is None or (strides != record.strides and not record.by_values):
-            key = around, kinds, *shared_strides(values)
+            key = *key, *shared_strides(values)
             record = self.get(key)
         if record is None or changed(record):
             record = self.made(key, args, kwargs)
@@ -263,7 +264,7 @@ class _Records(Cache[Any, Record]):
         if watched:
             tell(record.moved)
         if strides == record.strides:
-            self.bring_near(key, record, leaves, args, kwargs)
+            self.bring_near(key, around, record, leaves, args, kwargs)
         return replayed(record, values, strides)
 
     def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
@@ -280,10 +281,10 @@ class _Records(Cache[Any, Record]):
         return record
 
     def bring_near(
-        self, key: Any, record: Record, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Any, around: Any, record: Record, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Let calls with similar leaves find the record without a key."""
-        around, closed = surroundings(), record.closed.tensors
+        """Let calls with similar leaves and equal `surroundings` find the record without a key."""
+        closed = record.closed.tensors
         before = self.near.get(around, [])
         near = self._known.get(key)
         if near is None or near.record is not record or any(near is x for x in before):  # that did not know this call
@@ -350,7 +351,8 @@ class Jitted(Generic[Q, R]):
         if self._has_static:
             positional, named = self._recordable.marked(positional, named)
         records = self._records
-        for read, is_alike, record, take in records.near.get(surroundings(), ()):
+        around = surroundings()
+        for read, is_alike, record, take in records.near.get(around, ()):
             leaves = read(positional, named)
             if leaves is not None and is_alike(*leaves):
                 records.hits += 1
@@ -360,7 +362,7 @@ class Jitted(Generic[Q, R]):
                 if take is not None:
                     take(positional, named, leaves)
                 return record.rebuild(record.run(*leaves))  # type: ignore[no-any-return]
-        return records.called(positional, named, watched)  # type: ignore[no-any-return]
+        return records.called(positional, named, around, watched)  # type: ignore[no-any-return]
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function and run nothing. A `TensorSpec` may stand for a `Sharded`.

@@ -23,7 +23,7 @@ from fspmd.torch_internals import (
     function_mode_at,
     is_any_autocast_enabled,
 )
-from fspmd.transport.local_tensor import LocalTensor, blocks_of
+from fspmd.transport.local_tensor import blocks_of, kinds_of
 from fspmd.trees import flatten, flatten_args, flatten_trees
 
 _grad_enabled = torch.is_grad_enabled
@@ -43,16 +43,18 @@ def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
     Strides are no part of the key, since they may differ from process to process.
     """
-    leaves, around = flatten_call(args, kwargs)
-    kinds, values, strides = kinds_of(leaves)
-    return (around, kinds), values, strides
+    leaves, structure = flatten_call(args, kwargs)
+    kinds, values, strides = kinds_of(leaves, identity)
+    return ((*structure, *surroundings()), kinds), values, strides
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """The leaves of the arguments of a call, and the part of its key that excludes their kinds."""
-    leaves, structure = flatten_trees((args, kwargs)) if kwargs else flatten_args(args)  # which takes 4 µs less
-    around = structure, *surroundings()
-    return leaves, around if not kwargs else (*around, dict)  # the structure includes the dict
+    """The leaves of the arguments of a call, and their structure as a part of its key."""
+    if not kwargs:
+        leaves, structure = flatten_args(args)  # which takes 4 µs less
+        return leaves, (structure,)
+    leaves, structure = flatten_trees((args, kwargs))
+    return leaves, (structure, dict)  # the structure includes the dict
 
 
 def surroundings() -> tuple[Any, ...]:
@@ -60,25 +62,6 @@ def surroundings() -> tuple[Any, ...]:
     casts = autocasts() if is_any_autocast_enabled() else ()
     around = _grad_enabled(), _default_dtype(), casts, current_mesh()
     return (*around, default_device()) if count_function_modes() else around
-
-
-def kinds_of(leaves: list[Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
-    """The kinds of leaves; the tensors among the leaves; the strides of these tensors."""
-    kinds: list[Any] = []
-    values, strides = [], []
-    for leaf in leaves:
-        if type(leaf) is Tensor:
-            kinds += leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
-            if leaf.is_conj() or leaf.is_neg() or leaf.layout is not _strided:
-                kinds += leaf.is_conj(), leaf.is_neg(), leaf.layout
-            values.append(leaf)
-            strides.append(leaf.stride())
-        else:
-            kinds.append(_kind(leaf))
-            if isinstance(leaf, Tensor):
-                values.append(leaf)
-                strides.append(strides_of(leaf))
-    return tuple(kinds), values, strides
 
 
 def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
@@ -95,19 +78,11 @@ def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
     return check
 
 
-def _kind(leaf: Any) -> Any:
-    """The kind of a leaf that is no plain tensor."""
-    if type(leaf) is LocalTensor:
-        shapes = tuple(shard.shape for shard in (leaf.shards if leaf.uneven else leaf.shards[:1]))
-        return leaf.dtype, leaf.frame, shapes, leaf.requires_grad, leaf.device
-    if isinstance(leaf, Tensor):
-        return type(leaf), leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
-    return leaf if type(leaf) is Static else identity(leaf)
-
-
 def identity(value: Any) -> Any:
     """A value as part of a key. It distinguishes 1, 1.0 and True, and the two zeros, also within containers."""
     kind = type(value)
+    if kind is Static:
+        return value
     if kind in _DISTINCT:
         return kind, value
     if kind is float or (isinstance(value, Number) and not isinstance(value, int)):
@@ -146,11 +121,6 @@ class Static:
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Static and bool(self.key == other.key)
-
-
-def strides_of(x: Tensor) -> Any:
-    """The strides of a tensor; in a simulation those of each shard."""
-    return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
 
 
 def without_key(leaves: list[Any], error: Exception) -> Exception:

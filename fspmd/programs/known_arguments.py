@@ -13,10 +13,10 @@ from fspmd.local_view.key_orders import check_order
 from fspmd.meshes.mesh import Mesh
 from fspmd.programs.keys import Static
 from fspmd.programs.records import Record
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.transport import known_values
 from fspmd.transport.known_values import layout_row
-from fspmd.trees import flatten_values, labels, leaf_paths, order_of, parameter_names
+from fspmd.trees import flatten_in_order, flatten_values, labels, leaf_paths, order_of, parameter_names, paths_of
 
 
 def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, .
         paths = leaf_paths(tree, root)
         if paths != [root]:
             places = {path: i for i, path in enumerate(paths)}
-            order = [places[path] for path in leaf_paths(tree, root, in_order=True)]
+            order = [places[path] for path in paths_of(flatten_in_order(tree, is_sharded)[1], root)]
             values.append((f"the order of keys in {root} of {name}", zlib.crc32(repr(order).encode())))
         for path, leaf in zip(paths, flatten_values(tree)[0], strict=True):
             if type(leaf) is Sharded:

@@ -27,7 +27,7 @@ from fspmd.programs.text import program_text
 from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import is_sharded
 from fspmd.torch_internals import FakeTensor
-from fspmd.trees import flatten_in_order, leaf_paths, parameter_names
+from fspmd.trees import flatten_in_order, parameter_names, paths_of
 
 
 class Compiled:
@@ -234,9 +234,9 @@ def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     named = [*zip(parameter_names(function, len(args)), args, strict=True), *kwargs.items()]
     tensor_paths = []
     for name, tree in named:
-        leaves, _ = flatten_in_order(tree, is_sharded)
-        paths = leaf_paths(tree, name, in_order=True)
-        tensor_paths += [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, Tensor)]
+        leaves, treedef = flatten_in_order(tree, is_sharded)
+        rows = zip(paths_of(treedef, name), leaves, strict=True)
+        tensor_paths += [path for path, leaf in rows if isinstance(leaf, Tensor)]
     return tensor_paths
 
 

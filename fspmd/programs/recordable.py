@@ -4,7 +4,7 @@ Processes do not wait for each other to record: a process may have a record that
 is recorded on fake tensors, without communication, and all processes run the record.
 
 A lowered program shows the steps of the first rank. Where blocks differ in shape, a simulation has separate steps for
-each rank: `shard_of` gives the block of a rank, and `LocalTensor` joins blocks. A process has the steps for its own
+each rank: `shard_of` gives the block of a rank, and `JOINED` joins blocks. A process has the steps for its own
 block alone.
 """
 
@@ -32,9 +32,10 @@ from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program, rebuilt, remember
 from fspmd.programs.records import Record, record_of, stale, with_reuse
 from fspmd.programs.replay import Maker
-from fspmd.programs.steps import CASTS, JOINED, is_collective, shard_of
+from fspmd.programs.steps import CASTS, is_collective
 from fspmd.torch_internals import FakeTensorMode, fake_tensor
 from fspmd.transport.local_int import SYMBOLS, LocalInt
+from fspmd.transport.local_tensor import JOINED, shard_of
 
 
 def of_first_rank(program: Program) -> Program:

@@ -20,20 +20,21 @@ from fspmd.inspection.causes import Cause, trace
 from fspmd.programs.fake_tensors import stand_in
 from fspmd.programs.program import Value, memory_of, value_of
 from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
-from fspmd.programs.steps import JOINED, shard_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
+    NO_LEVEL,
     DisableTorchFunction,
     FakeTensor,
     current_autograd_node,
     disable_dispatch_modes,
-    is_wrapped,
+    level_of,
     next_sequence,
 )
 from fspmd.tracing import RecordingMode
 from fspmd.transport import Pending
-from fspmd.transport.local_tensor import LocalTensor, blocks_of, held_frame, is_simulated, is_uneven
+from fspmd.transport.frame import Frame
+from fspmd.transport.local_tensor import JOINED, blocks_of, is_simulated, layout_of_blocks, parts_of, shard_of
 from fspmd.variance import unwrapped
 
 aten: Final = torch.ops.aten
@@ -93,9 +94,10 @@ class Values(RecordingMode):
         """The node of a tensor: of a result, or of a tensor from before the recording."""
         if (known := _entry(self._nodes, x)) is not None:
             return known[1]  # type: ignore[no-any-return]
-        if type(x) is LocalTensor and any(self.is_known(shard) for shard in x.shards):  # fspmd has joined the shards
-            args = [self.node_of(shard) for shard in x.shards], x.frame, x.borrowed, x.storage_offset()
-            node = self._put(JOINED, args, {}, constant=all(map(self.is_constant, x.shards)))
+        if is_simulated(x) and any(map(self.is_known, blocks_of(x))):  # fspmd has joined the blocks
+            shards, *rest = parts_of(x)
+            args = (list(map(self.node_of, shards)), *rest)
+            node = self._put(JOINED, args, {}, constant=all(map(self.is_constant, shards)))
         elif (shard := _entry(self._shards, x)) is not None:
             node = self._put(shard_of, shard[1:], {}, constant=self.is_constant(x))
         else:
@@ -115,12 +117,11 @@ class Values(RecordingMode):
 
     def memory(self, x: Tensor) -> int:
         """The number of a tensor's memory, while the memory lives."""
-        return int(self._storage(x)._cdata)
+        return int(self._storage(blocks_of(x)[0])._cdata)
 
-    def _storage(self, x: Tensor) -> UntypedStorage:
-        """A tensor's memory. In a fake recording a tensor with values counts as its fake."""
-        block = _first_block(x)
-        if is_wrapped(block):
+    def _storage(self, block: Tensor) -> UntypedStorage:
+        """A block's memory. In a fake recording a tensor with values counts as its fake."""
+        if level_of(block) != NO_LEVEL:
             block = unwrapped(block)
         if type(block) not in OWN_TYPES or block.layout is not torch.strided or block.is_nested:
             self._check_dense(block)
@@ -136,17 +137,17 @@ class Values(RecordingMode):
         """Note that ``copy``, a part of ``x``, is a copy in the record and a view in torch."""
         with DisableTorchFunction():
             alive = StorageWeakRef(blocks_of(unwrapped(copy))[0].untyped_storage())
-        base = StorageWeakRef(self._storage(x))
+        base = StorageWeakRef(self._storage(blocks_of(x)[0]))
         # x may be a copy itself, and freed soon
         shared = [memories for _, memories in self._copies if base in memories]
-        self._copies.append((alive, {StorageWeakRef(self._storage(copy)), base}.union(*shared)))
+        self._copies.append((alive, {StorageWeakRef(self._storage(blocks_of(copy)[0])), base}.union(*shared)))
 
     def is_copied(self, x: Tensor) -> bool:
         """Whether a write into a tensor would, in torch, change another tensor, which is a copy in the record."""
         self._copies = [entry for entry in self._copies if not entry[0].expired()]
         if not self._copies:
             return False
-        memory = StorageWeakRef(self._storage(x))
+        memory = StorageWeakRef(self._storage(blocks_of(x)[0]))
         return any(memory in memories for _, memories in self._copies)
 
     def constant(self, x: Tensor, value: Tensor | None = None) -> Tensor:
@@ -154,7 +155,7 @@ class Values(RecordingMode):
         node = self.graph.create_node("get_attr", f"captured{len(self.captured)}")
         with self.real(), tracing.outside_transforms():
             kept = self.captured[node] = (x if value is None else value).clone()  # later writes must not change it
-            _describe(node, kept, memory_of(kept))
+            _describe(node, blocks_of(kept)[0], layout_of_blocks(kept), memory_of(kept))
         self.made.add(node)
         self._gradients[node] = None
         if value is None:
@@ -233,13 +234,15 @@ class Values(RecordingMode):
     def _know(self, x: Tensor, node: fx.Node) -> None:
         """Note that a tensor is the result of a node."""
         self._nodes[id(x)] = ref(x), node
+        blocks, layout = blocks_of(x), layout_of_blocks(x)
         if "value" not in node.meta:
-            _describe(node, x, self.memory(x))
-        shards = blocks_of(x) if is_simulated(x) else ()
-        if shards and is_uneven(x):
-            self.note_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(x)) for x in shards))}")
-        for i in reversed(range(len(shards))):  # one tensor may be the shard of several ranks: the first counts
-            self._shards[id(shards[i])] = ref(shards[i]), node, i
+            _describe(node, blocks[0], layout, int(self._storage(blocks[0])._cdata))
+        if layout is None:
+            return
+        if layout[1]:
+            self.note_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(x)) for x in blocks))}")
+        for i in reversed(range(len(blocks))):  # one tensor may be the block of several ranks: the first counts
+            self._shards[id(blocks[i])] = ref(blocks[i]), node, i
 
     def _placed(self, value: Any) -> Any:
         """An argument with nodes in place of its tensors."""
@@ -257,7 +260,7 @@ class Values(RecordingMode):
 
     def _check_captured(self, x: Tensor) -> None:
         """Raise `RecordError` for a tensor without values that is not the result of a step."""
-        if self.is_fake and isinstance(_first_block(unwrapped(x)), FakeTensor):
+        if self.is_fake and isinstance(blocks_of(unwrapped(x))[0], FakeTensor):
             raise self.refusal(
                 RecordError(
                     f"jit cannot record the use of a tensor of shape {tuple(x.shape)} that another thread or recording "
@@ -378,9 +381,8 @@ def _entry(table: dict[int, Any], x: Tensor) -> Any:
     return entry if entry is not None and entry[0]() is x else None
 
 
-def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
-    """Describe the result of a node in its ``meta``: value, device, strides and memory."""
-    block = _first_block(x)
+def _describe(node: fx.Node, block: Tensor, layout: tuple[Frame, bool] | None, storage: int) -> None:
+    """Describe the result of a node in its ``meta``, by its first block: value, device, strides and memory."""
     operands = node.all_input_nodes  # they are alive, so numbers of memory are distinct
     if node.target is operator.getitem or node.target is Pending.wait:
         operands = operands[0].all_input_nodes
@@ -391,16 +393,12 @@ def _describe(node: fx.Node, x: Tensor, storage: int) -> None:
             break
     node.meta.update(
         value=Value(tuple(block.shape), block.dtype),
-        frame=(held_frame(x), is_uneven(x)) if is_simulated(x) else None,
-        device=x.device,
+        frame=layout,
+        device=block.device,
         strides=_strides(block),
         storage=storage,
         memory=memory,
     )
-
-
-def _first_block(x: Tensor) -> Tensor:
-    return blocks_of(x)[0]
 
 
 def _strides(block: Tensor) -> tuple[int, ...] | None:

@@ -1,8 +1,8 @@
 """The recorder: a mode in which a function runs once, and each of its calls becomes a step of one FX graph.
 
 Steps are calls below autograd and ``torch.func``, in forward and in backward: aten functions on blocks, collectives of
-the pair table, and a few functions of fspmd (`fspmd.tracing.step`). In a simulation a block is a `LocalTensor`, and a
-call of a function on it is one step for all ranks.
+the pair table, and a few functions of fspmd (`fspmd.tracing.step`). In a simulation a value has a block for each rank,
+and a call of a function on it is one step for all ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
+from fspmd.fake_mode import UnknownValues
 from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
 from fspmd.inspection.causes import trace
 from fspmd.ops.schemas import facts_of
@@ -30,9 +31,7 @@ from fspmd.programs.steps import CASTS, Routed, runner, transposed_routes
 from fspmd.programs.tensor_indices import REPLACEMENTS
 from fspmd.remembered import forgetting
 from fspmd.torch_internals import (
-    DataDependentOutputException,
     DisableTorchFunction,
-    DynamicOutputShapeException,
     HigherOrderOperator,
     aten_zero_tensor,
 )
@@ -106,7 +105,9 @@ class ProgramRecorder(Values):
         self.paused = True
         try:
             out = func(*args, **kwargs)
-        except DynamicOutputShapeException as error:
+        except UnknownValues as error:
+            if not error.for_shape:
+                raise
             raise self.refusal(shape_of_values(func)) from error
         finally:
             self.paused = False
@@ -132,7 +133,7 @@ class ProgramRecorder(Values):
                 states_kept = self.generators.kept() if self.is_fake and real else nullcontext()
                 with self.real() if real else self.pause(), checked, states_kept:
                     out = runs(*args, **kwargs)
-            except DataDependentOutputException as error:
+            except UnknownValues as error:
                 raise self.refusal(
                     ValuesNeededError(
                         f"jit(f).lower(...) has shapes alone, but got a call of {trace().cause.what} whose sizes "

@@ -21,13 +21,13 @@ from fspmd.programs.capture import Capture
 from fspmd.programs.communication import known_communication, report_when_run
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.histories import histories, name_of, replayed_by
-from fspmd.programs.keys import guard, strides_of
+from fspmd.programs.keys import guard
 from fspmd.programs.program import memory_of, owner
 from fspmd.programs.rebuilders import rebuilder
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, draws_seed, from_lists
 from fspmd.programs.shortened import in_few_steps
 from fspmd.remembered import wrote
-from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
+from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor, strides_of
 
 
 class Closed:
@@ -196,12 +196,13 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
     program, halves = captured.program, None
     donation = with_reuse(captured, donation, make)
     report_when_run(program)
+    steps, deferred = program.steps, program.deferred
     if captured.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        told = replayed_by(name, program.steps)
-        infers = not any(node.meta["backward"] for node in program.steps)
-        run = make(ProgramPart(program.steps, inputs, program.results, program.constants, donated, told, infers))
+        told = replayed_by(name, steps)
+        infers = not any(node.meta["backward"] for node in steps)
+        run = make(ProgramPart(steps, inputs, program.results, program.constants, donated, told, infers))
         if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
         if any(x.requires_grad for x in (*captured.leaves, *captured.closed)):
@@ -215,12 +216,12 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
             run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
-    moved = known_communication(program.steps)
+    moved = known_communication(steps)
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, rebuilder(captured.out), Closed(captured.closed), modules
-    unmet = histories((program.steps, False), (program.deferred, True))
-    draws_seeds = any(map(draws_seed, (*program.steps, *program.deferred)))
+    unmet = histories((steps, False), (deferred, True))
+    draws_seeds = any(map(draws_seed, (*steps, *deferred)))
     is_plain_call, by_values = not donation.places, not captured.is_fake
     return Record(run, strides, *made_of, facts, donation, halves, moved, is_plain_call, unmet, draws_seeds, by_values)
 

@@ -15,7 +15,7 @@ from fspmd.outside import check_outside, refuse_recorded
 from fspmd.placement.replicas import mesh_of
 from fspmd.programs.checked import copied
 from fspmd.programs.donation import Donated
-from fspmd.transport import transport_of
+from fspmd.transport import transport_named
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.trees import flatten, flatten_values, leaf_paths
@@ -72,7 +72,7 @@ def replay_check(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         *_differences("kwargs", runs[0][2], runs[1][2]),
     ]
     text = f"rank {world.process_rank()}\n" + "\n".join(failures) if failures else ""
-    if complaint := transport_of(mesh).agree(text, mesh):
+    if complaint := transport_named(mesh.transport).agree(text, mesh):
         rank, *failures = complaint.splitlines()
         head = f"replay_check: two runs of {_name(step)} from the same state differ on {rank}:"
         raise ReplicaError(join_failures(head, failures, _ADVICE))

@@ -15,7 +15,7 @@ from fspmd.programs.program import Value, owner
 from fspmd.torch_internals import OpOverload
 from fspmd.transport import Pending
 from fspmd.transport.abstract import shape_after
-from fspmd.transport.local_tensor import LocalTensor
+from fspmd.transport.local_tensor import JOINED, shard_of
 from fspmd.transport.rows import Routes
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -186,13 +186,6 @@ def is_pure(node: fx.Node) -> bool:
     return node.target in PARTS or (is_aten(node) and facts_of(node.target).is_pure(node.args, node.kwargs))
 
 
-def shard_of(x: LocalTensor, i: int) -> Tensor:
-    """The block of one simulated rank."""
-    return x.shards[i]
-
-
-#: the step that joins the blocks of simulated ranks
-JOINED: Final[Any] = LocalTensor
 #: steps between a value and the blocks of simulated ranks
 OF_RANKS: Final = frozenset((shard_of, JOINED))
 #: steps that split or join values

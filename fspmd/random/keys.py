@@ -28,11 +28,11 @@ from fspmd.redistribution.redistribute import from_blocks, to_blocks
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import (
+    NO_LEVEL,
+    NOT_MAPPED,
     DisableTorchFunction,
     add_batch_dim,
     batch_dim_of,
-    is_batched,
-    is_wrapped,
     level_of,
     wrapped_by,
 )
@@ -306,8 +306,8 @@ def _mapped(make: Callable[[Tensor], Any], key: Tensor) -> Any:
     derivative, it would have the level of the derivative inside those of `vmap` around it, which torch cannot use.
     """
     layers: list[tuple[int, int]] = []  # of each vmap that maps the key: its level, and the mapped dim; the inner last
-    while is_wrapped(key):
-        if is_batched(key):
+    while level_of(key) != NO_LEVEL:
+        if batch_dim_of(key) != NOT_MAPPED:
             layers.append((level_of(key), batch_dim_of(key)))
         key = wrapped_by(key)
     if not layers:

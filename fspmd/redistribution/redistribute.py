@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.entries import entry_axes
+from fspmd.flights import depart, land
 from fspmd.foreign import refuse_misfit
 from fspmd.meshes.mesh import Mesh
-from fspmd.pairs import Call, apply, call, depart, land
+from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.cost import VIEWS, Topology, topology
 from fspmd.redistribution.edges import lengths
 from fspmd.redistribution.moves import moves
@@ -163,8 +165,9 @@ def cuts(spec: TensorSpec, topology: Topology) -> tuple[Call, ...]:
         views = Regroup(spec.with_partition(P()), unflattened.with_partition(P())), Regroup(unflattened, spec)
         first, last = (call("view", mesh, (), Options(dims=view)) for view in views)
         return (first, *cuts(unflattened, topology), last)
-    dims = sorted(spec.cuts, key=lambda cut: -topology.link(mesh, cut[1]).bandwidth)
-    calls = [call("slice", mesh, axes, Options(dim=d, sizes=lengths(spec, d, axes))) for d, axes, _ in dims]
+    speeds = [topology.link(mesh, axes).bandwidth for _, axes, _ in spec.cuts]
+    dims = sorted(zip(speeds, spec.cuts, strict=True), key=itemgetter(0), reverse=True)
+    calls = [call("slice", mesh, axes, Options(dim=d, sizes=lengths(spec, d, axes))) for _, (d, axes, _) in dims]
     for name, axes in (("invariant_to_reduced", partition.reduced), ("invariant_to_unreduced", partition.unreduced)):
         if axes:
             calls.append(call(name, mesh, mesh.ordered(axes)))

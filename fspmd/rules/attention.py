@@ -23,7 +23,6 @@ from fspmd.redistribution.cost import work
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import NO_RULE, Dims, Factors, Whole, match, parse
 from fspmd.rules.windows import block_places, per_rank
-from fspmd.torch_internals import safe_softmax
 
 _PATTERNS = {
     (mask, heads): parse(f"... {heads}l 1, ... {heads}s 1, ... {heads}s 1{', ...' * mask} -> ... {heads}l 1")
@@ -249,8 +248,13 @@ def with_dropout(
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return F.dropout(safe_softmax(scores, -1), dropout_p) @ value
+    if attn_mask is None:
+        return F.dropout(scores.softmax(-1), dropout_p) @ value
+    excluded = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+    nothing_left = excluded.all(-1, keepdim=True)  # such a query gets zeros, and no gradient
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(excluded & ~nothing_left, -torch.inf)
+    else:
+        scores = scores + attn_mask.masked_fill(nothing_left, 0)
+    weights = scores.softmax(-1).masked_fill(nothing_left, 0)
+    return F.dropout(weights, dropout_p) @ value

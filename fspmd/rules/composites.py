@@ -317,7 +317,7 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 @cached
 def may_be_composite(func: Any) -> bool:
     """Whether `composite_of` may return a composite for a call of a function."""
-    return has_composite(func) or (_is_function(func) and (func in CHOICES or name_of(func) in CHOICES))
+    return _is_function(func) and any(func in table or name_of(func) in table for table in (COMPOSITES, CHOICES))
 
 
 def has_composite(func: Any) -> bool:

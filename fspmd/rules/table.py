@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.cache import cached
-from fspmd.ops.linearity import LINEAR, WHEN, plain_name
+from fspmd.ops.linearity import LINEAR, WHEN
 from fspmd.ops.operators import OPERATORS
-from fspmd.ops.traits import is_tagged, is_torch, name_of
+from fspmd.ops.traits import is_tagged, is_torch, name_of, plain_name
 from fspmd.rules import (
     attention,
     diagonals,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from fspmd.cache import cached
-from fspmd.meshes.mesh import Mesh
 from fspmd.transport.call import Options, Transport
 from fspmd.transport.pending import Pending
 
-__all__ = ["Options", "Pending", "Transport", "transport_of"]
+__all__ = ["Options", "Pending", "Transport", "transport_named"]
 
 
 @cached
-def _transport(name: str) -> Transport:
+def transport_named(name: str) -> Transport:
+    """Return the transport of meshes whose ``mesh.transport`` is ``name``."""
     if name == "simulation":
         from fspmd.transport.simulation import SimulationTransport
 
@@ -23,8 +23,3 @@ def _transport(name: str) -> Transport:
     from fspmd.transport.process_group import ProcessGroupTransport
 
     return ProcessGroupTransport()
-
-
-def transport_of(mesh: Mesh) -> Transport:
-    """Return the transport of a mesh."""
-    return _transport(mesh.transport)

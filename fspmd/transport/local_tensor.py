@@ -20,10 +20,10 @@ from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
 from fspmd.ops.schemas import FACTS, OpFacts, learn
 from fspmd.spec import describe
 from fspmd.torch_internals import (
-    aten_same_storage_size,
+    NO_LEVEL,
     current_autograd_node,
     disabled_torch_function,
-    is_wrapped,
+    level_of,
     make_wrapper_subclass,
     return_and_correct_aliasing,
 )
@@ -32,6 +32,7 @@ from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
 from fspmd.transport.randomness import per_rank_generators
 
 _inference = torch.is_inference_mode_enabled
+_strided = torch.strided
 _SYMBOLS = frozenset(SYMBOLS)
 _SEQUENCES = frozenset((list, tuple, torch.Size))
 
@@ -228,6 +229,70 @@ def per_block(function: Callable[..., Tensor], x: Any, *others: Tensor) -> Tenso
     return LocalTensor([function(*row) for row in rows], x.frame)
 
 
+def layout_of_blocks(x: Any) -> tuple[Frame, bool] | None:
+    """Returns the `held_frame` of a simulated value, and whether its blocks are uneven; None for another value."""
+    return (x.frame, x.uneven) if type(x) is LocalTensor else None
+
+
+def with_blocks(x: Any, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns ``make`` of ``x``, or of the block of each simulated rank, which lie in their base as before."""
+    if type(x) is not LocalTensor:
+        return make(x)
+    return LocalTensor(list(map(make, x.shards)), x.frame, x.borrowed, x.storage_offset())
+
+
+def take_blocks(x: Any, others: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns a new value that has the blocks of the simulated value ``x``. Each is replaced by ``others`` of it."""
+    taken = LocalTensor(x.shards, x.frame, x.borrowed, x.storage_offset())
+    x.shards = list(map(others, x.shards))
+    return taken
+
+
+def kinds_of(leaves: list[Any], others: Callable[[Any], Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
+    """Returns the kinds of leaves, by which they are told apart; the tensors among the leaves; their strides.
+
+    ``others`` gives the kind of a leaf that is no tensor.
+    """
+    kinds: list[Any] = []
+    values, strides = [], []
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind is Tensor:
+            kinds += leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+            if leaf.is_conj() or leaf.is_neg() or leaf.layout is not _strided:
+                kinds += leaf.is_conj(), leaf.is_neg(), leaf.layout
+        elif kind is LocalTensor:
+            shapes = tuple([shard.shape for shard in (leaf.shards if leaf.uneven else leaf.shards[:1])])
+            kinds.append((leaf.dtype, leaf.frame, shapes, leaf.requires_grad, leaf.device))
+        elif isinstance(leaf, Tensor):
+            kinds.append((kind, leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device))
+        else:
+            kinds.append(others(leaf))
+            continue
+        values.append(leaf)
+        strides.append(strides_of(leaf))
+    return tuple(kinds), values, strides
+
+
+def strides_of(x: Any) -> Any:
+    """Returns the strides of a tensor; in a simulation those of each block."""
+    return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
+
+
+def shard_of(x: LocalTensor, i: int) -> Tensor:
+    """Returns the block of one simulated rank; a step of records."""
+    return x.shards[i]
+
+
+def parts_of(x: Any) -> tuple[list[Tensor], Frame, bool, Any]:
+    """Returns the arguments with which `JOINED` makes a simulated value."""
+    return x.shards, x.frame, x.borrowed, x.storage_offset()
+
+
+#: the step of records that joins the blocks of simulated ranks
+JOINED: Final[Any] = LocalTensor
+
+
 def placed_blocks(x: Tensor, mesh: Mesh) -> Iterator[tuple[dict[str, int], Tensor]]:
     """Yields the blocks of a value, each with the coordinate by axis of the first rank that has it."""
     if type(x) is not LocalTensor:
@@ -267,7 +332,7 @@ def is_uneven(x: Tensor) -> bool:
     """Whether simulated ranks hold blocks of different shapes, under a ``torch.func`` transform too."""
     if type(x) is LocalTensor:
         return x.uneven
-    return is_wrapped(x) and not all(type(length) is int for length in x.shape)
+    return level_of(x) != NO_LEVEL and not all(type(length) is int for length in x.shape)
 
 
 def expand(x: Tensor, held: Frame) -> LocalTensor:
@@ -495,8 +560,9 @@ def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, b
     if any(result != first for result in results):
         if isinstance(first, int) and not isinstance(first, bool):
             return local_int(held, results)
-        if func is aten_same_storage_size:  # torch asks whether a tangent needs a copy
-            return False
+        facts = FACTS.get(func)
+        if isinstance(first, bool) and facts is not None and not facts.gives_values:
+            return False  # torch asks about memory, as whether a tangent needs a copy: yes if so on all ranks
         raise VarianceError(
             f"{func} gave different Python values on different ranks; make its operands equal first (psum, pmax, "
             "all_gather to='invarying'), or run it rank by rank with rank_map"

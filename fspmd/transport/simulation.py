@@ -245,11 +245,16 @@ def _index(mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
 
 def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[Frame, Frame, list[Tensor], Table]:
     """Return the frame with ``axes``, the frame without them, the shards, and the groups of shard indices."""
-    held = union(frame_of(x, mesh), frame(mesh, axes))
+    held = frame(mesh, axes)
+    if type(x) is LocalTensor:
+        held = union(x.frame, held)
+        shards = x.shards if held is x.frame else x.at(held)
+    else:
+        shards = shards_of(x, held)
     rest, table = groups(held, axes)
     if o.index_groups is not None:
         table = tuple(tuple(group[i] for i in chosen) for group in table for chosen in o.index_groups)
-    return held, rest, shards_of(x, held), table
+    return held, rest, shards, table
 
 
 def shapes_of(x: Tensor, held: Frame) -> list[tuple[int, ...]]:

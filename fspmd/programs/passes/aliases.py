@@ -16,8 +16,9 @@ from torch import fx
 
 from fspmd.ops.schemas import facts_of
 from fspmd.programs.program import Program, owner
-from fspmd.programs.steps import PARTS, is_aten, is_collective, is_wait, shard_of
+from fspmd.programs.steps import PARTS, is_aten, is_collective, is_wait
 from fspmd.torch_internals import OpOverload
+from fspmd.transport.local_tensor import shard_of
 
 _LARGEST: Final = 1 << 16  # bytes of a tensor that is made once, and kept
 

@@ -1,4 +1,4 @@
-"""How a rank meets all keys of a cut sequence: block by block in a ring, or gathered."""
+"""Ring attention, in which a rank meets the keys of a cut sequence block by block, and attention to gathered keys."""
 
 from __future__ import annotations
 
