@@ -912,8 +912,8 @@ def test_budgets_that_drop_the_same_are_measured_once(monkeypatch: pytest.Monkey
     """A chain of two steps keeps few values, so most budgets drop none of them, or all."""
     measured: list[int] = []
 
-    def measure(program: Program) -> Any:
-        found = memory_of_program(program)
+    def measure(program: Program, **options: Any) -> Any:
+        found = memory_of_program(program, **options)
         measured.append(found.peak)
         return found
 

@@ -376,6 +376,7 @@ def _wrap_unseen() -> None:
         run.__module__ = "torch"  # methods in C have none
         return run
 
+    wrap = functools.cache(wrap)  # one function may have several owners
     for owner, name in UNSEEN:
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         wrapper = wrap(getattr(owner, name))

@@ -63,15 +63,21 @@ def turns_of(
         mask: The `Mask.outline` of a mask.
         gathered: Whether a rank has the keys of the whole sequence, in one step.
     """
-    if not layout.block_length % prod(parts) and len({n for _, n in layout.cuts}) == 1:
-        parts = ()  # of one length, so that tiles may reach from one to the next
+    are_equal = len({n for _, n in layout.cuts}) == 1 and not layout.block_length % prod(parts)
+
+    def tiled(tiles: int) -> Turns:
+        """The steps with about so many tiles of a block, which reach over parts if no part is padded."""
+        if are_equal and not layout.block_length % tiles:
+            return _tiled(axis, mask, layout, (), tiles, gathered)
+        return _tiled(axis, mask, layout, parts, max(1, tiles // prod(parts)), gathered)
+
     for tiles in (1, 2):  # of a zigzag a rank has two runs of positions
-        turns = _tiled(axis, mask, layout, parts, tiles, gathered)
+        turns = tiled(tiles)
         if all(step.is_exact for step in turns.tiles.values()):
             return turns
-    turns = _tiled(axis, mask, layout, parts, max(1, count_of(layout.block_length) // prod(parts)), gathered)
+    turns = tiled(count_of(layout.block_length))
     skips = len(turns.tiles) < (1 if gathered else len(layout.cuts)) or any(step.skips for step in turns.tiles.values())
-    return turns if skips else _tiled(axis, mask, layout, parts, 1, gathered)
+    return turns if skips else tiled(1)
 
 
 def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: tuple[int, ...], tiles: int, gathered: bool) -> Turns:
