@@ -1,5 +1,6 @@
 """Attention over cut sequences: autocast, uneven batches, inference mode, and what is refused."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.nn import (
     Causal,
     Documents,
+    Mask,
+    Prefix,
     SequenceLayout,
     SlidingWindow,
     attend_block,
@@ -147,6 +150,52 @@ def test_axes_must_cut_as_the_layout_does() -> None:
         call(*operands(13))
     where = shard_map(lambda x: lies.positions(axes), mesh=mesh, in_specs=P(axes), out_specs=P(axes))
     assert torch.equal(device_get(where(torch.arange(13))), lies.order)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_any_scale_is_right(scale: float) -> None:
+    """The CPU's kernel gives NaN in causal calls whose scale is not positive."""
+    mesh, rows = make_mesh((2,), ("cp",), transport="simulation"), P(None, "cp")
+    q, k, v = operands(8)
+    attend = functools.partial(ring_attention, axis="cp", mask=Causal(), scale=scale, layout=zigzag(8, 2))
+    call, lies = shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows), zigzag(8, 2)
+    found = lies.restore(device_get(call(*(lies.store(x, 1) for x in (q, k, v)))), 1)
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
+    seen = torch.ones(8, 8, dtype=torch.bool).tril()
+    torch.testing.assert_close(found, (q @ k.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1) @ v)
+
+
+def test_masks_of_your_own_are_told_apart() -> None:
+    class Near(Mask):
+        def __init__(self, size: int) -> None:
+            object.__setattr__(self, "size", size)
+
+        def allows(self, query: Tensor, key: Tensor) -> Tensor:
+            return (query - key).abs() < self.size  # type: ignore[attr-defined]
+
+        def over(self, queries: range, keys: range) -> bool | None:
+            return SlidingWindow(self.size).over(queries, keys)  # type: ignore[attr-defined]
+
+    assert Near(1) != Near(16)
+    mesh, rows = make_mesh((2,), ("cp",), transport="simulation"), P(None, "cp")
+    for size in (1, 16):
+        found, want = (
+            device_get(shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows)(*operands(16)))
+            for f in (
+                functools.partial(ring_attention, axis="cp", mask=mask) for mask in (Near(size), SlidingWindow(size))
+            )
+        )
+        assert torch.equal(found, want)
+
+
+def test_gradients_of_what_sees_nothing_have_gradients() -> None:
+    mesh, rows = make_mesh((2,), ("cp",), transport="simulation"), P(None, "cp")
+    q = operands(8)[0].requires_grad_()
+    attend = functools.partial(ring_attention, axis="cp", mask=Prefix(0))
+    out = shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)(q, q, q)
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(device_get(first).sum(), q)
+    assert not second.any()
 
 
 def test_wrong_arguments_are_told() -> None:

@@ -107,3 +107,19 @@ def test_what_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^Activation.apply, .* in a transform such as vmap or torch.func.grad"):
         torch.func.grad(lambda x: Activation.apply(x).sum())(x)
     assert fspmd.typeof(Activation.apply(x.detach())).partition == P("x", None)  # no gradient to lose
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        raise ValueError("an error of its own")
+
+
+def test_errors_of_a_backward_are_told() -> None:
+    x = device_put(torch.ones(6), P("x"), mesh=MESH).requires_grad_()
+    with pytest.raises(ValueError, match="an error of its own"):
+        torch.autograd.grad(_Failing.apply(x).sum(), x)

@@ -6,7 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import pytest
@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fspmd
-from fspmd import ArgumentError, DonationError, P, device_get, device_put, jit
+from fspmd import ArgumentError, DonationError, P, device_get, device_put, jit, make_mesh
 from fspmd.programs.passes.aliases import in_flight, written
 from fspmd.programs.steps import is_wait
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
@@ -445,3 +445,36 @@ def test_what_is_being_sent_is_not_written_into(sent: str, passes: list[str]) ->
     writes = [i for i, node in enumerate(steps) if written(node)]
     assert writes
     assert begin < wait < min(writes)
+
+
+class Turned(NamedTuple):
+    """A named tuple that a library has registered as a node of its own, whose children come in another order."""
+
+    w: Any
+    m: Any
+
+
+class _Turned(Turned):
+    pass
+
+
+optree.register_pytree_node(
+    _Turned,
+    lambda x: ((x.m, x.w), None),
+    lambda _, children: _Turned(children[1], children[0]),
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
+)
+
+
+def test_arguments_of_registered_named_tuples() -> None:
+    mesh = make_mesh((1,), ("x",), transport="simulation")
+    f = jit(lambda t: _Turned(t.w - 0.5, t.m * 2), donate_argnums=0)
+    for i in range(3):
+        t = _Turned(*(device_put(torch.full((4,), value), P("x"), mesh=mesh) for value in (3.0, 5.0)))
+        held = t.m.local if i == 2 else None
+        found = f(t)
+        assert [device_get(x).tolist() for x in found] == [[2.5] * 4, [10.0] * 4]
+        for x in t:
+            with pytest.raises(DonationError):
+                device_get(x)
+        del held

@@ -585,3 +585,11 @@ def test_a_device_that_is_not_here_is_planned_as_a_cpu() -> None:
     program = jit(fspmd.value_and_grad(lambda w, x: F.pad(x @ w, (0, 1)).sin().sum(), argnums=(0, 1))).lower(w, x)
     assert {collective.kind for collective in program.collectives()} == {"psum"}
     assert mesh.device_type == "cuda"
+    halves = [TensorSpec(mesh, p, (64, 64), torch.bfloat16) for p in (P("x"), P())]
+    program, threads = jit(lambda x, w: x @ w).lower(*halves), torch.get_num_threads()
+    peaks = set()
+    for n in (1, 8):
+        torch.set_num_threads(n)
+        peaks.add(program.memory().peak)
+    torch.set_num_threads(threads)
+    assert peaks == {(16 * 64 + 64 * 64 + 16 * 64) * 2}  # kernels of CPUs take more

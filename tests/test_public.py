@@ -68,6 +68,13 @@ def test_import_replaces_nothing_in_torch() -> None:
     assert len(at_first_mesh.split()) == int(told[1])
 
 
+def test_wrapped_functions_are_found_by_their_names() -> None:
+    """Dynamo and pickle look functions up by their module."""
+    fspmd.make_mesh((2,), ("x",), transport="simulation")
+    for function in (torch.nested.nested_tensor, torch.nested.as_nested_tensor):
+        assert getattr(sys.modules[function.__module__], function.__name__) is function
+
+
 def test_one_version() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]

@@ -164,7 +164,8 @@ def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         try:
             func(*whole[0], **whole[1])
         except Exception as complaint:
-            refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], complaint)
+            if func not in ENGINE or not isinstance(complaint, RuntimeError):  # else the error is that of a backward
+                refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], complaint)
         tell_call(error, func, args, kwargs)
         raise
 

@@ -373,7 +373,8 @@ def _wrap_unseen() -> None:
             return tracker.__torch_function__(original, (), args, kwargs)
 
         functools.update_wrapper(run, original)
-        run.__module__ = "torch"  # methods in C have none
+        if getattr(original, "__module__", None) is None:  # of methods in C
+            run.__module__ = "torch"
         return run
 
     wrap = functools.cache(wrap)  # one function may have several owners

@@ -125,6 +125,8 @@ def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale
     scale, width = scale_of(query, scale), max(query.shape[-1], value.shape[-1])
     width += -width % unit
     rows, columns = query.shape[-2], key.shape[-2]
+    if scale <= 0:  # of causal calls the CPU's kernel makes NaN
+        allowed = mask_of(allowed, query, key)
     bias = None
     if isinstance(allowed, Tensor):
         bias = torch.where(allowed, 0.0, -torch.inf).to(dtype)
@@ -209,8 +211,8 @@ def _unused(x: Operands, count: int, dtype: torch.dtype) -> Tensor:
     return torch.empty((count,) if count else (), dtype=dtype, device=x.query.device)
 
 
-#: It takes rows for dense whatever their stride, ends the process for no keys, and gives a query that sees no key the
-#: lse 0.
+#: The CPU's kernel takes rows for dense whatever their stride, ends the process for no keys, gives a query that sees no
+#: key the lse 0, and gives NaN in causal calls whose scale is not positive.
 CPU: Final = Kernel(_cpu, _cpu_backward)
 #: 16 bits; twice as fast as `FLASH` on an H200
 CUDNN: Final = Kernel(_cudnn, _cudnn_backward)

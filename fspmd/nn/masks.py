@@ -15,9 +15,11 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask:
     """The base of all masks. ``a & b`` allows what both allow, ``a | b`` what one of them allows.
+
+    Masks of your own that are frozen dataclasses share the tables of their tiles with equal masks.
 
     >>> prefix_lm = Causal() | Prefix(2)
     >>> prefix_lm.allows(torch.arange(4)[:, None], torch.arange(4)).int()
@@ -153,7 +155,7 @@ class Documents(Mask):
 
     @property
     def outline(self) -> Mask:
-        return Mask()  # says nothing, since the ids are data: each step of training may have others
+        return _UNKNOWN  # says nothing, since the ids are data: each step of training may have others
 
     def check(self, length: int) -> None:
         if len(self.ids) < length:
@@ -211,6 +213,9 @@ class AnyOf(_Both):
 
     def is_triangle(self, span: range) -> bool:
         return self._is_triangle(span, False)
+
+
+_UNKNOWN = Mask()
 
 
 def _known(all_seen: bool, none_seen: bool) -> bool | None:

@@ -109,4 +109,5 @@ class Gathered:
 
 def _nothing(operands: tuple[Tensor, ...], whole: PartialAttention) -> list[Tensor]:
     """The gradients of operands where no query sees a key."""
-    return [torch.zeros_like(x, dtype=whole.out.dtype) for x in operands]
+    hidden = torch.ones((), dtype=torch.bool, device=whole.out.device)
+    return [x.to(whole.out.dtype).masked_fill(hidden, 0) for x in operands]  # whose gradients are 0, not missing

@@ -116,6 +116,7 @@ class Donation:
             x = values[place]
             if (
                 type(holder) is Sharded
+                and holder.block is x
                 and type(x) is Tensor
                 and getrefcount(x) <= _HELD
                 and not (x.__dict__ or getweakrefcount(x))  # of moves and casts, which would not fit the result

@@ -81,6 +81,8 @@ def memory_of_program(
             same decision it may not.
     """
     names = given_as(program, arguments)
+    specs = [node.meta["spec"] for node in (*program.inputs, *program.constants) if node.meta.get("spec") is not None]
+    scratch = scratch and all(spec.mesh.device_type == "cpu" for spec in specs)  # else planned for a device not here
     steps, spans = (*program.steps, *program.deferred), lives(program, donated)
     nbytes = levels(spans, steps, scratch)
     given = sum(node.meta["value"].nbytes for node in (*program.inputs, *program.constants))

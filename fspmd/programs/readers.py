@@ -25,12 +25,8 @@ def reader(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> 
     Like arguments have equal containers with equal keys, and leaves of these types and forms. For containers other than
     tuples, lists, dicts and named tuples the reader walks through trees.
     """
-    writing = _Writing()
-    if writing.read_children("args", args) and writing.read_children("kwargs", kwargs):
-        read = writing.written()
-        found = read(args, kwargs)  # a library may have registered a named tuple as a node of its own
-        if found is not None and len(found) == len(leaves) and all(map(is_, found, leaves)):
-            return read
+    if (found := _read(args, kwargs, leaves)) is not None:
+        return found[1]
     structure = flatten_trees((args, kwargs))[1]
 
     def by_walk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
@@ -40,15 +36,25 @@ def reader(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> 
     return by_walk
 
 
-def picker(args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int]) -> Picker | None:
+def picker(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], places: Sequence[int]) -> Picker | None:
     """A picker of the leaves at some places, for arguments that a `reader` of these has read.
 
     None for containers through which a reader walks.
     """
-    writing = _Writing()
-    if not (writing.read_children("args", args) and writing.read_children("kwargs", kwargs)):
+    if (found := _read(args, kwargs, leaves)) is None:
         return None
-    return writing.written_picker([[*writing.leaves][place] for place in places])
+    return found[0].written_picker([[*found[0].leaves][place] for place in places])
+
+
+def _read(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> tuple[_Writing, Reader] | None:
+    """The lines that take arguments apart into these leaves, and their function; None if a walk alone does."""
+    writing = _Writing()
+    if writing.read_children("args", args) and writing.read_children("kwargs", kwargs):
+        read = writing.written()
+        found = read(args, kwargs)  # a library may have registered a named tuple as a node of its own
+        if found is not None and len(found) == len(leaves) and all(map(is_, found, leaves)):
+            return writing, read
+    return None
 
 
 class _Writing:
