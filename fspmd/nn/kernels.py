@@ -59,7 +59,7 @@ class Kernel:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None
 ) -> PartialAttention | None:
-    """The part of the keys, wide. None: torch has no kernel for these operands."""
+    """The part of the keys, in float32 or float64. None: torch has no kernel for these operands."""
     given = _operands(query, key, value, allowed, scale)
     kernel = None if given is None else kernel_for(given)
     if given is None or kernel is None:
