@@ -105,7 +105,7 @@ LOSSES: dict[str, Loss] = {
     "several": lambda x, w, v: sum((y**2 + z * i).sum() for y, i, z in [Several.apply(x, v)]),
     "first of several": lambda x, w, v: (Several.apply(x, v)[0] ** 2).sum(),
     "last of several": lambda x, w, v: (Several.apply(x, v)[2] ** 2).sum(),
-    "scaled": lambda x, w, v: (Scaled.apply(x) ** 2).sum() + (Scaled.apply(x @ w, scale=3.0) ** 2).sum(),
+    "scaled": lambda x, w, v: (Scaled.apply(x) ** 2).sum() + (Scaled.apply(x @ w, 3.0) ** 2).sum(),
     "reversed": lambda x, w, v: (Reversed.apply(x * v) ** 2).sum() + (Reversed.apply(x) ** 3).sum(),
     "chain": lambda x, w, v: (Activation.apply(Product.apply(Activation.apply(x), w, 0.5)) ** 2).sum(),
     "checkpoint": lambda x, w, v: (
