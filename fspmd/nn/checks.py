@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from fspmd.body import bound_body
+from fspmd.body import bound_body, resolve_axes
 from fspmd.collectives import axis_size
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
@@ -104,16 +104,16 @@ def check_layout(
             f"{what} cuts the sequence over {ranks} ranks, and got a layout of {len(layout.cuts)}; make one: "
             f"contiguous({layout.length}, {ranks})"
         )
-    names = tuple(name for x in (ring, axis) for name in ((x,) if isinstance(x, str) else x))
-    mesh = bound_body(what).mesh
-    sizes = tuple(mesh.shape[name] for name in names)
-    outer = sizes[: len(names) - (0 if not axis else 1 if isinstance(axis, str) else len(axis))]
-    if layout.cuts != (wanted := blocks(layout.length, outer)):
+    body = bound_body(what)
+    rings, inner = (resolve_axes(body, x, what) for x in (ring, axis))
+    if layout.cuts != (wanted := blocks(layout.length, body.sizes(rings))):
         raise ShapeError(
-            f"{what} over {names[: len(outer)]}, which cut {layout.length} positions into blocks of "
-            f"{[n for _, n in wanted]}, got a layout with blocks of {[n for _, n in layout.cuts]}; give the layout the "
-            f"sizes of the axes, such as contiguous({layout.length}, {outer})"
+            f"{what} over {rings}, which cut {layout.length} positions into blocks of {[n for _, n in wanted]}, got a "
+            f"layout with blocks of {[n for _, n in layout.cuts]}; give the layout the sizes of the axes, such as "
+            f"contiguous({layout.length}, {body.sizes(rings)})"
         )
+    names, mesh = (*rings, *inner), body.mesh
+    sizes = body.sizes(names)
     cut = [n for _, n in blocks(layout.length, sizes)]
     for at, length in lengths.items():
         needed = set(cut) if at is None else {cut[row_major([at[mesh.axis_names.index(x)] for x in names], sizes)]}

@@ -19,6 +19,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.body import bound_body, resolve_axes
 from fspmd.collectives import all_to_all, axis_index, axis_size
 from fspmd.errors import ShapeError
 from fspmd.nn.attention import Way, attention
@@ -174,7 +175,8 @@ def _checked(
     layout = check_layout(layout, everywhere, ring, axis, what)
     mask.check(layout.length)
     names = ring if isinstance(ring, str) else tuple(ring)
-    parts = tuple(axis_size(name) for name in ((axis,) if isinstance(axis, str) else axis))
+    body = bound_body(what)
+    parts = body.sizes(resolve_axes(body, axis, what))
     return way(turns_of(names, mask.outline, layout, parts, way is Gathered), mask, scale)
 
 

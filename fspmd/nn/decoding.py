@@ -213,10 +213,10 @@ class KVCache(NamedTuple):
         key, value = key.where(finds_place, 0), value.where(finds_place, 0)
         places = places.clamp(max=spare)
         ends = starts + (n if counts is None else counts)
+        # on CPUs torch's scatter of halves makes a copy of the whole cache in float32
         if slots is None and (key.dtype.itemsize > 2 or key.device.type != "cpu"):
             grown = [old.scatter(2, _like(places, x), x) for old, x in ((keys, key), (values, value))]
             return KVCache((grown[0],), (grown[1],), ends)
-        # on CPUs torch's scatter of halves makes a copy of the whole cache in float32
         heads = torch.arange(key.shape[1], device=first.device)[:, None]
         rows = torch.arange(key.shape[0], device=first.device) if slots is None else slots
         at = rows[:, None, None], heads, places[:, None]

@@ -61,8 +61,7 @@ def forward(
 ) -> PartialAttention | None:
     """The part of the keys, in float32 or float64. None: torch has no kernel for these operands."""
     given = _operands(query, key, value, allowed, scale)
-    kernel = None if given is None else kernel_for(given)
-    if given is None or kernel is None:
+    if given is None or (kernel := kernel_for(given)) is None:
         return None
     rows, dtype = query.shape[:-1], wide(query)
     out, lse = kernel.run(given)
@@ -84,8 +83,7 @@ def backward(
 ) -> Grads | None:
     """The gradients that come from these keys, of any dtype. ``whole.lse`` of a query that sees nothing is inf."""
     given = _operands(query, key, value, allowed, scale)
-    kernel = None if given is None else kernel_for(given)
-    if given is None or kernel is None:
+    if given is None or (kernel := kernel_for(given)) is None:
         return None
     shape = given.query.shape
     out_grad, out = (_fitting(x, given.query.dtype, shape[-1]) for x in (out_grad, whole.out))
@@ -173,7 +171,7 @@ def _cudnn(x: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _cudnn_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor) -> Any:
-    seeds = _unused(x, 0, torch.int64), _unused(x, 0, torch.int64)
+    seeds = _unused(x, torch.int64), _unused(x, torch.int64)
     lengths = None, None, x.query.shape[-2], x.key.shape[-2]  # equal in the batch
     return aten_cudnn_attention_backward(
         out_grad, *x[:3], out, lse[..., None].contiguous(), *seeds, x.bias, *lengths, 0.0, x.causal, scale=x.scale
@@ -186,7 +184,7 @@ def _flash(x: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _flash_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor) -> Any:
-    seeds = _unused(x, 2, torch.uint64), _unused(x, 0, torch.uint64)
+    seeds = _unused(x, torch.uint64, 2), _unused(x, torch.uint64)
     lengths = None, None, x.query.shape[-2], x.key.shape[-2]  # equal in the batch
     return aten_flash_attention_backward(
         out_grad, *x[:3], out, lse.contiguous(), *lengths, 0.0, x.causal, *seeds, scale=x.scale
@@ -201,14 +199,14 @@ def _efficient(x: Operands) -> tuple[Tensor, Tensor]:
 def _efficient_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor) -> Any:
     lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS), value=torch.inf).contiguous()
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes out for laid as its own
-    seeds, wanted = (_unused(x, 0, torch.int64), _unused(x, 0, torch.int64)), [True, True, True, False]
+    seeds, wanted = (_unused(x, torch.int64), _unused(x, torch.int64)), [True, True, True, False]
     found = aten_efficient_attention_backward(out_grad, *x[:4], out, lse, *seeds, 0.0, wanted, x.causal, scale=x.scale)
     return found[:3]
 
 
-def _unused(x: Operands, count: int, dtype: torch.dtype) -> Tensor:
+def _unused(x: Operands, dtype: torch.dtype, *shape: int) -> Tensor:
     """The state of random numbers, which attention without dropout does not read."""
-    return torch.empty((count,) if count else (), dtype=dtype, device=x.query.device)
+    return torch.empty(shape, dtype=dtype, device=x.query.device)
 
 
 #: The CPU's kernel takes rows for dense whatever their stride, ends the process for no keys, gives a query that sees no

@@ -5,6 +5,7 @@ They follow from the layout and the mask, before anything runs. Masks whose rang
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from math import prod
 
@@ -65,6 +66,7 @@ def turns_of(
     """
     are_equal = len({n for _, n in layout.cuts}) == 1 and not layout.block_length % prod(parts)
 
+    @functools.cache
     def tiled(tiles: int) -> Turns:
         """The steps with about so many tiles of a block, which reach over parts if no part is padded."""
         if are_equal and not layout.block_length % tiles:
