@@ -7,15 +7,21 @@ Each definition refuses operands that its kernel refuses, and gives what its ker
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import device_programs
 import pytest
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from fspmd.nn import kernels
+from fspmd.nn import kernels, triton_attention
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -165,10 +171,11 @@ def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         if given.query.dtype is torch.float64:
             return kernels.CPU
         is_wide = given.query.dtype is torch.float32 or given.query.shape[-1] > 256
-        is_wide |= given.bias is not None and request.param == "FLASH"
+        is_wide |= given.mask is not None and request.param == "FLASH"
         return kernels.EFFICIENT if is_wide else getattr(kernels, request.param)
 
     monkeypatch.setattr(kernels, "kernel_for", kernel_for)
+    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
     monkeypatch.setattr(kernels, "_GPU", "cpu")
     yield
     library._destroy()
@@ -183,3 +190,58 @@ def test_kernels_of_gpus_are_called_as_they_are_defined() -> None:
 def test_sequences_with_kernels_of_gpus() -> None:
     """They round parts to 16 bits."""
     device_programs.sequences_in_16_bits("cpu", 1.42)
+
+
+# ------------------------------------------------------------------------------------------- kernels written in Triton
+
+
+@pytest.mark.parametrize("program", ["kernels", "ring", "gathered", "ulysses"])
+def test_kernels_in_triton_are_exact(program: str) -> None:
+    """In Triton's interpreter: beside the definition; and 8 ranks beside one, in 16 bits."""
+    command = [sys.executable, str(Path(__file__).parent / "triton_programs.py"), program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class _NoGPU:
+    """What Triton asks of a GPU before it launches a kernel."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.mark.one_of(15)
+@pytest.mark.parametrize("masked", ["no", "causal", "some"])
+@pytest.mark.parametrize("width", [16, 40, 64, 128, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("arch", [80, 86, 90, 100, 120])
+def test_kernels_in_triton_fit_into_gpus(
+    arch: int, dtype: torch.dtype, width: int, masked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles them without a GPU. A program has at most the 99 KiB on the chip that GPUs of each kind have."""
+    compiled: list[Any] = []
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **options: Any) -> None:
+        compiled.append(launch(self, *args, warmup=True, **options))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", _NoGPU(arch))
+    q, k = (torch.zeros(2, heads, 100, width, dtype=dtype) for heads in (4, 2))
+    options = torch.ones(2, 1, 100, 100).bool() if masked == "some" else None, masked == "causal", 0.1
+    _, lse = triton_attention.attention(q, k, k, *options)
+    triton_attention.attention_backward(q, q, k, k, lse, lse, *options)
+    assert len(compiled) == 3
+    for kernel in compiled:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= 99 * 1024, kernel.metadata

@@ -42,17 +42,18 @@ def attend_block(
     check_operands(query, key, value, scale, "attend_block")
     if allowed is not None:
         _check_allowed(allowed, (*query.shape[:-3], 1, query.shape[-2], key.shape[-2]))
-    return attention(_OneBlock(scale), query, key, value, allowed)
+    return attention(OneBlock(scale), query, key, value, allowed)
 
 
 @dataclass(frozen=True, eq=False)
-class _OneBlock:
-    """All keys at once."""
+class OneBlock:
+    """All keys at once. ``alone``: whether 16 bits may round the part."""
 
     scale: float | None
+    alone: bool = False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Met:
-        return Met(block.forward(query, key, value, allowed, self.scale), ())
+        return Met(block.forward(query, key, value, allowed, self.scale, self.alone), ())
 
     def backward(
         self,
@@ -65,7 +66,7 @@ class _OneBlock:
         allowed: Tensor | None,
         kept_grads: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return block.backward(out_grad, lse_grad, query, key, value, whole, allowed, self.scale)
+        return block.backward(out_grad, lse_grad, query, key, value, whole, allowed, self.scale, self.alone)
 
 
 def _check_allowed(allowed: Tensor, shape: tuple[int, ...]) -> None:

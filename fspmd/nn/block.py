@@ -14,11 +14,13 @@ from fspmd.nn.parts import PartialAttention, nothing, wide
 from fspmd.torch_internals import transforms_active
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None) -> PartialAttention:
-    """`attend_block` without checks and without gradients."""
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None, alone: bool = False
+) -> PartialAttention:
+    """`attend_block` without checks and without gradients. ``alone``: whether no other part is merged with it."""
     if not key.shape[-2]:
         return nothing(query, value.shape[-1])
-    part = kernels.forward(query, key, value, allowed, scale)
+    part = kernels.forward(query, key, value, allowed, scale, alone)
     if part is not None:
         return part
     query, key, value = (x.to(wide(x)) for x in (query, key, value))
@@ -40,6 +42,7 @@ def backward(
     whole: PartialAttention,
     allowed: Allowed,
     scale: float | None,
+    alone: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value that come from some keys. Those of a kernel are not wide.
 
@@ -49,7 +52,7 @@ def backward(
     lse = whole.lse.where(whole.lse != -torch.inf, torch.inf)  # a query that sees nothing has weights of 0
     followed = torch.is_grad_enabled() and any(x.requires_grad for x in (out_grad, query, key, value))
     if not (followed or transforms_active()) and lse_grad is None:
-        found = kernels.backward(out_grad, query, key, value, PartialAttention(whole.out, lse), allowed, scale)
+        found = kernels.backward(out_grad, query, key, value, PartialAttention(whole.out, lse), allowed, scale, alone)
         if found is not None:
             return found
     query, key, value, out_grad = (x.to(wide(x)) for x in (query, key, value, out_grad))

@@ -25,7 +25,7 @@ from fspmd.errors import ShapeError
 from fspmd.nn.attention import Way, attention
 from fspmd.nn.checks import check_layout, check_operands, shapes_everywhere
 from fspmd.nn.masks import Full, Mask, as_mask
-from fspmd.nn.ring import Gathered, Ring
+from fspmd.nn.ring import Exchanged, Gathered, Ring
 from fspmd.nn.sequences import Axes, SequenceLayout
 from fspmd.nn.turns import turns_of
 
@@ -122,16 +122,12 @@ def ulysses_attention(
     """
     way = _checked(query, key, value, ring or (), axis, mask, layout, scale, sinks, "ulysses_attention", Ring)
     n, heads = axis_size(axis), query.shape[-3]
-    repeats = lcm(key.shape[-3], n) // key.shape[-3]
-    if repeats > 1:
-        key, value = (
-            x.unsqueeze(-3).expand(*[-1] * (x.dim() - 2), repeats, -1, -1).flatten(-4, -3) for x in (key, value)
-        )
-    padded = _padded((query, key, value), way.turns.length // n)
-    parts = [all_to_all(x, axis, x.dim() - 3, x.dim() - 2, tiled=True) for x in padded]
+    exchanged = Exchanged(way, axis, lcm(key.shape[-3], n) // key.shape[-3])
+    query_rows, *pair = _padded((query, key, value), way.turns.length // n)
+    part: Tensor = all_to_all(query_rows, axis, query.dim() - 3, query.dim() - 2, tiled=True)
     if sinks is not None:
         sinks = sinks.view(n, heads // n)[axis_index(axis)]
-    out = _attend(way, parts, sinks, parts[0])
+    out = _attend(exchanged, (part, *pair), sinks, part)
     result: Tensor = all_to_all(out, axis, out.dim() - 2, out.dim() - 3, tiled=True)
     return result.narrow(-2, 0, query.shape[-2])
 

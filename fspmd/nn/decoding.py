@@ -22,7 +22,8 @@ from fspmd.entries import axes_within
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.nn.attend import attend_block
+from fspmd.nn.attend import OneBlock
+from fspmd.nn.attention import attention
 from fspmd.nn.checks import Everywhere, Shape, shapes_everywhere, shapes_of
 from fspmd.nn.masks import Causal, Mask, as_mask
 from fspmd.nn.parts import merge_over
@@ -303,7 +304,9 @@ def cached_attention(
         bias = bias.where(finds_place, torch.nan).to(query.dtype)
         out = F.scaled_dot_product_attention(folded, keys, values, bias, scale=scale)
     else:
-        out, lse = merge_over(attend_block(folded, keys, values, allowed, scale), axis)
+        # on GPUs torch's kernels round the parts, but share the keys of a few queries among all cores
+        part = attention(OneBlock(scale, alone=True), folded, keys, values, allowed)
+        out, lse = merge_over(part, axis)
         if sinks is not None:
             out = out * (lse - sinks).sigmoid()[..., None]
         out = out.where(finds_place, torch.nan).to(query.dtype)

@@ -1,11 +1,14 @@
-"""torch's kernels for the attention of queries to one block of keys: which there are, and how they want their operands.
+"""Kernels for the attention of queries to one block of keys: which there are, and how they want their operands.
 
-They take four dims, as many heads of keys as of queries, and values as wide as keys: so heads of keys are repeated and
-widths are filled up with zeros. A mask becomes numbers that are added to the scores.
+Those of torch take four dims, as many heads of keys as of queries, and values as wide as keys: so heads of keys are
+repeated and widths are filled up with zeros. A mask becomes numbers that are added to the scores. On GPUs they round
+their results to 16 bits. Parts that are merged are not rounded where there is Triton: `fspmd.nn.triton_attention`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
@@ -35,38 +38,51 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 _GPU = "cuda"
 _ROWS: Final = 32  # the lse of the efficient kernel has a multiple of so many rows
+_WIDEST: Final = 256  # heads of the kernels of Triton
 
 
 class Operands(NamedTuple):
-    """Of a kernel: [batch, heads, n, width], with equal heads and equal widths, and a bias or whether it is causal."""
+    """Of a kernel: [batch, heads, n, width], and a mask or whether it is causal.
+
+    For torch's kernels heads and widths are equal, and the mask is a bias. For Triton's it is bools.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    bias: Tensor | None
+    mask: Tensor | None
     causal: bool
     scale: float
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """``run`` gives out and lse; ``run_backward`` takes the gradient of out, out and lse, and gives gradients."""
+    """``run`` gives out and lse; ``run_backward`` takes the gradient of out, out and lse, and gives gradients.
+
+    A kernel that rounds takes and gives them in the dtype of the operands, the others in float32.
+    """
 
     run: Callable[[Operands], tuple[Tensor, Tensor]]
     run_backward: Callable[[Operands, Tensor, Tensor, Tensor], Grads]
+    rounds: bool = True
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None, alone: bool
 ) -> PartialAttention | None:
-    """The part of the keys, in float32 or float64. None: torch has no kernel for these operands."""
-    given = _operands(query, key, value, allowed, scale)
-    if given is None or (kernel := kernel_for(given)) is None:
+    """The part of the keys, in float32 or float64. None: there is no kernel for these operands.
+
+    Args:
+        alone: Whether no other part is merged with it. Then 16 bits may round it, as they will round the result.
+    """
+    found = _kernel(query, key, value, allowed, scale, alone)
+    if found is None:
         return None
+    kernel, given = found
     rows, dtype = query.shape[:-1], wide(query)
     out, lse = kernel.run(given)
     out, lse = _narrowed(out, (*rows, value.shape[-1])).to(dtype), lse.reshape(rows).to(dtype)
-    if isinstance(allowed, Tensor):  # what a kernel gives to a query that sees no key differs from kernel to kernel
+    if kernel.rounds and isinstance(allowed, Tensor):  # a query that sees no key: torch's kernels differ
         sees = allowed.any(-1)
         out, lse = out.where(sees[..., None], 0), lse.where(sees, -torch.inf)
     return PartialAttention(out, lse)
@@ -80,18 +96,22 @@ def backward(
     whole: PartialAttention,
     allowed: Allowed,
     scale: float | None,
+    alone: bool,
 ) -> Grads | None:
     """The gradients that come from these keys, of any dtype. ``whole.lse`` of a query that sees nothing is inf."""
-    given = _operands(query, key, value, allowed, scale)
-    if given is None or (kernel := kernel_for(given)) is None:
+    found = _kernel(query, key, value, allowed, scale, alone)
+    if found is None:
         return None
+    kernel, given = found
     shape = given.query.shape
-    out_grad, out = (_fitting(x, given.query.dtype, shape[-1]) for x in (out_grad, whole.out))
-    found = kernel.run_backward(given, out_grad, out, whole.lse.reshape(shape[:-1]))
+    dtype, width = (given.query.dtype, shape[-1]) if kernel.rounds else (wide(query), value.shape[-1])
+    out_grad, out = (_fitting(x, dtype, width) for x in (out_grad, whole.out))
+    grads = kernel.run_backward(given, out_grad, out, whole.lse.reshape(shape[:-1]))
     query_grad, key_grad, value_grad = (
-        _narrowed(g, (*x.shape[:-3], shape[-3], *x.shape[-2:])) for g, x in zip(found, (query, key, value), strict=True)
+        _narrowed(g, (*x.shape[:-3], *g.shape[1:-1], x.shape[-1]))
+        for g, x in zip(grads, (query, key, value), strict=True)
     )
-    if shape[-3] != key.shape[-3]:
+    if key_grad.shape[-3] != key.shape[-3]:
         groups, dtype = (key.shape[-3], -1), wide(key)
         key_grad, value_grad = (g.unflatten(-3, groups).sum(-3, dtype=dtype) for g in (key_grad, value_grad))
     return query_grad, key_grad, value_grad
@@ -109,9 +129,11 @@ def mask_of(allowed: Allowed, query: Tensor, key: Tensor) -> Tensor | None:
     return allowed
 
 
-def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None) -> Operands | None:
-    """The operands of a kernel; None if there is none on the device, for the dtype, or for no queries or no keys."""
-    device, dtype, heads = query.device.type, query.dtype, query.shape[-3]
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None, alone: bool
+) -> tuple[Kernel, Operands] | None:
+    """A kernel and its operands; None if there is none on the device, for the dtype, or for no queries or no keys."""
+    device, dtype = query.device.type, query.dtype
     if not (query.shape[-2] and key.shape[-2]):
         return None
     if device == _GPU and dtype is not torch.float64:
@@ -120,21 +142,51 @@ def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale
         dtype, unit = wide(query), 1
     else:
         return None
-    scale, width = scale_of(query, scale), max(query.shape[-1], value.shape[-1])
-    width += -width % unit
-    rows, columns = query.shape[-2], key.shape[-2]
+    if unit == 8 and not alone and _is_exact_possible(query, value):
+        return EXACT, _operands(query, key, value, allowed, scale)
+    given = _fitted(query, key, value, allowed, scale_of(query, scale), dtype, unit)
+    kernel = kernel_for(given)
+    return None if kernel is None else (kernel, given)
+
+
+def _is_exact_possible(query: Tensor, value: Tensor) -> bool:
+    """Whether Triton's kernels take operands of 16 bits. `torch.backends.cuda.enable_flash_sdp` turns them off."""
+    return max(query.shape[-1], value.shape[-1]) <= _WIDEST and cuda.flash_sdp_enabled() and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None) -> Operands:
+    """As they are, in four dims."""
+    mask = None
+    if isinstance(allowed, Tensor):
+        shape = query.shape[-2], key.shape[-2]
+        mask = allowed.expand(*query.shape[:-3], 1, *shape).reshape(-1, 1, *shape)
+    query, key, value = (_fitting(x, x.dtype, x.shape[-1]) for x in (query, key, value))
+    return Operands(query, key, value, mask, isinstance(allowed, str), scale_of(query, scale))
+
+
+def _fitted(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float, dtype: torch.dtype, unit: int
+) -> Operands:
+    """For torch's kernels: of a dtype, of equal heads and widths, which are a multiple of ``unit``, and with a bias."""
     if scale <= 0:  # of causal calls the CPU's kernel makes NaN
         allowed = mask_of(allowed, query, key)
-    bias = None
-    if isinstance(allowed, Tensor):
-        bias = torch.where(allowed, 0.0, -torch.inf).to(dtype)
-        bias = bias.expand(*query.shape[:-3], 1, rows, columns).reshape(-1, 1, rows, columns)
+    width, heads = max(query.shape[-1], value.shape[-1]), query.shape[-3]
+    width += -width % unit
+    query, key, value, bias, causal, scale = _operands(query, key, value, allowed, scale)
+    if bias is not None:
+        columns = key.shape[-2]
+        bias = torch.where(bias, 0.0, -torch.inf).to(dtype)
         if unit > 1:  # of all heads, with rows that begin at multiples of 16 numbers
             bias = F.pad(bias, (0, -columns % 16))[..., :columns].expand(-1, heads, -1, -1)
-    if heads != key.shape[-3]:
-        key, value = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (key, value))
+    if heads != key.shape[1]:
+        key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     query, key, value = (_fitting(x, dtype, width) for x in (query, key, value))
-    return Operands(query, key, value, bias, isinstance(allowed, str), scale)
+    return Operands(query, key, value, bias, causal, scale)
 
 
 def _fitting(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
@@ -157,12 +209,12 @@ def _narrowed(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _cpu(x: Operands) -> tuple[Tensor, Tensor]:
-    out, lse = aten_cpu_attention(*x[:3], 0.0, x.causal, attn_mask=x.bias, scale=x.scale)
+    out, lse = aten_cpu_attention(*x[:3], 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
     return out, lse
 
 
 def _cpu_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor) -> Any:
-    return aten_cpu_attention_backward(out_grad, *x[:3], out, lse, 0.0, x.causal, attn_mask=x.bias, scale=x.scale)
+    return aten_cpu_attention_backward(out_grad, *x[:3], out, lse, 0.0, x.causal, attn_mask=x.mask, scale=x.scale)
 
 
 def _cudnn(x: Operands) -> tuple[Tensor, Tensor]:
@@ -174,7 +226,7 @@ def _cudnn_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor) -> 
     seeds = _unused(x, torch.int64), _unused(x, torch.int64)
     lengths = None, None, x.query.shape[-2], x.key.shape[-2]  # equal in the batch
     return aten_cudnn_attention_backward(
-        out_grad, *x[:3], out, lse[..., None].contiguous(), *seeds, x.bias, *lengths, 0.0, x.causal, scale=x.scale
+        out_grad, *x[:3], out, lse[..., None].contiguous(), *seeds, x.mask, *lengths, 0.0, x.causal, scale=x.scale
     )
 
 
@@ -204,6 +256,21 @@ def _efficient_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor)
     return found[:3]
 
 
+def _exact(x: Operands) -> tuple[Tensor, Tensor]:
+    from fspmd.nn import triton_attention
+
+    out, lse = triton_attention.attention(*x)
+    return out, lse
+
+
+def _exact_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor) -> Any:
+    from fspmd.nn import triton_attention
+
+    drop = (out_grad * out).sum(-1)
+    out_grad = _fitting(out_grad, x.query.dtype, out.shape[-1])
+    return triton_attention.attention_backward(out_grad, *x[:3], drop, lse.contiguous(), *x[3:])
+
+
 def _unused(x: Operands, dtype: torch.dtype, *shape: int) -> Tensor:
     """The state of random numbers, which attention without dropout does not read."""
     return torch.empty(shape, dtype=dtype, device=x.query.device)
@@ -218,6 +285,8 @@ CUDNN: Final = Kernel(_cudnn, _cudnn_backward)
 FLASH: Final = Kernel(_flash, _flash_backward)
 #: 16 and 32 bits (Rabe and Staats, "Self-attention does not need O(n^2) memory", 2021)
 EFFICIENT: Final = Kernel(_efficient, _efficient_backward)
+#: 16 bits, with float32 results, if there is Triton
+EXACT: Final = Kernel(_exact, _exact_backward, rounds=False)
 
 
 def kernel_for(given: Operands) -> Kernel | None:

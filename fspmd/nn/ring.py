@@ -1,4 +1,4 @@
-"""Ring attention, in which a rank meets the keys of a cut sequence block by block, and attention to gathered keys."""
+"""How the queries of a rank meet the keys of a cut sequence: in a ring, gathered, or with heads cut in its place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fspmd.collectives import all_gather, ppermute, psum_scatter
+from fspmd.collectives import all_gather, all_to_all, ppermute, psum_scatter
 from fspmd.nn.attention import Met
 from fspmd.nn.masks import Mask
 from fspmd.nn.parts import PartialAttention, merge, nothing
+from fspmd.nn.sequences import Axes
 from fspmd.nn.turns import Turns
 
 
@@ -28,7 +29,7 @@ class Ring:
         """The part of all keys."""
         whole, at = nothing(query, value.shape[-1]), self.turns.at
         for step, pair, _ in self._passing((key, value)):
-            part = self.turns.tiles[step].forward(query, *pair, at, self.mask, self.scale)
+            part = self.turns.tiles[step].forward(query, *pair, at, self.mask, self.scale, self.turns.is_one_step)
             whole = part if step == self.turns.steps[0] else merge(whole, part)
         return Met(whole, ())
 
@@ -46,8 +47,8 @@ class Ring:
         """The ring once more. The gradients of keys and values travel with them, and come home in the end."""
         grads, at, coming = list[Tensor](), self.turns.at, None
         for step, pair, hop in self._passing((key, value)):
-            tiles = self.turns.tiles[step]
-            parts = tiles.backward(out_grad, lse_grad, query, *pair, whole, at, self.mask, self.scale)
+            operands = out_grad, lse_grad, query, *pair, whole, at, self.mask, self.scale
+            parts = self.turns.tiles[step].backward(*operands, alone=self.turns.is_one_step)
             if coming is not None:
                 grads[1:] = coming.wait()
             grads = [total + part for total, part in zip(grads, parts, strict=True)] if grads else parts
@@ -84,7 +85,7 @@ class Gathered:
         keys, values = (all_gather(x, self.turns.axis, axis=x.dim() - 2, tiled=True) for x in (key, value))
         whole = nothing(query, value.shape[-1])
         for tiles in self.turns.tiles.values():
-            whole = tiles.forward(query, keys, values, self.turns.at, self.mask, self.scale)
+            whole = tiles.forward(query, keys, values, self.turns.at, self.mask, self.scale, alone=True)
         return Met(whole, (keys, values))
 
     def backward(
@@ -101,10 +102,59 @@ class Gathered:
         """The gradients of keys and values are summed wide: bfloat16 sums would lose precision."""
         grads = list[Tensor]()
         for tiles in self.turns.tiles.values():
-            grads = tiles.backward(out_grad, lse_grad, query, keys, values, whole, self.turns.at, self.mask, self.scale)
+            operands = out_grad, lse_grad, query, keys, values, whole, self.turns.at, self.mask, self.scale
+            grads = tiles.backward(*operands, alone=not self.turns.axis)
         grad, *grads = grads or _nothing((query, keys, values), whole)
-        totals = (g if more is None else g + more for g, more in zip(grads, kept_grads, strict=True))
-        return [grad, *(psum_scatter(g, self.turns.axis, scatter_dimension=g.dim() - 2, tiled=True) for g in totals)]
+        axis, totals = self.turns.axis, _with(grads, kept_grads)
+        return [grad, *(psum_scatter(g, axis, scatter_dimension=g.dim() - 2, tiled=True) for g in totals)]
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanged:
+    """A rank gives its part of all heads of keys and values for the whole of some heads, those of its queries.
+
+    ``repeats`` ranks share a head. Their gradients of it are summed wide.
+    """
+
+    way: Ring
+    axis: Axes
+    repeats: int
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: None) -> Met:
+        """The part of all keys."""
+        keys, values = (self._heads(x) for x in (key, value))
+        return Met(self.way.forward(query, keys, values, None).part, (keys, values))
+
+    def backward(
+        self,
+        out_grad: Tensor,
+        lse_grad: Tensor | None,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        whole: PartialAttention,
+        allowed: None,
+        kept_grads: tuple[Tensor | None, Tensor | None],
+    ) -> list[Tensor]:
+        """The gradients go back where their parts of the sequence came from."""
+        grad, *grads = self.way.backward(out_grad, lse_grad, query, keys, values, whole, None, ())
+        return [grad, *(self._rows(g, keys.dtype) for g in _with(grads, kept_grads))]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        repeated = x.repeat_interleave(self.repeats, -3) if self.repeats > 1 else x
+        heads: Tensor = all_to_all(repeated, self.axis, x.dim() - 3, x.dim() - 2, tiled=True)
+        return heads
+
+    def _rows(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """The transpose of `_heads`."""
+        grad = grad if self.repeats > 1 else grad.to(dtype)
+        rows: Tensor = all_to_all(grad, self.axis, grad.dim() - 2, grad.dim() - 3, tiled=True)
+        return rows.unflatten(-3, (-1, self.repeats)).sum(-3) if self.repeats > 1 else rows
+
+
+def _with(grads: list[Tensor], kept_grads: tuple[Tensor | None, Tensor | None]) -> Iterator[Tensor]:
+    """The gradients of keys and values, and what comes to them from second derivatives."""
+    return (g if more is None else g + more for g, more in zip(grads, kept_grads, strict=True))
 
 
 def _nothing(operands: tuple[Tensor, ...], whole: PartialAttention) -> list[Tensor]:

@@ -95,14 +95,18 @@ class Tiles:
         return self.pairs < self.queries.shape[1] * self.keys.shape[1]
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, at: int | Tensor, mask: Mask, scale: float | None
+        self, query: Tensor, key: Tensor, value: Tensor, at: int | Tensor, mask: Mask, scale: float | None, alone: bool
     ) -> PartialAttention:
-        """The part of the keys, on the rank ``at`` of the ranks that share the sequence."""
+        """The part of the keys, on the rank ``at`` of the ranks that share the sequence.
+
+        Args:
+            alone: Whether no other part is merged with it.
+        """
         whole = None
         queries, keys, values = self._cut(query, self.queries), self._cut(key, self.keys), self._cut(value, self.keys)
         for q, k, of_query, _, allowed in self._each(query.device, at, mask):
             if self.is_one:
-                return block.forward(query, key, value, _of_one(allowed), scale)
+                return block.forward(query, key, value, _of_one(allowed), scale, alone)
             out, lse = block.forward(_take(queries, q), _take(keys, k), _take(values, k), allowed, scale)
             by_tile = torch.where(
                 of_query[:, :, None, None], lse.unsqueeze(-4), -torch.inf
@@ -126,6 +130,7 @@ class Tiles:
         at: int | Tensor,
         mask: Mask,
         scale: float | None,
+        alone: bool,
     ) -> list[Tensor]:
         """The gradients of query, key and value, wide; ``whole`` is the part of all keys that the queries see."""
         dtype, totals = whole.out.dtype, list[Tensor]()
@@ -135,7 +140,7 @@ class Tiles:
         keys, values = self._cut(key, self.keys), self._cut(value, self.keys)
         for q, k, of_query, of_key, allowed in self._each(query.device, at, mask):
             if self.is_one:
-                parts = block.backward(out_grad, lse_grad, query, key, value, whole, _of_one(allowed), scale)
+                parts = block.backward(out_grad, lse_grad, query, key, value, whole, _of_one(allowed), scale, alone)
                 return [gradient.to(dtype) for gradient in parts]
             some_lse_grad = None if lse_grads is None else lse_grads.index_select(-3, q)
             part = PartialAttention(_take(outs, q), lses.index_select(-3, q))

@@ -43,6 +43,11 @@ class Turns:
         return list(self.tiles)
 
     @property
+    def is_one_step(self) -> bool:
+        """Whether queries meet all keys that they see in one step."""
+        return len(self.tiles) == 1
+
+    @property
     def at(self) -> int | Tensor:
         """The number of this rank."""
         return axis_index(self.axis) if self.axis else 0

@@ -27,12 +27,12 @@ def _of_convolution_gradients(grad: Any, x: Any, w: Any, *options: Any, **_: Any
     return int(sum(wanted[:2]) * flop_counter.conv_flop_count(x, w, grad, transposed))
 
 
-def _of_attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+def of_attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     """FLOPs of attention: scores for each head of the queries, and products with values. Keys may have fewer heads."""
     return int(2 * prod(q[:-1]) * k[-2] * (q[-1] + v[-1]))
 
 
-def _of_attention_gradients(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+def of_attention_gradients(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     """FLOPs of the gradients of attention: scores again, gradients of values and scores, of queries and keys."""
     return int(2 * prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]))
 
@@ -49,10 +49,10 @@ _ATTENTIONS: Final = [f"_scaled_dot_product_{how}_attention" for how in ("flash"
 #: formulas that torch's table lacks, or has for fewer cases: torch 2.11 needs as many heads of keys as of queries
 _FORMULAS: Final[dict[Any, Callable[..., int]]] = {
     aten.convolution_backward: _of_convolution_gradients,
-    aten._scaled_dot_product_flash_attention_for_cpu: _of_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention_gradients,
-    **{getattr(aten, name): _of_attention for name in _ATTENTIONS},
-    **{getattr(aten, f"{name}_backward"): _of_attention_gradients for name in _ATTENTIONS},
+    aten._scaled_dot_product_flash_attention_for_cpu: of_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: of_attention_gradients,
+    **{getattr(aten, name): of_attention for name in _ATTENTIONS},
+    **{getattr(aten, f"{name}_backward"): of_attention_gradients for name in _ATTENTIONS},
     aten._grouped_mm: _of_groups,
     aten.mv: lambda a, x, **_: 2 * prod(a),
     aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
@@ -79,7 +79,7 @@ def flops_of(node: fx.Node) -> int:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _shapes)
     flops = int(formula(*args, **kwargs, out_val=_shapes(node)))
-    if not ("scaled_dot_product" in str(node.target) and _given(node, "is_causal")):
+    if not _given(node, "is_causal"):
         return flops
     rows, columns = (_given(node, name).meta["value"].shape[-2] for name in ("query", "key"))
     allowed = sum(min(i + 1, columns) for i in range(rows))
