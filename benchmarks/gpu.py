@@ -70,7 +70,7 @@ TIMES: Final = (
         "attention",
         45,
         "Attention, forward and backward",
-        ("", "F.scaled_dot_product_attention", "attend_block", "ratio"),
+        ("", "F.scaled_dot_product_attention", "one call of fspmd.nn", "attend_block, a part in float32"),
     ),
     Times(
         "groups",

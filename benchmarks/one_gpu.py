@@ -24,6 +24,8 @@ from torch import Tensor
 import fspmd
 from fspmd import P, jit, make_mesh
 from fspmd.nn import attend_block, grouped_matmul
+from fspmd.nn.attend import OneBlock
+from fspmd.nn.attention import attention as attend
 
 Weights = dict[str, Any]
 
@@ -274,7 +276,8 @@ def draws(size: str, device: str, seconds: float) -> None:
 
 
 def attention(size: str, device: str, seconds: float) -> None:
-    """One block of queries and keys, with gradients, beside torch's kernel."""
+    """One block of queries and keys, with gradients, beside torch's kernel: alone, and as a part for `merge`."""
+    alone = OneBlock(None, alone=True)
     shapes = [(1, 16, 4096, 128), (4, 16, 1024, 64)] if device != "cpu" else [(1, 2, 128, 64)]
     for shape in shapes:
         for dtype in (torch.bfloat16, torch.float32):
@@ -286,12 +289,13 @@ def attention(size: str, device: str, seconds: float) -> None:
 
             candidates: dict[str, Callable[[], object]] = {
                 "torch": lambda step=step: step(F.scaled_dot_product_attention),
-                "fspmd": lambda step=step, dtype=dtype: step(lambda *x: attend_block(*x).out.to(dtype)),
+                "alone": lambda step=step, dtype=dtype: step(lambda *x: attend(alone, *x).out.to(dtype)),
+                "part": lambda step=step, dtype=dtype: step(lambda *x: attend_block(*x).out.to(dtype)),
             }
-            times = side_by_side(candidates, device, seconds / 4)
-            torchs, mine = times["torch"].call, times["fspmd"].call
+            times = {name: t.call for name, t in side_by_side(candidates, device, seconds / 4).items()}
+            torchs = times.pop("torch")
             what = f"{'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
-            row(what, f"{torchs * 1e3:.3f} ms", f"{mine * 1e3:.3f} ms", f"{mine / torchs:.2f}")
+            row(what, f"{torchs * 1e3:.3f} ms", *(f"{t * 1e3:.3f} ms ({t / torchs:.2f})" for t in times.values()))
 
 
 def decoding(size: str, device: str, seconds: float) -> None:
