@@ -175,7 +175,7 @@ def on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         return kernels.EFFICIENT if is_wide else getattr(kernels, request.param)
 
     monkeypatch.setattr(kernels, "kernel_for", kernel_for)
-    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
+    monkeypatch.setattr(kernels, "_HAS_TRITON", False)
     monkeypatch.setattr(kernels, "_GPU", "cpu")
     yield
     library._destroy()

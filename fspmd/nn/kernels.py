@@ -7,7 +7,6 @@ their results to 16 bits. Parts that are merged are not rounded where there is T
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 _GPU = "cuda"
 _ROWS: Final = 32  # the lse of the efficient kernel has a multiple of so many rows
+_HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 _WIDEST: Final = 256  # heads of the kernels of Triton
 
 
@@ -151,12 +151,7 @@ def _kernel(
 
 def _is_exact_possible(query: Tensor, value: Tensor) -> bool:
     """Whether Triton's kernels take operands of 16 bits. `torch.backends.cuda.enable_flash_sdp` turns them off."""
-    return max(query.shape[-1], value.shape[-1]) <= _WIDEST and cuda.flash_sdp_enabled() and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return max(query.shape[-1], value.shape[-1]) <= _WIDEST and cuda.flash_sdp_enabled() and _HAS_TRITON
 
 
 def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None) -> Operands:
