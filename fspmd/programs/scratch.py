@@ -8,7 +8,7 @@ sources: none is listed, and a caching allocator hides what they take.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
+from math import gcd, prod
 from typing import Any, Final
 
 import torch
@@ -131,13 +131,15 @@ def _of_halves(a: Any, rows: int, columns: int, threads: int, parts: int = 1) ->
 def _onednn(rows: int, inner: int, columns: int, threads: int, is_transposed: bool) -> int:
     """About what oneDNN allocates for a product of bfloat16: for each thread, blocks of operands and of the result.
 
-    They have at most 256 rows, 1024 of the inner dim and 64 columns. The first operand is copied if it is transposed.
-    Seen in torch 2.13 with AVX-512. Some shapes have other blocks.
+    They have at most 256 rows, 1024 of the inner dim and 64 columns. Threads share blocks of columns evenly, and then
+    rows. The first operand is copied if it is transposed. Seen in torch 2.13 with AVX-512. More threads than two
+    have larger blocks for few rows.
     """
-    split = threads if is_transposed or columns < _COLUMNS * threads else 1
-    rows, inner = min(-(-rows // split), 256), min(inner, 1024)
+    split = threads if is_transposed else threads // gcd(threads, -(-columns // _COLUMNS))
+    rows, inner = -(-rows // split), min(inner, 1024)
+    rows = -(-rows // -(-rows // 256))
     per_thread = 2 * inner * (_COLUMNS + rows * is_transposed) + 4 * rows * min(columns, _COLUMNS)
-    return threads * per_thread
+    return 384 + threads * (640 + per_thread)
 
 
 def _uses_onednn(x: Any) -> bool:
