@@ -57,14 +57,39 @@ class FakeMode(fake_tensor.FakeTensorMode):
             with disable_dispatch_modes():  # the fake view accepts some views that do not exist; this raises for them
                 torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(args[1])
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            out = super().__torch_dispatch__(func, types, args, kwargs or {})
         except DataDependentOutputException as error:
             raise UnknownValues(error.func, False) from error
         except DynamicOutputShapeException as error:
             raise UnknownValues(error.func, True) from error
+        if isinstance(out, torch.Tensor) and torch.Tag.pointwise in func.tags and (func, out.dtype) not in _RIGHT:
+            return self._laid_out(args, out)
+        return out
+
+    def _laid_out(self, args: Any, out: torch.Tensor) -> torch.Tensor:
+        """The result of a function of elements, laid out as its kernel does.
+
+        Torch computes some such results by several functions, or in float32 for operands of 16 bits. An expanded
+        operand is then laid out anew. No kernel does that.
+        """
+        operands = [x for x in args if isinstance(x, torch.Tensor)]
+        like = _LIKE.get(len(operands))
+        is_expanded = any(0 in x.stride() for x in operands)
+        if not is_expanded or like is None or any(x is out or x.dtype is not out.dtype for x in operands):
+            return out
+        with self:
+            wide = (torch.empty_strided(x.shape, x.stride(), dtype=_WIDE, device=x.device) for x in operands)
+            strides = like(*wide).stride()
+            if strides == out.stride():
+                return out
+            return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device)
 
 
 _VIEW: Final = torch.ops.aten.view.default
+_WIDE: Final = torch.float32
+#: by the number of operands, a function of elements whose shape function lays the result out as kernels do, in `_WIDE`
+_LIKE: Final[dict[int, Any]] = {2: torch.ops.aten.mul.Tensor, 3: torch.ops.aten.addcmul.default}
+_RIGHT: Final = {(func, _WIDE) for func in _LIKE.values()}
 
 
 class _Converter(fake_tensor.FakeTensorConverter):

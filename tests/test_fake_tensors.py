@@ -147,3 +147,40 @@ def test_products_of_nothing_take_the_dtypes_that_kernels_take(name: str, sizes:
 
     for dtypes in itertools.product((torch.float32, torch.float64, torch.bfloat16, torch.int64), repeat=2):
         assert outcome(jit(_PRODUCTS[name]), dtypes) == outcome(_PRODUCTS[name], dtypes)
+
+
+aten = torch.ops.aten
+POINTWISE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mul": (aten.mul.Tensor, {}),
+    "add": (aten.add.Tensor, {"alpha": 2}),
+    "sub": (aten.sub.Tensor, {}),
+    "div": (aten.div.Tensor_mode, {"rounding_mode": "floor"}),
+    "maximum": (aten.maximum.default, {}),
+    "atan2": (aten.atan2.default, {}),
+    "pow": (aten.pow.Tensor_Tensor, {}),
+    "silu_backward": (aten.silu_backward.default, {}),
+    "gelu_backward": (aten.gelu_backward.default, {}),
+    "tanh_backward": (aten.tanh_backward.default, {}),
+    "sigmoid_backward": (aten.sigmoid_backward.default, {}),
+    "addcmul": (aten.addcmul.default, {"value": 2}),
+    "addcdiv": (aten.addcdiv.default, {}),
+    "lerp": (aten.lerp.Tensor, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", POINTWISE)
+def test_strides_of_expanded_operands_are_those_of_kernels(name: str, dtype: torch.dtype) -> None:
+    """A gradient is often expanded, and the value that it meets transposed."""
+    function, options = POINTWISE[name]
+    one, row, x = torch.ones((), dtype=dtype), torch.ones(5, dtype=dtype), torch.ones(2, 4, 3, 5, dtype=dtype)
+    laid = [x.expand(2, 3, 4, 5) for x in (one, row)]
+    laid += [x.transpose(1, 2), x.mT.permute(0, 3, 1, 2), x[:1].transpose(1, 2).expand(2, 3, 4, 5)]
+    mode = CachingFakeMode()
+    count = sum(isinstance(argument.type, torch.TensorType) for argument in function._schema.arguments)
+    for given in itertools.product(laid, repeat=count):
+        fakes = [mode.from_tensor(y) for y in given]
+        with mode:
+            found = function(*fakes, **options)
+        assert found.stride() == function(*given, **options).stride(), [y.stride() for y in given]
+        assert found.dtype is dtype

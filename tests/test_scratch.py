@@ -216,9 +216,13 @@ PROGRAMS |= {
         make,
         (_weights(width, 2, dtype), torch.randn(*rows, width, dtype=dtype)),
     )
-    for rows, width in (((8, 64), 128), ((1, 1024), 128), ((2, 256), 256))
+    for rows, width in (((8, 64), 128), ((1, 1024), 128), ((2, 256), 256), ((1, 256), 64))
     for what, make in (("forward", _llama), ("gradients", grad(_loss)))
 }
+PROGRAMS["attention times values by positions, gradients"] = lambda dtype: (
+    grad(lambda q, k, v, c: (F.scaled_dot_product_attention(q, k, v) * c.transpose(1, 2)).sum(), (0, 1, 2)),
+    (*_heads((2, 4, 256, 256, 64), dtype, False), torch.randn(2, 256, 4, 64, dtype=dtype)),
+)
 PROGRAMS |= {"decoding": _decoding, "a step of training": _training, "an update": _update}
 CASES = [(name, dtype, threads) for name in PROGRAMS for dtype in ("f32", "f64", "bf16") for threads in (1, 2)]
 
