@@ -8,6 +8,7 @@ their results to 16 bits. Parts that are merged are not rounded where there is T
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn import functional as F
 
+from fspmd.cache import cached
 from fspmd.nn.parts import PartialAttention, wide
 from fspmd.torch_internals import (
     aten_cpu_attention,
@@ -28,6 +30,7 @@ from fspmd.torch_internals import (
     aten_flash_attention,
     aten_flash_attention_backward,
 )
+from fspmd.tracing import hidden
 
 TRIANGLE: Final = "triangle"
 #: which query sees which key: a bool for each pair; "triangle": of as many keys as queries, query i sees keys 0 to i;
@@ -142,16 +145,44 @@ def _kernel(
         dtype, unit = wide(query), 1
     else:
         return None
-    if unit == 8 and not alone and _is_exact_possible(query, value):
+    widest = max(query.shape[-1], value.shape[-1])
+    if unit == 8 and not alone and widest <= _WIDEST and cuda.flash_sdp_enabled() and _runs_triton(query.device):
         return EXACT, _operands(query, key, value, allowed, scale)
     given = _fitted(query, key, value, allowed, scale_of(query, scale), dtype, unit)
     kernel = kernel_for(given)
     return None if kernel is None else (kernel, given)
 
 
-def _is_exact_possible(query: Tensor, value: Tensor) -> bool:
-    """Whether Triton's kernels take operands of 16 bits. `torch.backends.cuda.enable_flash_sdp` turns them off."""
-    return max(query.shape[-1], value.shape[-1]) <= _WIDEST and cuda.flash_sdp_enabled() and _HAS_TRITON
+@cached
+def _runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device: an NVIDIA GPU since Ampere, for whose memory they are cut.
+
+    To compile them, Triton needs a C compiler and the headers of Python.
+    """
+    is_old = device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0))
+    if is_old or not _HAS_TRITON:
+        return False
+    try:
+        return hidden(_is_right)(device)
+    except Exception as error:  # from Triton, from its compilers, from the driver
+        warnings.warn(
+            f"Triton cannot run its kernels of attention on {device}, so parts are rounded to 16 bits; it needs a C "
+            f"compiler and the headers of Python. It said: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+
+
+def _is_right(device: torch.device) -> bool:
+    """Whether attention of 16 equal queries to the keys up to their own, and its gradients, come out right."""
+    ones, shares = torch.ones(1, 1, 16, 16, device=device), 1 / torch.arange(1, 17, device=device)
+    halves = ones.half()
+    given = Operands(halves, halves, halves, None, True, 1.0)
+    out, lse = EXACT.run(given)
+    query_grad, key_grad, value_grad = EXACT.run_backward(given, ones, out, lse)
+    wanted = shares.flip(0).cumsum(0).flip(0)[:, None].expand(16, 16)
+    pairs = (out, ones), (lse, 16 - shares.log()), (query_grad, 0 * ones), (key_grad, 0 * ones), (value_grad, wanted)
+    return all(bool(torch.isclose(x, y, rtol=1e-2, atol=1e-2).all()) for x, y in pairs)
 
 
 def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None) -> Operands:
@@ -261,9 +292,9 @@ def _exact(x: Operands) -> tuple[Tensor, Tensor]:
 def _exact_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor) -> Any:
     from fspmd.nn import triton_attention
 
-    drop = (out_grad * out).sum(-1)
+    drop, lse = (out_grad * out).sum(-1).contiguous(), lse.contiguous()
     out_grad = _fitting(out_grad, x.query.dtype, out.shape[-1])
-    return triton_attention.attention_backward(out_grad, *x[:3], drop, lse.contiguous(), *x[3:])
+    return triton_attention.attention_backward(out_grad, *x[:3], drop, lse, *x[3:])
 
 
 def _unused(x: Operands, dtype: torch.dtype, *shape: int) -> Tensor:
