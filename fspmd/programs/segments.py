@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from fspmd.ops.schemas import facts_of
-from fspmd.programs.passes.aliases import written as written_by
 from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import Maker, ProgramPart, compiled
 from fspmd.programs.steps import OF_RANKS
+from fspmd.programs.steps import written as written_by
 from fspmd.torch_internals import OpOverload
 
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
