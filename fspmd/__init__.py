@@ -7,10 +7,9 @@ from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad,
 from fspmd.autodiff.engine import install as _install_module_hooks
 from fspmd.autodiff.transforms import install as _install_transforms
 from fspmd.checkpoints.folders import latest_step
-from fspmd.checkpoints.handles import SaveHandle
 from fspmd.checkpoints.load import load
 from fspmd.checkpoints.load_huggingface import load_huggingface
-from fspmd.checkpoints.save import save
+from fspmd.checkpoints.save import SaveHandle, save
 from fspmd.checkpoints.save_huggingface import save_huggingface
 from fspmd.collectives import (
     Handle,

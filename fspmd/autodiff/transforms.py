@@ -20,7 +20,7 @@ from fspmd.sharded import Sharded, alike, pair
 from fspmd.spec import P
 from fspmd.torch_internals import NOT_MAPPED, VariableFunctions, batch_dim_of, transforms_module, vmap_module
 from fspmd.tracing import is_traced
-from fspmd.wrapping import replace_everywhere
+from fspmd.user_code import replace_everywhere
 
 
 def install() -> None:

@@ -17,8 +17,7 @@ from fspmd.body import state
 from fspmd.collectives import psum
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import as_axis_name, described
-from fspmd.nn.parameters import check_dtypes, gathered, settled
-from fspmd.nn.precision import Precision
+from fspmd.nn.parameters import Precision, check_dtypes, gathered, settled
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import Sharded, is_sharded

@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.body import check_outside, refuse_recorded
 from fspmd.digests import difference
 from fspmd.errors import ArgumentError, RecordError, ReplicaError, join_failures
 from fspmd.inspection.communication_log import CommunicationLog, communication_log
 from fspmd.meshes import world
 from fspmd.messages import counted, described
-from fspmd.outside import check_outside, refuse_recorded
 from fspmd.placement.replicas import mesh_of
 from fspmd.programs.capture import copies_of
 from fspmd.programs.donation import Donated

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError, ValuesNeededError
-from fspmd.local_view.python_step import write_of_python
+from fspmd.local_view.rank_map import write_of_python
 from fspmd.ops.traits import tensors_in
 from fspmd.programs.program import memory_of
 from fspmd.programs.refusals import line, written_by
