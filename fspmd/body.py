@@ -1,4 +1,4 @@
-"""The running body of a ``shard_map``: its mesh, its bound axes, and whether types are checked; and checks of functions called outside."""
+"""The running body of a ``shard_map``: its mesh, its axes, whether types are checked; and checks that none runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load`: a pytree from a step of a checkpoint, in any layout. It reads the pieces that hold a block, and their checksums."""
+"""`load`: a pytree from a step of a checkpoint, in any layout. It reads the pieces that hold a block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Attention of queries to a block of keys, on one rank; and attention as one function of autograd.
 
-This serves each way in which queries meet their keys. Its result is a part: attention and the logarithm of the sums. It saves that part and its operands. The backward pass is
-made of differentiable functions of them, so derivatives of any order are right.
+The function serves each way in which queries meet their keys. Its result is a part: attention and the logarithm of the
+sums. It saves that part and its operands. The backward pass is made of differentiable functions of them, so derivatives
+of any order are right.
 """
 
 from __future__ import annotations
