@@ -8,7 +8,6 @@ from typing import Any, Final, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from fspmd.autodiff.cotangents import cotangents_of, scalar_of
 from fspmd.autodiff.leaves import (
     DEPTH,
     DIFFERENTIATING,
@@ -19,6 +18,7 @@ from fspmd.autodiff.leaves import (
     check_leaves,
     check_options,
     check_results,
+    cotangents_of,
     detached,
     flatten,
     flatten_quickly,
@@ -27,6 +27,7 @@ from fspmd.autodiff.leaves import (
     like,
     local_of,
     rewrapped,
+    scalar_of,
     show_leaf,
     typed,
 )

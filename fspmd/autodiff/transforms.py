@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.autodiff.batching import extended, placed, without_dim
-from fspmd.autodiff.cotangents import tangents_of
+from fspmd.autodiff.leaves import tangents_of
 from fspmd.copies import as_copies
 from fspmd.errors import RecordError
 from fspmd.redistribution.redistribute import redistribute
