@@ -201,6 +201,26 @@ class ProgramPart(NamedTuple):
     replayed: Replayed | None = None  # what each run notes, if the steps communicate
     infers: bool = False  # whether autograd has followed none of the steps
 
+    def new_graph(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+        """A graph with nodes for the inputs and the constants alone, and these nodes by those of this part."""
+        graph = fx.Graph()
+        known = {node: graph.placeholder(node.name) for node in self.inputs}
+        for node in self.constants:
+            known[node] = graph.create_node("get_attr", node.name if node.op == "get_attr" else f"{node.name}_value")
+        for node, made in known.items():
+            made.meta = dict(node.meta)
+        return graph, known
+
+    def in_graph(self, graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> ProgramPart:
+        """This part with the steps of another graph. ``known``: nodes of that graph by those of this part."""
+        return self._replace(
+            steps=[node for node in graph.nodes if node.op == "call_function"],
+            inputs=[known[node] for node in self.inputs],
+            outputs=[known[output] if isinstance(output, fx.Node) else output for output in self.outputs],
+            constants={known[node]: x for node, x in self.constants.items()},
+            donated=[known[node] for node in self.donated],
+        )
+
 
 #: makes a function of a part, which returns a tuple of the values of its outputs
 Maker = Callable[[ProgramPart], Callable[..., Any]]

@@ -60,23 +60,19 @@ class _Shorter:
         for node in part.steps:
             self.within.setdefault(owner(node), []).append(node)
         self.writes = {i: written(node) for i, node in enumerate(part.steps)}
+        self.taking = dict.fromkeys(filter(self.takes, part.steps))
         self.reshapes = any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in part.steps)
 
     def part(self) -> ProgramPart:
         """The part with fewer steps."""
-        steps, inputs, outputs, constants, donated, *_ = self.given
         values = self.values()
         joined, unused = self.joined(values)
-        writers = {node: run for node in steps if self.may_write(node) and (run := node.meta["call"].writer())}
+        writers = {node: run for node in self.taking if self.may_write(node) and (run := node.meta["call"].writer())}
         if not (values or joined or writers):
             return self.given
-        graph = fx.Graph()
-        known = {node: graph.placeholder(node.name) for node in inputs}
-        known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)
-        known.update((node, graph.create_node("get_attr", f"{node.name}_value")) for node in values)
-        for node, made in known.items():
-            made.meta = dict(node.meta)
-        for node in steps:
+        part = self.given._replace(constants={**self.given.constants, **values})
+        graph, known = part.new_graph()
+        for node in part.steps:
             if node in unused or node in values:
                 continue
             if (one := joined.get(node)) is None:
@@ -88,17 +84,11 @@ class _Shorter:
                 known[node] = graph.create_node("call_function", one.function)
                 known[node].args = fx.map_arg(one.args, known.__getitem__)
                 known[node].meta = dict(node.meta)
-        return self.given._replace(
-            steps=[node for node in graph.nodes if node.op == "call_function"],
-            inputs=[known[node] for node in inputs],
-            outputs=[known[output] if isinstance(output, fx.Node) else output for output in outputs],
-            constants={known[node]: x for node, x in (*constants.items(), *values.items())},
-            donated=[known[node] for node in donated],
-        )
+        return part.in_graph(graph, known)
 
     def may_write(self, node: fx.Node) -> bool:
         """Whether a step is a collective that may write its sum into its operand."""
-        return self.takes(node) and _dtype(node.all_input_nodes[0]) in FLOATS
+        return node in self.taking and _dtype(node.all_input_nodes[0]) in FLOATS
 
     def takes(self, node: fx.Node) -> bool:
         """Whether a step is a collective of a new value that no other step reads."""
@@ -118,7 +108,7 @@ class _Shorter:
 
     def unmoved(self, node: fx.Node) -> Joined | None:
         """The operand of a collective over one rank that returns a copy. Other kernels give some ranks zeros."""
-        if not self.takes(node) or communicates(call := node.meta["call"]) or not moves(call.pair.kernel):
+        if node not in self.taking or communicates(call := node.meta["call"]) or not moves(call.pair.kernel):
             return None
         is_copy = call.mesh.transport == "process_group" and call.pair.kernel in _COPIES and call.options.sizes is None
         is_same = is_copy and _is_alike(node.all_input_nodes[0], node)
@@ -161,8 +151,9 @@ class _Shorter:
         Where autograd follows values, some functions run other steps than where it does not. A value whose shape
         changes in place has another one at a later step.
         """
-        if is_of_one_rank(node) and not self.reshapes and (self.given.infers or node.target in _VIEWS):
-            for match in _MATCHES.get(node.target, ()):
+        matches = _MATCHES.get(node.target, ())
+        if matches and not self.reshapes and (self.given.infers or node.target in _VIEWS) and is_of_one_rank(node):
+            for match in matches:
                 one = match(self, node)
                 if one is not None and self.is_call(one, node) and not self.is_interrupted(one.first, node):
                     yield one
