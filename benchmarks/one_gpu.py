@@ -24,7 +24,7 @@ from torch import Tensor
 import fspmd
 from fspmd import P, jit, make_mesh
 from fspmd.nn import attend_block, grouped_matmul
-from fspmd.nn.attend import OneBlock
+from fspmd.nn.attention import OneBlock
 from fspmd.nn.attention import attention as attend
 
 Weights = dict[str, Any]

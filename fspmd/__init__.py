@@ -7,10 +7,9 @@ from fspmd.autodiff import checkpoint, grad, jvp, stop_gradient, value_and_grad,
 from fspmd.autodiff.engine import install as _install_module_hooks
 from fspmd.autodiff.transforms import install as _install_transforms
 from fspmd.checkpoints.folders import latest_step
-from fspmd.checkpoints.handles import SaveHandle
 from fspmd.checkpoints.load import load
 from fspmd.checkpoints.load_huggingface import load_huggingface
-from fspmd.checkpoints.save import save
+from fspmd.checkpoints.save import SaveHandle, save
 from fspmd.checkpoints.save_huggingface import save_huggingface
 from fspmd.collectives import (
     Handle,
@@ -114,6 +113,7 @@ from fspmd.placement.processes import assert_equal, barrier, from_process_local,
 from fspmd.placement.replicas import check_replicas
 from fspmd.placement.reshard import Explanation, explain, reshard, with_spec
 from fspmd.programs.cache_misses import CacheMiss, explain_cache_misses
+from fspmd.programs.checked import replay_check
 from fspmd.programs.debug_print import debug_print
 from fspmd.programs.jit import Jitted, jit
 from fspmd.programs.lower import Cost, Lowered
@@ -121,7 +121,6 @@ from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
-from fspmd.programs.replay_check import replay_check
 from fspmd.redistribution.cost import ETHERNET, INFINIBAND, NVLINK, PCIE, Link, Price, Topology, set_topology, topology
 from fspmd.rules import BodyLayout, Site
 from fspmd.sharded import Sharded

@@ -1,4 +1,4 @@
-"""The running body of a ``shard_map``: its mesh, its bound axes, and whether types are checked."""
+"""The running body of a ``shard_map``: its mesh, its axes, whether types are checked; and checks that none runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from fspmd.errors import AxisError
-from fspmd.meshes.mesh import Mesh
+from fspmd.errors import ArgumentError, AxisError, MeshError, RecordError
+from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described, quoted
+from fspmd.tracing import is_recording, refuse_traced
 from fspmd.transport import Transport, transport_named
 from fspmd.transport.frame import UNEVEN
 
@@ -164,3 +165,52 @@ def resolve_axes(body: Body, axis_name: Any, what: str) -> tuple[str, ...]:
     if len(set(axes)) < len(axes):
         raise AxisError(f"{what} got the axes {axes}, which repeat an axis; name each axis once")
     return axes
+
+
+def the_mesh(mesh: Mesh | None, what: str) -> Mesh:
+    """Return ``mesh``, or the mesh that is set, for the function named ``what``.
+
+    Raises:
+        ArgumentError: A body runs, or ``mesh`` is not a mesh.
+        MeshError: There is no mesh, or this process is not a member of it.
+    """
+    check_outside(what)
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ArgumentError(f"{what} got {described(mesh)} for mesh; make one: {mesh_advice(mesh)}")
+    return usable_mesh(mesh, what)
+
+
+def usable_mesh(mesh: Mesh | None, what: str) -> Mesh:
+    """Return ``mesh``, or the mesh that is set. Raise `MeshError` without one, or where this process is no member."""
+    mesh = mesh or current_mesh()
+    if mesh is None:
+        raise MeshError(f"{what} has no mesh; pass mesh=make_mesh(...), or set one with set_mesh(mesh)")
+    check_member(mesh, what)
+    return mesh
+
+
+def check_outside(what: str) -> None:
+    """Raise `ArgumentError` in a body, and `RecordError` while torch traces a graph."""
+    refuse_traced(what)
+    if state.body is not None:
+        raise ArgumentError(
+            f"{what} was called inside {state.body.name}, whose values are this rank's blocks; call it outside, and "
+            "pass its result as an argument"
+        )
+
+
+def check_member(mesh: Mesh, what: str, error: Exception | None = None) -> None:
+    """Raise `MeshError` in a process that is not a member of a mesh. ``error`` is its cause, if there is one."""
+    if mesh.coordinate() is None:
+        raise MeshError(
+            f"{what}: this process is not a member of {mesh!r}; call it on members only: "
+            "if mesh.coordinate() is not None: ..."
+        ) from error
+
+
+def refuse_recorded(what: str) -> None:
+    """Raise `RecordError` while `jit` records, for the function named ``what``, which needs values."""
+    if is_recording():
+        raise RecordError(
+            f"{what} was called within jit, where values are unknown; call it before or after the jitted function"
+        )

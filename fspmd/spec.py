@@ -84,7 +84,11 @@ class P:
         P('x', unreduced={'y'})
         """
         kept = max((i + 1 for i, entry in enumerate(self.entries) if entry is not None), default=0)
-        return P(*self.entries[:kept], unreduced=self.unreduced, reduced=self.reduced)
+        return self.with_entries(self.entries[:kept])
+
+    def with_entries(self, entries: Iterable[Entry]) -> P:
+        """Return a spec with other entries, and with the same ``unreduced`` and ``reduced`` axes."""
+        return P(*entries, unreduced=self.unreduced, reduced=self.reduced)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"P is immutable; write a new spec instead of setting {name!r}")
@@ -268,7 +272,7 @@ class TensorSpec:
     def viewed(self, sizes: Sequence[Sequence[int]], axes: Sequence[Sequence[tuple[str, ...]]]) -> TensorSpec:
         """Return the layout with each dim viewed as dims of ``sizes``, cut by ``axes``. Pending sums stay."""
         entries = [dim_axes for dim in axes for dim_axes in dim]
-        partition = P(*entries, unreduced=self.partition.unreduced, reduced=self.partition.reduced)
+        partition = self.partition.with_entries(entries)
         return TensorSpec(self.mesh, partition, [n for dim in sizes for n in dim], self.dtype)
 
     def with_partition(self, partition: P) -> TensorSpec:
@@ -376,7 +380,7 @@ def normalise(partition: P, mesh: Mesh, shape: tuple[int, ...]) -> P:
     entries = [*partition, *(None,) * missing]
     if partition.flat:
         entries = [_joined(entry, size, mesh) for entry, size in zip(entries, shape, strict=True)]
-    return P(*entries, unreduced=partition.unreduced, reduced=partition.reduced)
+    return partition.with_entries(entries)
 
 
 def _joined(entry: Entry, size: int, mesh: Mesh) -> Entry:

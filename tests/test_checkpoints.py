@@ -44,7 +44,8 @@ from fault_shim import FULL, READ_ONLY, Disk, fail_at, watched
 from processes import Processes, forks, free_port
 
 from fspmd import Flat, FspmdError, Mesh, P, TensorSpec, device_put, latest_step, load, make_mesh, save
-from fspmd.checkpoints import files, reading
+from fspmd.checkpoints import files
+from fspmd.checkpoints import load as loading
 from fspmd.checkpoints.boxes import Cuboid, parts, pieces_of, whole, wrong_cover
 from fspmd.errors import CheckpointError
 
@@ -197,8 +198,8 @@ _MESHES = [
 @pytest.mark.parametrize(("mesh", "piece"), list(zip(_MESHES, (1 << 20, 48, 7, 64), strict=True)), ids=str)
 def test_every_layout_to_the_bit(tmp_path: Path, mesh: Mesh, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PIECE", piece)
-    monkeypatch.setattr(reading, "PIECE", piece)
-    monkeypatch.setattr(reading, "_AT_ONCE", piece)
+    monkeypatch.setattr(loading, "PIECE", piece)
+    monkeypatch.setattr(loading, "_AT_ONCE", piece)
     values = {
         name: x for name, x in wholes().items() if x.dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64)
     }

@@ -29,7 +29,7 @@ from fspmd.nn import (
     ulysses_attention,
     zigzag,
 )
-from fspmd.nn.turns import turns_of
+from fspmd.nn.ring import turns_of
 
 WAYS = [ring_attention, gathered_attention, ulysses_attention]
 ROWS = P(None, "cp")

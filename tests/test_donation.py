@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fspmd
 from fspmd import ArgumentError, DonationError, P, device_get, device_put, jit, make_mesh
-from fspmd.programs.passes.aliases import in_flight, written
-from fspmd.programs.steps import is_wait
+from fspmd.programs.steps import in_flight, is_wait, written
 from fspmd.transport.local_tensor import LocalTensor, blocks_of
 
 Function = Callable[..., Any]

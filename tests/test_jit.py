@@ -43,7 +43,7 @@ from torch.utils.weak import TensorWeakRef
 
 import fspmd
 from fspmd import ArgumentError, P, RecordError, Sharded, device_get, device_put, jit, psum, shard_map
-from fspmd.programs.spellings import PUBLIC, callable_of
+from fspmd.programs.replay import PUBLIC, callable_of
 from fspmd.tracing import recorder
 from fspmd.transport.local_tensor import LocalTensor
 

@@ -52,7 +52,6 @@ from fspmd import (
 from fspmd.programs.capture import capture
 from fspmd.programs.memory import memory_of_program
 from fspmd.programs.passes import recompute
-from fspmd.programs.passes.aliases import Aliases, in_flight, is_view, wait_of, written
 from fspmd.programs.passes.chunked import Chunked
 from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
@@ -60,7 +59,7 @@ from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.table import PASSES, Pass, passes_of, transform
 from fspmd.programs.program import Program, copied, owner
 from fspmd.programs.schedule import schedule
-from fspmd.programs.steps import is_collective, is_wait
+from fspmd.programs.steps import Aliases, in_flight, is_collective, is_view, is_wait, wait_of, written
 from fspmd.redistribution.cost import moves
 
 F64 = torch.float64

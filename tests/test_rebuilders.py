@@ -11,7 +11,7 @@ import torch
 from simulated import MESH
 
 from fspmd import P, Sharded, device_put, jit
-from fspmd.programs.rebuilders import rebuilder
+from fspmd.programs.records import rebuilder
 from fspmd.trees import flatten_values
 
 M = torch.ones(2)

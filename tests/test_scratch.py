@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from fspmd import grad, jit, value_and_grad
 from fspmd.nn import KVCache, adamw, cached_attention
-from fspmd.programs.memory import memory_of_program
+from fspmd.programs.memory import memory_of_program, scratch_of
 from fspmd.programs.program import Value
-from fspmd.programs.scratch import scratch_of
 from fspmd.torch_internals import has_bfloat16_products
 
 aten = torch.ops.aten

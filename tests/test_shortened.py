@@ -31,8 +31,7 @@ from fspmd import (
 )
 from fspmd.programs import shortened
 from fspmd.programs.program import Value
-from fspmd.programs.replay import ProgramPart, compiled
-from fspmd.programs.views import one_view
+from fspmd.programs.replay import ProgramPart, compiled, one_view
 
 X = torch.linspace(-1, 1, 4 * 3 * 8).view(4, 3, 8)
 W, V, B = torch.linspace(-2, 1, 40).view(8, 5), torch.linspace(-1, 3, 40).view(5, 8), torch.linspace(0, 1, 5)

@@ -23,8 +23,8 @@ from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import NOT_MAPPED, batch_dim_of, level_of, running_transforms
 from fspmd.transport.randomness import kept
 from fspmd.trees import DIMS, flatten_values, leaf_paths, parameter_names, prefix_over
+from fspmd.user_code import wraps
 from fspmd.variance import get_variance, set_variance
-from fspmd.wrapping import wraps
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -220,9 +220,7 @@ def placed(x: Any, dim: int | None) -> Any:
     p, shape = x.spec.partition, x.spec.shape
     entries = (*p.entries[1 : dim + 1], p.entries[0], *p.entries[dim + 1 :])
     sizes = (*shape[1 : dim + 1], shape[0], *shape[dim + 1 :])
-    return Sharded(
-        moved, TensorSpec(x.spec.mesh, P(*entries, unreduced=p.unreduced, reduced=p.reduced), sizes, x.dtype)
-    )
+    return Sharded(moved, TensorSpec(x.spec.mesh, p.with_entries(entries), sizes, x.dtype))
 
 
 def _result(x: Any, label: str) -> Tensor:
@@ -274,7 +272,7 @@ def without_dim(spec: TensorSpec, dim: int) -> TensorSpec:
         )
     entries = p.entries[:dim] + p.entries[dim + 1 :]
     shape = spec.shape[:dim] + spec.shape[dim + 1 :]
-    return TensorSpec(spec.mesh, P(*entries, unreduced=p.unreduced, reduced=p.reduced), shape, spec.dtype)
+    return TensorSpec(spec.mesh, p.with_entries(entries), shape, spec.dtype)
 
 
 def extended(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
@@ -282,7 +280,7 @@ def extended(spec: TensorSpec, dim: int, size: int) -> TensorSpec:
     p = spec.partition
     entries = (*p.entries[:dim], None, *p.entries[dim:])
     shape = (*spec.shape[:dim], size, *spec.shape[dim:])
-    return TensorSpec(spec.mesh, P(*entries, unreduced=p.unreduced, reduced=p.reduced), shape, spec.dtype)
+    return TensorSpec(spec.mesh, p.with_entries(entries), shape, spec.dtype)
 
 
 def _axes_mapped(leaves: list[Any], dims: list[int | None]) -> tuple[str, ...]:
@@ -363,7 +361,7 @@ def _cut(x: Any, dim: int | None, entry: Entry, mesh: Mesh) -> Any:
     spec = x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
     p = spec.partition
     entries = (*p.entries[:dim], entry, *p.entries[dim + 1 :])
-    target = spec.with_partition(P(*entries, unreduced=p.unreduced, reduced=p.reduced))
+    target = spec.with_partition(p.with_entries(entries))
     return Sharded(redistribute(x.local if isinstance(x, Sharded) else x, spec, target), target)
 
 

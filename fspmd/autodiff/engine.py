@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fspmd.autodiff.cotangents import cotangent_of, scalar_of
-from fspmd.autodiff.leaves import local_of, show_leaf
+from fspmd.autodiff.leaves import cotangent_of, local_of, scalar_of, show_leaf
 from fspmd.errors import ArgumentError
 from fspmd.forms import UNKNOWN
 from fspmd.local_view.hooks import completing

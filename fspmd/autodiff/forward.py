@@ -8,7 +8,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.autodiff.cotangents import tangents_of
 from fspmd.autodiff.leaves import (
     DIFFERENTIATING,
     Function,
@@ -19,6 +18,7 @@ from fspmd.autodiff.leaves import (
     like,
     local_of,
     rewrapped,
+    tangents_of,
     typed,
 )
 from fspmd.body import state

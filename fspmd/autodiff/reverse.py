@@ -8,7 +8,6 @@ from typing import Any, Final, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 
-from fspmd.autodiff.cotangents import cotangents_of, scalar_of
 from fspmd.autodiff.leaves import (
     DEPTH,
     DIFFERENTIATING,
@@ -19,6 +18,7 @@ from fspmd.autodiff.leaves import (
     check_leaves,
     check_options,
     check_results,
+    cotangents_of,
     detached,
     flatten,
     flatten_quickly,
@@ -27,6 +27,7 @@ from fspmd.autodiff.leaves import (
     like,
     local_of,
     rewrapped,
+    scalar_of,
     show_leaf,
     typed,
 )
@@ -40,8 +41,8 @@ from fspmd.saved_tensor_hooks import KeptTensors, is_checkpointed, without_saved
 from fspmd.sharded import Sharded, alike, is_plain, pair
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 from fspmd.trees import parameter_names
+from fspmd.user_code import wraps
 from fspmd.variance import get_variance, set_variance
-from fspmd.wrapping import wraps
 
 _run_backward: Final[Any] = execution_engine.run_backward
 

@@ -12,15 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.autodiff.batching import extended, placed, without_dim
-from fspmd.autodiff.cotangents import tangents_of
+from fspmd.autodiff.leaves import tangents_of
 from fspmd.copies import as_copies
 from fspmd.errors import RecordError
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike, pair
-from fspmd.spec import P
 from fspmd.torch_internals import NOT_MAPPED, VariableFunctions, batch_dim_of, transforms_module, vmap_module
 from fspmd.tracing import is_traced
-from fspmd.wrapping import replace_everywhere
+from fspmd.user_code import replace_everywhere
 
 
 def install() -> None:
@@ -50,7 +49,7 @@ def _mapped(original: Any, x: Sharded, dim: int, level: int) -> Sharded:
     """One element of a dim. The dim is gathered first if it is cut."""
     p = x.spec.partition
     entries = (*p.entries[:dim], None, *p.entries[dim + 1 :])
-    uncut = x.spec.with_partition(P(*entries, unreduced=p.unreduced, reduced=p.reduced))
+    uncut = x.spec.with_partition(p.with_entries(entries))
     block = x.local
     if uncut is not x.spec:  # a write into the copy would not reach `x`
         block = as_copies(redistribute(block, x.spec, uncut), block, "torch.vmap over a dim that is cut")

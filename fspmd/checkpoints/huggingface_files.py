@@ -14,12 +14,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.body import usable_mesh
 from fspmd.checkpoints.files import sync
 from fspmd.checkpoints.huggingface_names import package
 from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.outside import usable_mesh
 from fspmd.placement.source_rank import hear_all
 from fspmd.tracing import is_recording
 

@@ -17,9 +17,8 @@ from zlib import crc32
 
 import torch
 
-from fspmd.checkpoints.boxes import Cuboid, whole, wrong_cover
+from fspmd.checkpoints.boxes import Cuboid, Path, whole, wrong_cover
 from fspmd.checkpoints.files import read_file, told
-from fspmd.checkpoints.leaves import Path
 from fspmd.errors import CheckpointError
 from fspmd.torch_internals import storage_info_class
 

@@ -10,9 +10,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fspmd.checkpoints.file_parameters import FileParameter, FilePart
+from fspmd.body import check_outside
 from fspmd.checkpoints.huggingface_files import CONFIG, Folder, StoredTensor, agree, check_mesh, folder_path, opened
 from fspmd.checkpoints.huggingface_names import (
+    FileParameter,
+    FilePart,
     is_ignored,
     is_model,
     model_of,
@@ -22,7 +24,6 @@ from fspmd.checkpoints.huggingface_names import (
 )
 from fspmd.errors import ArgumentError, FspmdError, ShapeError, TreeError
 from fspmd.messages import Failure, described, refuse
-from fspmd.outside import check_outside
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec

@@ -14,13 +14,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fspmd.checkpoints.file_parameters import FilePart, whole
+from fspmd.body import check_outside
 from fspmd.checkpoints.huggingface_files import Folder, NewFolder, agree, check_mesh, folder_path, shard_names
-from fspmd.checkpoints.huggingface_names import file_names, is_model, model_of, ties_of
+from fspmd.checkpoints.huggingface_names import FilePart, file_names, is_model, model_of, ties_of, whole
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, TreeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, quoted, refuse
-from fspmd.outside import check_outside
 from fspmd.placement.device_put import device_get
 from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded, is_plain

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd.checkpoints import folders
-from fspmd.checkpoints.boxes import Cuboid, boxes_of, whole, wrong_cover
+from fspmd.checkpoints.boxes import Cuboid, NamedLeaf, boxes_of, encoded, is_tensor, kind_of, whole, wrong_cover
 from fspmd.checkpoints.crew import Crew, Report, Settlement
 from fspmd.checkpoints.files import Output, write_file
 from fspmd.checkpoints.index import (
@@ -25,7 +25,6 @@ from fspmd.checkpoints.index import (
     metadata_of_torch,
     rows_of,
 )
-from fspmd.checkpoints.leaves import NamedLeaf, encoded, is_tensor, kind_of
 from fspmd.errors import CheckpointError, FspmdError
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec

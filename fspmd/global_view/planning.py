@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.body import check_member
 from fspmd.cache import cached
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
@@ -31,7 +32,6 @@ from fspmd.messages import described
 from fspmd.ops.operators import BINARY, REFLECTED
 from fspmd.ops.signatures import by_own_names, parameters
 from fspmd.ops.traits import name_of
-from fspmd.outside import check_member
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, call_torch, is_sharded
 from fspmd.torch_internals import HigherOrderOperator, jit_tracing

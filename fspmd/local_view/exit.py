@@ -211,7 +211,7 @@ _EQUAL = {
 def _with_axes(partition: P, axes: list[str], ndim: int) -> P:
     entries = [*partition.entries, *(None,) * (ndim - len(partition))]
     entries[0] = (*entry_axes(entries[0]), *axes)
-    return P(*entries, unreduced=partition.unreduced, reduced=partition.reduced)
+    return partition.with_entries(entries)
 
 
 def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], nested: bool, static: bool) -> Exit:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import optree
 from torch import Tensor
 
-from fspmd.body import Body, state
+from fspmd.body import Body, state, usable_mesh
 from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
 from fspmd.foreign import refuse_foreign
 from fspmd.local_view.closures import held_tensors, held_values
@@ -21,7 +21,6 @@ from fspmd.local_view.exit import Exits, in_memory_of, make_exit, result_failure
 from fspmd.local_view.key_orders import check_order
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
-from fspmd.outside import usable_mesh
 from fspmd.pairs import Call, call
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec

@@ -49,7 +49,7 @@ from fspmd.transport import known_values
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.transport.reports import tell_failure
 from fspmd.trees import flatten, flatten_args
-from fspmd.wrapping import wraps
+from fspmd.user_code import wraps
 
 MISSING: Any = object()
 
@@ -194,20 +194,12 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if known_values.hear is not None and outer is None:
         function = plan.watched(function, leaves, flat)
     args = leaves if plan.enters_as_is else list(map(call, plan.entries, leaves))
-    widen = plan.widen
-    start = 0 if widen is None else now()
+    start = 0 if plan.widen is None else now()
     blocks = args
     if not flat:
         args = plan.treedef.unflatten(args)
     called = _by_name(function, len(args) - len(names), names) if names else function
-    mode: BodyMode | None = None
-    if body.checked:
-        mode = Tracker(body)
-    elif not plan.nested:  # a nested body uses the mode of the enclosing body
-        if body.simulated:
-            mode = IndexMode()
-        elif body.uneven or not plan.exits:  # the first run shows whether a collective makes blocks uneven
-            mode = ConnectingMode()
+    mode = Tracker(body) if body.checked else None if plan.nested else _unchecked_mode(plan)
     if outer is None and count_function_modes():
         pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
@@ -230,21 +222,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             pop_function_mode()
             if above is not None:
                 push_function_mode(above)
-        leaves, tree = _flatten_result(out)
-        if widen is not None and _may_close(plan, function, leaves):
-            leaves = list(leaves)
-            closes = sum_closures(leaves, blocks, body, start, widen)
-            plan.closes = plan.closes and closes is not False
-        if body.checked and outer is None:
-            leaves = mode.unborrowed(leaves)  # type: ignore[union-attr]
-        exits = plan.exits.get(tree)
-        is_known = exits is not None
-        if exits is None:
-            exits = plan.exits[tree] = plan.make_exits(function, out)  # this checks the results
-        if exits.shares:
-            leaves = exits.apart(leaves, blocks)
-        results = exits(leaves) if is_known else exits.leave(leaves)
-        return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
+        return _leave(plan, function, out, blocks, start, mode)
     except BaseException as error:
         try:
             restore_modes(above, mode)
@@ -262,6 +240,52 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             RUNNING.pop(key, None)
 
 
+def _unchecked_mode(plan: Plan) -> BodyMode | None:
+    """Return the mode of an unchecked body. A nested body uses that of the enclosing body."""
+    if plan.body.simulated:
+        return IndexMode()
+    # the first run shows whether a collective makes blocks uneven
+    return ConnectingMode() if plan.body.uneven or not plan.exits else None
+
+
+def _leave(
+    plan: Plan, function: Callable[..., Any], out: Any, blocks: list[Any], start: int, mode: BodyMode | None
+) -> Any:
+    """Return the results of a body as `Sharded`.
+
+    Args:
+        plan: The plan of the call.
+        function: The function of the body.
+        out: What it has returned.
+        blocks: The leaves of its arguments.
+        start: When it began, by autograd's count.
+        mode: The mode of the body.
+    """
+    kind = type(out)
+    tree: Any  # Tensor for a block, the length of a tuple of blocks, or the treedef
+    if kind in BLOCKS:
+        leaves, tree = [out], Tensor
+    elif kind is tuple and out and BLOCKS.issuperset(map(type, out)):
+        leaves, tree = out, len(out)
+    else:
+        leaves, tree = flatten(out)
+    widen = plan.widen
+    if widen is not None and _may_close(plan, function, leaves):
+        leaves = list(leaves)
+        closes = sum_closures(leaves, blocks, plan.body, start, widen)
+        plan.closes = plan.closes and closes is not False
+    if plan.body.checked and plan.body.outer is None:
+        leaves = mode.unborrowed(leaves)  # type: ignore[union-attr]
+    exits = plan.exits.get(tree)
+    is_known = exits is not None
+    if exits is None:
+        exits = plan.exits[tree] = plan.make_exits(function, out)  # this checks the results
+    if exits.shares:
+        leaves = exits.apart(leaves, blocks)
+    results = exits(leaves) if is_known else exits.leave(leaves)
+    return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
+
+
 def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) -> bool:
     """Return whether results of an unchecked body may depend on a differentiable tensor that it closes over."""
     if transforms_active():
@@ -270,20 +294,6 @@ def _may_close(plan: Plan, function: Callable[..., Any], leaves: Iterable[Any]) 
         if getattr(x, "requires_grad", False):
             return plan.closes or holds_trainable(function)
     return False
-
-
-def _flatten_result(out: Any) -> tuple[list[Any], Any]:
-    """Return leaves and a hashable structure: Tensor for a block, the length of a tuple of blocks, or the treedef."""
-    kind = type(out)
-    if kind in BLOCKS:
-        return [out], Tensor
-    if kind is tuple and out:
-        for x in out:
-            if type(x) not in BLOCKS:
-                break
-        else:
-            return out, len(out)
-    return flatten(out)
 
 
 def _by_name(function: Callable[..., Any], positional: int, names: tuple[str, ...]) -> Callable[..., Any]:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fspmd.body import Body, state
 from fspmd.errors import VarianceError
-from fspmd.local_view.backward_calls import call_backward
 from fspmd.local_view.empty_blocks import ConnectingMode, call_with_empty_blocks
 from fspmd.local_view.indexing import IndexMode, index_by_tensor
 from fspmd.local_view.modes import BodyMode, run_in
 from fspmd.local_view.type_rules import (
     Borrowed,
     beside_pending,
+    call_backward,
     check_known_to_vary,
     check_stays_sum,
     check_writes,

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from fspmd.body import the_mesh
 from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
@@ -14,7 +15,6 @@ from fspmd.modules.constructor_record import InitRecorder, Ref, ref_of
 from fspmd.modules.constructor_replay import Replay
 from fspmd.modules.plans import make_plan
 from fspmd.modules.styles import Style
-from fspmd.outside import the_mesh
 from fspmd.placement.device_put import device_get, device_put
 from fspmd.sharded import Sharded
 from fspmd.spec import P

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fspmd.body import the_mesh
 from fspmd.errors import ArgumentError, TreeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, refuse
 from fspmd.modules.paths import leaves_by_name
 from fspmd.modules.plans import ParallelPlan, make_plan
 from fspmd.modules.styles import Style
-from fspmd.outside import the_mesh
 from fspmd.placement.device_put import put
 from fspmd.placement.scatter import PLANNED, lacks_values
 from fspmd.sharded import Sharded

@@ -24,7 +24,7 @@ from fspmd.redistribution.redistribute import to_blocks
 from fspmd.redistribution.shared_moves import redistribute_once
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec
-from fspmd.wrapping import wraps
+from fspmd.user_code import wraps
 
 # --- plans -----------------------------------------------------------------------------------------------------------
 

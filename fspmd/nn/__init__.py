@@ -4,22 +4,18 @@ experts on ranks, and training state that is cut over ranks.
 They are written in the public words of fspmd, and stand above everything else.
 """
 
-from fspmd.nn.accumulation import accumulate
-from fspmd.nn.adafactor import adafactor
-from fspmd.nn.attend import attend_block
+from fspmd.nn.accumulation import LossScale, accumulate, all_finite, selected
+from fspmd.nn.attention import attend_block
 from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
 from fspmd.nn.costs import attention_costs
 from fspmd.nn.decoding import KVCache, cached_attention, own_heads
-from fspmd.nn.experts import Dispatched, combine, dispatch, experts, grouped_matmul
-from fspmd.nn.loss_scale import LossScale, all_finite, selected
+from fspmd.nn.experts import Dispatched, Routing, balance, combine, dispatch, experts, grouped_matmul, route
 from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
 from fspmd.nn.muon import muon
-from fspmd.nn.optimizers import Optimizer, adamw, with_master
-from fspmd.nn.parameters import gathered
+from fspmd.nn.optimizers import Optimizer, adafactor, adamw, with_master
+from fspmd.nn.parameters import Precision, gathered
 from fspmd.nn.parts import PartialAttention, merge, merge_over, nothing
 from fspmd.nn.pipelines import pipeline
-from fspmd.nn.precision import Precision
-from fspmd.nn.routing import Routing, balance, route
 from fspmd.nn.sampling import greedy, sample
 from fspmd.nn.schedules import (
     Action,

@@ -25,9 +25,8 @@ from fspmd.errors import ShapeError
 from fspmd.nn.attention import Way, attention
 from fspmd.nn.checks import check_layout, check_operands, shapes_everywhere
 from fspmd.nn.masks import Full, Mask, as_mask
-from fspmd.nn.ring import Exchanged, Gathered, Ring
+from fspmd.nn.ring import Exchanged, Gathered, Ring, turns_of
 from fspmd.nn.sequences import Axes, SequenceLayout
-from fspmd.nn.turns import turns_of
 
 
 def ring_attention(

@@ -16,19 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.body import state
+from fspmd.body import check_outside, state, the_mesh
 from fspmd.collectives import axis_index, axis_size
 from fspmd.entries import axes_within
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.nn.attend import OneBlock
-from fspmd.nn.attention import attention
+from fspmd.nn.attention import OneBlock, attention
 from fspmd.nn.checks import Everywhere, Shape, shapes_everywhere, shapes_of
 from fspmd.nn.masks import Causal, Mask, as_mask
 from fspmd.nn.parts import merge_over
 from fspmd.nn.sequences import Axes
-from fspmd.outside import check_outside, the_mesh
 from fspmd.placement.creation import zeros
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import is_sharded

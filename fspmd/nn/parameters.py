@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -22,7 +22,6 @@ from fspmd.body import Body, bound_body, resolve_axes, state
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, AxisError, ShapeError, SpecError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
-from fspmd.nn.precision import Precision
 from fspmd.nn.sequences import Axes
 from fspmd.placement.reshard import reshard
 from fspmd.redistribution.redistribute import begun
@@ -283,3 +282,36 @@ def moved(
         after = get_variance(x)
     with DisableTorchFunction():
         return set_variance(begun(x, source, target, forward or x.dtype, backward or x.dtype, True)(), after)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes in which parameters are kept and used, and in which gradients are summed.
+
+    Attributes:
+        param: of stored parameters, which `accumulate` and `gathered` check. Gradients end in it, so that an optimizer
+            updates in it.
+        compute: of gathered parameters, and so of the computation. Parameters are cast before they move.
+        reduce: in which gradients are summed over ranks. They move in it.
+        accumulate: in which gradients are summed over microbatches.
+
+    Raises:
+        ArgumentError: one of them is no floating dtype.
+
+    >>> Precision(compute=torch.bfloat16).reduce
+    torch.float32
+    """
+
+    param: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    accumulate: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            dtype = getattr(self, field.name)
+            if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ArgumentError(
+                    f"Precision got {described(dtype)} for {field.name}; expected a floating dtype such as "
+                    "torch.bfloat16"
+                )

@@ -10,12 +10,12 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.body import the_mesh
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import refuse_foreign, refuse_misfit
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.outside import the_mesh
 from fspmd.pairs import apply, call
 from fspmd.placement.source_rank import source_of
 from fspmd.sharded import Sharded, is_plain

@@ -14,11 +14,11 @@ from typing import Any, Final, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from fspmd.body import the_mesh
 from fspmd.cache import cached
 from fspmd.errors import ArgumentError, SpecError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.outside import the_mesh
 from fspmd.random import distributions
 from fspmd.random.blocks import Law, drawn, fill, shared_seed, shuffled
 from fspmd.random.counter import Block

@@ -9,12 +9,12 @@ import optree
 import torch
 from torch import Tensor
 
+from fspmd.body import check_outside, the_mesh
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import misfit, refuse_foreign, refuse_misfit
 from fspmd.local_view.measured_layouts import spec_of_blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.outside import check_outside, the_mesh
 from fspmd.placement.scatter import check_leaves, description, scatter_from
 from fspmd.placement.source_rank import source_of
 from fspmd.redistribution.redistribute import borrowed_blocks, from_blocks, redistribute

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import optree
 
+from fspmd.body import check_outside
 from fspmd.cache import cached
 from fspmd.entries import Entry, Factors, Flat, axes_within, blocks, entry_of, factors_of, joined
 from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.foreign import foreign_name
 from fspmd.meshes.mesh import Mesh, mesh_advice
 from fspmd.messages import described
-from fspmd.outside import check_outside
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, strided_shard

@@ -8,9 +8,9 @@ from typing import Final
 
 import torch
 
+from fspmd.body import the_mesh
 from fspmd.errors import MeshError
 from fspmd.meshes.mesh import Mesh
-from fspmd.outside import the_mesh
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Link, Topology, topology
 from fspmd.transport import Options, transport_named

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.body import refuse_recorded, the_mesh
 from fspmd.collectives.checks import where
 from fspmd.digests import digests
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
@@ -17,7 +18,6 @@ from fspmd.local_view.measured_layouts import spec_of_layouts
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted
-from fspmd.outside import refuse_recorded, the_mesh
 from fspmd.placement.device_put import device_get, put
 from fspmd.placement.scatter import check_leaves
 from fspmd.placement.source_rank import hear_all

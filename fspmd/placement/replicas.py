@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fspmd.body import check_member, check_outside, refuse_recorded
 from fspmd.digests import Difference, difference, digests, mixed, of_bytes, raw_bytes
 from fspmd.errors import ArgumentError, ReplicaError, TreeError, join_failures
 from fspmd.foreign import refuse_misfit
@@ -20,7 +21,6 @@ from fspmd.inspection.replays import compare_replays, replay_hashes
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, groups_along, make_mesh
 from fspmd.messages import Failure, counted, described, refuse
-from fspmd.outside import check_member, check_outside, refuse_recorded
 from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded
 from fspmd.spec import describe

@@ -12,13 +12,12 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import state
+from fspmd.body import check_outside, state, the_mesh
 from fspmd.cache import cached
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, MeshError
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described
-from fspmd.outside import check_outside, the_mesh
 from fspmd.placement.scatter import check_leaves
 from fspmd.redistribution.cost import FREE, Price, topology
 from fspmd.redistribution.moves import moves

@@ -13,8 +13,7 @@ from torch import Tensor, fx
 from fspmd.errors import RecordError
 from fspmd.inspection.watch import Communication, hears_of_records, tell
 from fspmd.pairs import apply, call, is_watched
-from fspmd.programs.communication import known_communication
-from fspmd.programs.histories import replayed_by
+from fspmd.programs.communication import known_communication, replayed_by
 from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.replay import Maker, ProgramPart, compiled, has_randomness

@@ -5,19 +5,26 @@ If the bytes of a collective depend on values, the collectives of a program repo
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
 
 from fspmd.inspection.causes import Cause
+from fspmd.inspection.histories import DTYPES, History, facts_of
+from fspmd.inspection.replays import Replayed
 from fspmd.inspection.watch import Communication, communicates, hears_of_records, price_of, tell
+from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, is_watched
 from fspmd.programs.program import Program, Value
 from fspmd.programs.steps import Routed, moved_by
 from fspmd.redistribution.cost import Price, Topology
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Routes
+from fspmd.user_code import line_of
 
 
 def report_when_run(program: Program) -> None:
@@ -84,3 +91,42 @@ def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
             of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
             entries.append(Communication(*of, price, node.meta["backward"], node.meta["cause"], call))
     return tuple(entries)
+
+
+def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
+    """For each group of processes the collectives of parts of a program: steps, and whether they are of backward."""
+    found: dict[str, History] = {}
+    places: Counter[Mesh] = Counter()
+    for nodes, is_backward in parts:
+        for node in nodes:
+            call = node.meta.get("call")
+            if call is None:
+                continue
+            number, key, is_even = facts_of(call)
+            if not number:
+                continue
+            history = found.get(key)
+            if history is None:
+                ranks = tuple(sorted(call.mesh.group_ranks(call.axes or call.mesh.axis_names)))
+                history = found[key] = History(key, ranks)
+            operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
+            line, dtype, shape = line_of(node.meta["cause"].where), operand.dtype, tuple(operand.shape)
+            places[call.mesh] += 1
+            place = places[call.mesh]
+            history.advance(hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward, place)))
+            history.ring.append((history.count, history.hash, call, line, dtype, shape, place, 0.0))
+    return list(found.values())
+
+
+def replayed_by(name: str, nodes: Iterable[fx.Node], is_backward: bool = False) -> Replayed | None:
+    """What a run of steps notes; None if they do not communicate. ``name``: of the program."""
+    found = histories((nodes, is_backward))
+    return Replayed(f"{'the backward of ' * is_backward}{name}", found) if found else None
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """``jit(f) of train.py:12``: a recorded function and its line, as errors show them."""
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    where = f" of {Path(code.co_filename).name}:{code.co_firstlineno}" if code else ""
+    return f"jit({getattr(inner, '__name__', type(inner).__name__)}){where}"

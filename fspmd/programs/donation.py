@@ -14,11 +14,10 @@ from torch import Tensor, fx
 
 from fspmd.errors import ArgumentError, DonationError
 from fspmd.programs.capture import Capture
-from fspmd.programs.options import Chosen
-from fspmd.programs.passes.aliases import in_flight, is_unknown
+from fspmd.programs.keys import Chosen
 from fspmd.programs.program import owner
 from fspmd.programs.readers import Picker
-from fspmd.programs.steps import OF_RANKS
+from fspmd.programs.steps import OF_RANKS, in_flight, is_unknown
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses, swap_memory
 from fspmd.transport.local_tensor import blocks_of, is_borrowed, is_simulated, take_blocks

@@ -23,6 +23,10 @@ from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
 from fspmd.programs.donation import Taker
 from fspmd.programs.keys import (
+    Names,
+    Numbers,
+    check_static_not_donated,
+    chosen,
     flatten_call,
     guard,
     identity,
@@ -33,7 +37,6 @@ from fspmd.programs.keys import (
 )
 from fspmd.programs.known_arguments import check_orders, tell_values
 from fspmd.programs.lower import Lowered
-from fspmd.programs.options import Names, Numbers, check_static_not_donated, chosen
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.readers import Reader, picker, reader
 from fspmd.programs.recordable import Recordable

@@ -21,9 +21,8 @@ from fspmd.programs.keys import key_of
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.program import Program
 from fspmd.programs.records import Record, meet, replayed, stale
-from fspmd.programs.schedule import Event, chrome_trace, end_of, picture, schedule
+from fspmd.programs.schedule import Event, chrome_trace, end_of, picture, program_text, schedule
 from fspmd.programs.steps import moved_by
-from fspmd.programs.text import program_text
 from fspmd.redistribution.cost import Topology, topology
 from fspmd.sharded import is_sharded
 from fspmd.torch_internals import FakeTensor

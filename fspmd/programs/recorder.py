@@ -23,12 +23,10 @@ from fspmd.inspection.causes import trace
 from fspmd.ops.schemas import facts_of
 from fspmd.ops.traits import tensors_in
 from fspmd.pairs import Call, StandIn, record_with
-from fspmd.programs.generators import Generators
-from fspmd.programs.reachable import check_reachable, given_alone
+from fspmd.programs.reachable import Generators, check_reachable, given_alone
 from fspmd.programs.recorded_values import Values
-from fspmd.programs.refusals import RefusingMode, check, check_writes, not_compiled, shape_of_values
+from fspmd.programs.refusals import REPLACEMENTS, RefusingMode, check, check_writes, not_compiled, shape_of_values
 from fspmd.programs.steps import CASTS, Routed, runner, transposed_routes
-from fspmd.programs.tensor_indices import REPLACEMENTS
 from fspmd.remembered import forgetting
 from fspmd.torch_internals import (
     DisableTorchFunction,
@@ -56,7 +54,7 @@ class ProgramRecorder(Values):
         super().__init__(is_fake)
         self.generators = Generators(reached, is_fake)
         self.modules: dict[int, torch.nn.Module] = {}  # modules that ran, by id
-        self.refusing = RefusingMode(self, REPLACEMENTS)
+        self.refusing = RefusingMode(self)
 
     def finish(self) -> None:
         """Raise `RecordError` for effects of the function that steps do not repeat."""

@@ -1,20 +1,28 @@
-"""Errors of a recording: values that leave torch, shapes that depend on values, writes that are no steps."""
+"""Errors of a recording: values that leave torch, shapes that depend on values, writes that are no steps.
+
+Some functions have a replacement that reads no values: ``x[i]`` with a tensor ``i``, and ``one_hot``. If ``i`` is a
+tensor of one number, ``x[i]`` is a view in torch and a copy in a record. A write into either raises `RecordError` while
+both are in use.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fspmd.errors import RecordError
 from fspmd.foreign import ADVICE, IS, foreign_name, loose_kind
 from fspmd.inspection.causes import trace
+from fspmd.local_view.indexing import INTEGERS, as_index
 from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
@@ -99,13 +107,9 @@ _CHECKED: Final = frozenset({*_GIVING, *_NUMBERS, *_WRITING, *_GRADIENTS, _T.dat
 class RefusingMode(TorchFunctionMode):
     """A mode that raises `RecordError` for torch functions which dispatch does not see."""
 
-    def __init__(self, recorder: Any, replacements: dict[Any, Callable[..., Any]]) -> None:
-        """``replacements``: by torch function, a function of the recorder and the arguments.
-
-        A replacement returns NotImplemented if it leaves the call to torch.
-        """
+    def __init__(self, recorder: Any) -> None:
         super().__init__()
-        self.recorder, self.replacements = recorder, replacements
+        self.recorder = recorder
 
     @contextmanager
     def refused(self, concerns: Callable[[], bool]) -> Iterator[None]:
@@ -136,8 +140,8 @@ class RefusingMode(TorchFunctionMode):
             if self.recorder.is_fake and func in _GIVING:
                 args = map_aggregate(tuple(args), self.recorder.values_of)
         out = NotImplemented
-        if func in self.replacements and not self.recorder.paused:
-            out = self.replacements[func](self.recorder, *args, **(kwargs or {}))
+        if func in REPLACEMENTS and not self.recorder.paused:
+            out = REPLACEMENTS[func](self.recorder, *args, **(kwargs or {}))
         if out is NotImplemented:
             out = func(*args, **(kwargs or {}))
         if not self.recorder.paused and type(out) in (Sharded, tuple, list):
@@ -291,3 +295,101 @@ def written_while_copied(name: str) -> RecordError:
         f"number: y is a view in torch, and a copy in a record; write x[i] = x[i] + 1 for x[i] += 1, and "
         f"y = x[i].clone() to keep the old value{line()}"
     )
+
+
+def _one_hot(records: Any, tensor: Any, num_classes: int = -1) -> Any:
+    if not is_plain(tensor) or tensor.dtype is not torch.int64 or not _is_value(records, tensor):
+        return NotImplemented
+    if type(num_classes) is not int or num_classes <= 0:
+        return NotImplemented
+    classes = tensor.unsqueeze(-1)
+    zeros = torch.zeros_like(classes.expand(*[-1] * tensor.dim(), num_classes), memory_format=torch.contiguous_format)
+    return zeros.scatter(-1, classes, 1)
+
+
+def _getitem(records: Any, x: Any, index: Any) -> Any:
+    if (parts := _with_dims(records, x, index)) is None:
+        return NotImplemented
+    entries, dim, _ = parts
+    out = x[entries].squeeze(dim)
+    records.copied(_local(out), _local(x))
+    return out
+
+
+def _select(records: Any, input: Any, dim: int, index: Any) -> Any:
+    if not isinstance(input, Tensor) or type(dim) is not int or not -input.dim() <= dim < input.dim():
+        return NotImplemented
+    return _getitem(records, *as_index(input, dim, index))
+
+
+def _narrow(records: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
+    if type(length) is not int or not (is_plain(input) and is_plain(start) and records.is_constant(start)):
+        return NotImplemented
+    with records.placing():
+        return torch.narrow(input, dim, start, length)
+
+
+def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
+    if (parts := _with_dims(records, x, index)) is None:
+        return NotImplemented
+    entries, _, after = parts
+    if isinstance(value, Tensor):
+        value = value.to(x.dtype)
+        value = value.unsqueeze(value.dim() - after) if value.dim() >= after else value
+    x[entries] = value
+    return None
+
+
+def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int] | None:
+    """The index with its numbers as tensors of one dim, the place of that dim in the result, and the dims after it.
+
+    Returns None if no number in the index is a value of the record, or if the index has other entries than numbers,
+    slices, Ellipsis and None.
+    """
+    entries = index if isinstance(index, tuple) else (index,)
+    if not isinstance(x, Tensor) or not any(_is_number(records, entry) for entry in entries):
+        return None
+    rest = x.dim() - sum(entry is not None and entry is not Ellipsis for entry in entries)  # dims without an entry
+    extended: list[Any] = []
+    places: list[int] = []
+    dims = 0  # dims of the result, plus one for each of the tensors
+    for entry in entries:
+        if _is_number(records, entry):
+            places.append(dims)
+        elif not (entry is None or entry is Ellipsis or type(entry) is slice or _is_int(entry)):
+            return None
+        extended.append(entry.long().unsqueeze(0) if isinstance(entry, Tensor) else entry)
+        dims += rest if entry is Ellipsis else not _is_int(entry)
+    together = places[-1] - places[0] < len(places)
+    dim = places[0] if together else 0
+    after = dims + (0 if any(entry is Ellipsis for entry in entries) else rest) - len(places) - dim
+    return tuple(extended), dim, after
+
+
+def _is_number(records: Any, x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.dim() and x.dtype in INTEGERS and _is_value(records, x)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, Integral) and not isinstance(x, bool)
+
+
+def _is_value(records: Any, x: Any) -> bool:
+    return isinstance(x, Tensor) and not records.is_constant(_local(x))
+
+
+def _local(x: Any) -> Tensor:
+    return x.local if type(x) is Sharded else x
+
+
+#: replacements by torch function: functions of the recorder and the arguments, which return NotImplemented if they
+#: leave the call to torch
+REPLACEMENTS: Final[dict[Any, Callable[..., Any]]] = {
+    F.one_hot: _one_hot,
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+    Tensor.select: _select,
+    torch.select: _select,
+    Tensor.narrow: _narrow,
+    torch.narrow: _narrow,
+}

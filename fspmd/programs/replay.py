@@ -8,18 +8,186 @@ from math import isfinite
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.profiler import record_function
 
+from fspmd.cache import cached
+from fspmd.forms import packed
 from fspmd.inspection.causes import CAUSES, Cause
 from fspmd.inspection.replays import UNSORTED, Replayed, log, sort
 from fspmd.inspection.watch import communicates, label
 from fspmd.ops.schemas import facts_of
+from fspmd.ops.traits import without_autocast
 from fspmd.pairs import Call
-from fspmd.programs.spellings import callable_of, spelling
-from fspmd.programs.views import OneView
-from fspmd.torch_internals import OpOverload, profiler, set_grad_enabled
+from fspmd.programs.steps import is_aten, is_of_one_rank
+from fspmd.torch_internals import (
+    DisableTorchFunction,
+    OpOverload,
+    TensorBase,
+    VariableFunctions,
+    disable_dispatch_modes,
+    nn_functions,
+    profiler,
+    set_grad_enabled,
+)
 from fspmd.transport.randomness import draw_seed
+
+_Link = tuple[Any, tuple[Any, ...]]  # a function of aten that gives a view, and its arguments after the tensor
+
+
+def is_link(node: Any) -> bool:
+    """Whether a value is a step that gives a view of one tensor, with its elements in the same dtype."""
+    if not isinstance(node, fx.Node) or not is_aten(node) or node.kwargs or not is_of_one_rank(node):
+        return False
+    facts, operands = facts_of(node.target), node.all_input_nodes
+    if not (facts.view and facts.pure) or facts.strided or len(operands) != 1 or node.args[0] is not operands[0]:
+        return False
+    dtype, before = node.meta["value"].dtype, operands[0].meta.get("value")
+    return before is not None and before.dtype is dtype and not dtype.is_complex
+
+
+class OneView:
+    """A view of views of a tensor with these strides as one call. Other tensors are viewed step by step.
+
+    A record may be wrong about the strides of a kernel's result. A replay compares them in its own lines, and calls
+    `as_strided` with ``after``, which takes 0.3 µs less than to call this.
+    """
+
+    def __init__(self, before: tuple[int, ...], after: tuple[Any, ...], links: tuple[_Link, ...]) -> None:
+        self.__name__ = self.__qualname__ = "one_view"
+        self.before, self.after = before, after
+        self.calls = [(callable_of(target), args) for target, args in links]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for call, args in self.calls:
+            x = call(x, *args)
+        return x
+
+
+def one_view(views: list[fx.Node]) -> OneView | None:
+    """The view of the operand of the first of some steps, each a view of the one before, that gives the last.
+
+    None if the last does not begin where the operand does, since the operand may itself begin anywhere in its memory,
+    or if its elements are negated.
+    """
+    x = views[0].all_input_nodes[0]
+    shape, strides = x.meta["value"].shape, x.meta.get("strides")
+    links = tuple((view.target, _hashable(view.args[1:])) for view in views)
+    return _made(links, shape, packed(shape) if strides is None else strides)
+
+
+@cached
+def _made(links: tuple[_Link, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> OneView | None:
+    with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad(), without_autocast():
+        last = torch.empty_strided(shape, strides, device="meta")
+        for target, args in links:
+            last = target(last, *args)
+    if last.storage_offset() or last.is_neg():
+        return None
+    return OneView(tuple(strides), (tuple(last.shape), last.stride()), links)
+
+
+def _hashable(arg: Any) -> Any:
+    return tuple(map(_hashable, arg)) if isinstance(arg, (list, tuple)) else arg
+
+
+aten: Final = torch.ops.aten
+
+
+def _named(text: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in text.split())
+
+
+#: aten functions that are faster, by some 0.5 µs, through torch's Python functions and methods with the same arguments
+PUBLIC: Final = _named(
+    "abs add.Tensor add_.Tensor addmm amax amin argmax bitwise_not bmm cat clamp clone constant_pad_nd copy_ cos "
+    "div.Tensor div_.Tensor eq.Tensor exp expand gather ge.Scalar gt.Scalar index_select le.Scalar le.Tensor log "
+    "logical_not lt.Scalar lt.Tensor masked_fill.Scalar max.dim maximum mean.dim minimum mm mul.Tensor mul_.Tensor "
+    "native_layer_norm neg permute pow.Tensor_Scalar reciprocal relu rsqrt scatter_.src select.int sigmoid silu sin "
+    "split.Tensor sqrt squeeze.dim stack sub.Tensor sub_.Tensor sum sum.dim_IntList t tanh transpose.int unsqueeze "
+    "view where.self zero_ _log_softmax _log_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
+    "_softmax _softmax_backward_data"
+)
+
+
+@cached
+def callable_of(overload: Any) -> Callable[..., Any]:
+    """The fastest function that calls an aten function.
+
+    In place of ``view`` it is ``reshape``: a record may be wrong about the strides of a kernel's result. Torch's shape
+    functions are, for some kernels that compute gradients. A reshape then copies, as it does in the function itself.
+    """
+    name = overload._schema.name.removeprefix("aten::")
+    if overload is aten.view.default:
+        return TensorBase.reshape  # type: ignore[no-any-return]
+    if overload.name() not in PUBLIC:
+        return overload._op  # type: ignore[no-any-return]
+    places = (VariableFunctions, TensorBase, nn_functions)
+    public: Any = next(getattr(place, name) for place in places if hasattr(place, name))
+    return public  # type: ignore[no-any-return]
+
+
+class Spelling(NamedTuple):
+    """A call of a method of ``x``. ``text`` follows the operand, and has {} for each of ``args``."""
+
+    x: Any
+    text: str
+    args: tuple[Any, ...] = ()
+
+
+def spelling(node: fx.Node) -> Spelling | None:
+    """Another spelling of a step that does the same, and is faster by some 1 to 2 µs, if there is one."""
+    find = _FOUND.get(node.target)
+    return None if find is None else find(node)
+
+
+def _cast(node: fx.Node) -> Spelling | None:
+    """``x.double()`` for a copy in another dtype."""
+    x, *rest = node.args
+    method = _CASTS.get(node.kwargs.get("dtype"))
+    if method is None or rest or len(node.kwargs) > 1 or _dtype(x) in (None, _dtype(node)):
+        return None
+    return Spelling(x, f".{method}()")
+
+
+def _indexed(node: fx.Node) -> Spelling | None:
+    """``x[:, i]``. torch would read the values of an index without dims."""
+    x, indices = node.args
+    given: Any = indices
+    if node.meta.get("frame", False) is not None or not all(i is None or _shape(i) for i in given):
+        return None
+    return Spelling(
+        x, f"[{', '.join(':' if i is None else '{}' for i in given)}]", tuple(i for i in given if i is not None)
+    )
+
+
+def _pieces(node: fx.Node) -> Spelling | None:
+    """``x.split_with_sizes((3, 3, 1), dim)``"""
+    given: Any = *node.args, 0
+    x, size, dim, *_ = given
+    shape = _shape(x)
+    if node.kwargs or not shape or not size or not shape[dim]:
+        return None
+    sizes = tuple(min(size, shape[dim] - at) for at in range(0, shape[dim], size))
+    return Spelling(x, ".split_with_sizes({}, {})", (sizes, dim))
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return x.meta["value"].shape if "value" in x.meta else ()
+
+
+def _dtype(x: Any) -> torch.dtype | None:
+    return x.meta["value"].dtype if "value" in x.meta else None
+
+
+_CASTS: Final[dict[Any, str]] = {
+    getattr(torch, name): name for name in ("double", "float", "half", "bfloat16", "long", "int", "bool")
+}
+_FOUND: Final[dict[Any, Callable[[fx.Node], Spelling | None]]] = {
+    aten._to_copy.default: _cast,
+    aten.index.Tensor: _indexed,
+    aten.split.Tensor: _pieces,
+}
 
 
 class ProgramPart(NamedTuple):
@@ -32,6 +200,26 @@ class ProgramPart(NamedTuple):
     donated: Sequence[fx.Node] = ()  # inputs that are passed in lists of length 1, and freed after their last use
     replayed: Replayed | None = None  # what each run notes, if the steps communicate
     infers: bool = False  # whether autograd has followed none of the steps
+
+    def new_graph(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+        """A graph with nodes for the inputs and the constants alone, and these nodes by those of this part."""
+        graph = fx.Graph()
+        known = {node: graph.placeholder(node.name) for node in self.inputs}
+        for node in self.constants:
+            known[node] = graph.create_node("get_attr", node.name if node.op == "get_attr" else f"{node.name}_value")
+        for node, made in known.items():
+            made.meta = dict(node.meta)
+        return graph, known
+
+    def in_graph(self, graph: fx.Graph, known: dict[fx.Node, fx.Node]) -> ProgramPart:
+        """This part with the steps of another graph. ``known``: nodes of that graph by those of this part."""
+        return self._replace(
+            steps=[node for node in graph.nodes if node.op == "call_function"],
+            inputs=[known[node] for node in self.inputs],
+            outputs=[known[output] if isinstance(output, fx.Node) else output for output in self.outputs],
+            constants={known[node]: x for node, x in self.constants.items()},
+            donated=[known[node] for node in self.donated],
+        )
 
 
 #: makes a function of a part, which returns a tuple of the values of its outputs

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from fspmd.ops.schemas import facts_of
-from fspmd.programs.passes.aliases import written as written_by
 from fspmd.programs.program import copy_node, owner
 from fspmd.programs.replay import Maker, ProgramPart, compiled
 from fspmd.programs.steps import OF_RANKS
+from fspmd.programs.steps import written as written_by
 from fspmd.torch_internals import OpOverload
 
 _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -29,12 +29,9 @@ def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Calla
 
     Each output of such a function has separate memory. Views that other steps need are made again after the segment.
     """
-    steps, inputs, outputs, constants, donated, replayed, _ = part
-    graph = fx.Graph()
-    known = {node: graph.placeholder(node.name) for node in inputs}
-    known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)
-    ends = {output for output in outputs if isinstance(output, fx.Node)}
-    live = set(steps)
+    graph, known = part.new_graph()
+    ends = {output for output in part.outputs if isinstance(output, fx.Node)}
+    live = set(part.steps)
     segment: dict[fx.Node, None] = {}
 
     def copied(nodes: Iterable[fx.Node]) -> None:
@@ -54,7 +51,7 @@ def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Calla
             copied(filter(_is_view, wanted))
         segment.clear()
 
-    for step in steps:
+    for step in part.steps:
         if step in known or step in segment:
             continue
         if step in fit:
@@ -65,15 +62,7 @@ def segmented(part: ProgramPart, fit: Collection[fx.Node], make: Maker) -> Calla
             close()
             copied([step])
     close()
-    with_segments = ProgramPart(
-        [node for node in graph.nodes if node.op == "call_function"],
-        [known[node] for node in inputs],
-        [known[output] if isinstance(output, fx.Node) else output for output in outputs],
-        {known[node]: x for node, x in constants.items()},
-        [known[node] for node in donated],
-        replayed,
-    )
-    return compiled(with_segments)
+    return compiled(part.in_graph(graph, known))
 
 
 def _wanted(segment: dict[fx.Node, None], ends: set[fx.Node], live: set[fx.Node]) -> list[fx.Node]:

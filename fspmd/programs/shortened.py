@@ -1,7 +1,7 @@
 """Shorter replays: constants are made once, steps of one torch function are joined, and sums are written in place.
 
 Torch shows a recorder the steps of its functions: `matmul` is a view, a product and a view. A replay pays for each step
-on the host, so `in_few_steps` joins them again. Patterns propose calls; `torch_steps.runs` proves that torch would run
+on the host, so `in_few_steps` joins them again. Patterns propose calls; `runs` proves that torch would run
 the very steps. Backends that compile steps get them one by one.
 """
 
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from fspmd.cache import cached
 from fspmd.inspection.watch import communicates
 from fspmd.ops.traits import without_autocast
-from fspmd.programs.passes.aliases import is_of_one_rank, made_once, written
-from fspmd.programs.program import copy_node, owner
-from fspmd.programs.replay import ProgramPart, compiled
-from fspmd.programs.steps import is_aten, is_collective
-from fspmd.programs.torch_steps import runs
-from fspmd.programs.views import is_link, one_view
+from fspmd.programs.fake_tensors import fake_mode
+from fspmd.programs.program import copy_node, device_of, owner
+from fspmd.programs.replay import ProgramPart, compiled, is_link, one_view
+from fspmd.programs.steps import is_aten, is_collective, is_of_one_rank, made_once, written
 from fspmd.redistribution.cost import moves
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
+from fspmd.tracing import DispatchMode
 from fspmd.transport.carriers import FLOATS
 
 aten: Final = torch.ops.aten
@@ -60,23 +60,19 @@ class _Shorter:
         for node in part.steps:
             self.within.setdefault(owner(node), []).append(node)
         self.writes = {i: written(node) for i, node in enumerate(part.steps)}
+        self.taking = dict.fromkeys(filter(self.takes, part.steps))
         self.reshapes = any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in part.steps)
 
     def part(self) -> ProgramPart:
         """The part with fewer steps."""
-        steps, inputs, outputs, constants, donated, *_ = self.given
         values = self.values()
         joined, unused = self.joined(values)
-        writers = {node: run for node in steps if self.may_write(node) and (run := node.meta["call"].writer())}
+        writers = {node: run for node in self.taking if self.may_write(node) and (run := node.meta["call"].writer())}
         if not (values or joined or writers):
             return self.given
-        graph = fx.Graph()
-        known = {node: graph.placeholder(node.name) for node in inputs}
-        known.update((node, graph.create_node("get_attr", str(node.target))) for node in constants)
-        known.update((node, graph.create_node("get_attr", f"{node.name}_value")) for node in values)
-        for node, made in known.items():
-            made.meta = dict(node.meta)
-        for node in steps:
+        part = self.given._replace(constants={**self.given.constants, **values})
+        graph, known = part.new_graph()
+        for node in part.steps:
             if node in unused or node in values:
                 continue
             if (one := joined.get(node)) is None:
@@ -88,17 +84,11 @@ class _Shorter:
                 known[node] = graph.create_node("call_function", one.function)
                 known[node].args = fx.map_arg(one.args, known.__getitem__)
                 known[node].meta = dict(node.meta)
-        return self.given._replace(
-            steps=[node for node in graph.nodes if node.op == "call_function"],
-            inputs=[known[node] for node in inputs],
-            outputs=[known[output] if isinstance(output, fx.Node) else output for output in outputs],
-            constants={known[node]: x for node, x in (*constants.items(), *values.items())},
-            donated=[known[node] for node in donated],
-        )
+        return part.in_graph(graph, known)
 
     def may_write(self, node: fx.Node) -> bool:
         """Whether a step is a collective that may write its sum into its operand."""
-        return self.takes(node) and _dtype(node.all_input_nodes[0]) in FLOATS
+        return node in self.taking and _dtype(node.all_input_nodes[0]) in FLOATS
 
     def takes(self, node: fx.Node) -> bool:
         """Whether a step is a collective of a new value that no other step reads."""
@@ -118,7 +108,7 @@ class _Shorter:
 
     def unmoved(self, node: fx.Node) -> Joined | None:
         """The operand of a collective over one rank that returns a copy. Other kernels give some ranks zeros."""
-        if not self.takes(node) or communicates(call := node.meta["call"]) or not moves(call.pair.kernel):
+        if node not in self.taking or communicates(call := node.meta["call"]) or not moves(call.pair.kernel):
             return None
         is_copy = call.mesh.transport == "process_group" and call.pair.kernel in _COPIES and call.options.sizes is None
         is_same = is_copy and _is_alike(node.all_input_nodes[0], node)
@@ -161,8 +151,9 @@ class _Shorter:
         Where autograd follows values, some functions run other steps than where it does not. A value whose shape
         changes in place has another one at a later step.
         """
-        if is_of_one_rank(node) and not self.reshapes and (self.given.infers or node.target in _VIEWS):
-            for match in _MATCHES.get(node.target, ()):
+        matches = _MATCHES.get(node.target, ())
+        if matches and not self.reshapes and (self.given.infers or node.target in _VIEWS) and is_of_one_rank(node):
+            for match in matches:
                 one = match(self, node)
                 if one is not None and self.is_call(one, node) and not self.is_interrupted(one.first, node):
                     yield one
@@ -281,3 +272,106 @@ _MATCHES: Final[dict[Any, Sequence[_Match]]] = {
     aten.expand.default: (_unchanged,),
     aten.mul.Tensor: (_rms_norm,),
 }
+
+
+class EmptyTensor(NamedTuple):
+    """An operand without values. ``strides``: None if it is contiguous."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...] | None
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """A tensor of this kind."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+
+class _OperandAt(NamedTuple):
+    """The operand at a place of a call."""
+
+    place: int
+
+
+class _AtenStep(NamedTuple):
+    """A step. Its arguments hold an `_OperandAt` or a `_AtenStep` for each tensor."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+
+
+def runs(function: Callable[..., Any], args: tuple[Any, ...], last: fx.Node) -> bool:
+    """Whether ``last`` is the result of the steps that torch runs for a call below autograd, on these very nodes."""
+    kinds = [_kind(x) if isinstance(x, fx.Node) else x for x in args]
+    return None not in kinds and _equal(_shown(function, *kinds), last, args)
+
+
+def _kind(node: fx.Node) -> EmptyTensor | None:
+    value, device = node.meta.get("value"), device_of(node)
+    if value is None or device is None:
+        return None
+    return EmptyTensor(value.shape, value.dtype, node.meta.get("strides"), device)
+
+
+def _equal(expected: Any, found: Any, operands: tuple[Any, ...]) -> bool:
+    """Whether an argument of a step of torch is that of a step of a program."""
+    if isinstance(expected, _OperandAt):
+        return found is operands[expected.place]
+    if isinstance(expected, _AtenStep):
+        return (
+            isinstance(found, fx.Node)
+            and found.target is expected.target
+            and _equal(expected.args, tuple(found.args), operands)
+            and _equal([*expected.kwargs.items()], [*found.kwargs.items()], operands)
+        )
+    if isinstance(expected, (list, tuple)):
+        return (
+            isinstance(found, (list, tuple))
+            and len(expected) == len(found)
+            and all(_equal(x, y, operands) for x, y in zip(expected, found, strict=True))
+        )
+    return type(expected) is type(found) and bool(expected == found)
+
+
+@cached
+def _shown(function: Callable[..., Any], *args: Any) -> Any:
+    """The steps of a call; None where torch refuses it. Each `EmptyTensor` stands for an operand."""
+    with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad(), without_autocast(), fake_mode():
+        tensors = [x.empty() if isinstance(x, EmptyTensor) else x for x in args]
+        seen = _StepsSeen(tensors)
+        try:
+            with seen:
+                result = function(*tensors)
+        except (RuntimeError, TypeError, ValueError):
+            return None
+    return seen.told(result)
+
+
+class _StepsSeen(DispatchMode):
+    """Sees the steps that make each tensor."""
+
+    def __init__(self, operands: list[Any]) -> None:
+        super().__init__()
+        self.kept: list[Any] = [*operands]  # so that no id is given anew
+        self.made: dict[int, Any] = {id(x): _OperandAt(i) for i, x in enumerate(operands) if isinstance(x, Tensor)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = _AtenStep(func, self.told(args), self.told(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):  # a function of several results is none that is looked for
+            self.kept.append(out)
+            self.made[id(out)] = call
+        return out
+
+    def told(self, value: Any) -> Any:
+        """A value with the step that made it for each tensor; None for a tensor that no step has made."""
+        if isinstance(value, Tensor):
+            return self.made.get(id(value))
+        if isinstance(value, dict):
+            return {name: self.told(entry) for name, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [*map(self.told, value)]
+        return value

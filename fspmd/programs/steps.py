@@ -1,17 +1,23 @@
-"""Steps of a program: functions that run collectives, and how to add steps to a graph or replace them."""
+"""Steps of a program: the functions that they run, how to add and replace them, their memory and their order.
+
+A step without a schema may write into all its operands, and may return parts of them. Arguments and tensors closed over
+may all be views of each other.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor, fx
 
 from fspmd.cache import cached
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
-from fspmd.programs.program import Value, owner
+from fspmd.programs.program import Program, Value, owner
 from fspmd.torch_internals import OpOverload
 from fspmd.transport import Pending
 from fspmd.transport.abstract import shape_after
@@ -190,3 +196,203 @@ def is_pure(node: fx.Node) -> bool:
 OF_RANKS: Final = frozenset((shard_of, JOINED))
 #: steps that split or join values
 PARTS: Final = OF_RANKS | {operator.getitem}
+
+
+_LARGEST: Final = 1 << 16  # bytes of a tensor that is made once, and kept
+
+
+class Aliases:
+    """The shared memory of a program. Passes report their changes by `merge` and `stands_for`."""
+
+    def __init__(self, program: Program) -> None:
+        nodes = list(program.graph.nodes)
+        self.place = {node: i for i, node in enumerate(nodes)}
+        self._above: dict[fx.Node, fx.Node] = {}
+        before = [node for node in nodes if node.op in ("placeholder", "get_attr")]
+        for node in before:
+            self._join(before[0], node)
+        for node in nodes:
+            for other in _shares(node):
+                self._join(node, other)
+        self._writes: dict[fx.Node, list[int]] = {}
+        self._reshaped: set[fx.Node] = set()
+        for i, node in enumerate(nodes):
+            for x in written(node):
+                self._writes.setdefault(self.of(x), []).append(i)
+                if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
+                    self._reshaped.add(self.of(x))
+        ends = [*program.results, *(g for g in program.gradients if g is not None)]
+        self.outside = frozenset(self.of(node) for node in before[:1])
+        self.escaping = set(map(self.of, ends))
+        self.kept = set(map(self.of, program.kept))
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The representative of a value's memory: one node for all values that may share it."""
+        root = node
+        while (above := self._above.get(root)) is not None:
+            root = above
+        while node is not root:
+            self._above[node], node = root, self._above[node]
+        return root
+
+    def _join(self, a: fx.Node, b: fx.Node) -> None:
+        a, b = self.of(a), self.of(b)
+        if a is not b:
+            self._above[b] = a
+
+    def merge(self, node: fx.Node, other: fx.Node) -> None:
+        """Note that the values of both memories now share one memory."""
+        before = {self.of(node), self.of(other)}
+        self._join(other, node)
+        root = self.of(other)
+        self._writes[root] = sorted(i for memory in before for i in self._writes.get(memory, ()))
+        for marked in (self._reshaped, self.escaping, self.kept):
+            if marked & before:
+                marked.add(root)
+
+    def stands_for(self, new: fx.Node, node: fx.Node) -> None:
+        """Note a new step, which replaces ``node`` or shares memory with it."""
+        self.place[new] = self.place[node]
+        self.merge(new, node)
+
+    def is_written(self, node: fx.Node, after: fx.Node, before: fx.Node | None = None) -> bool:
+        """Whether a step after ``after``, and before ``before`` if given, may write into the memory of a value."""
+        places = self._writes.get(self.of(node), ())
+        first = bisect_right(places, self.place[after])
+        return first < len(places) and (before is None or places[first] < self.place[before])
+
+    def is_in_results(self, node: fx.Node) -> bool:
+        """Whether results of the program lie in the memory of a value."""
+        return self.of(node) in self.escaping
+
+    def is_outside(self, node: fx.Node) -> bool:
+        """Whether a value lies in the memory of an argument or of a tensor closed over."""
+        return self.of(node) in self.outside
+
+    def may_be(self, node: fx.Node, other: fx.Node) -> bool:
+        """Whether a value may replace an equal value.
+
+        Views of one memory may replace each other, unless their shape is changed in place. Other values may not if a
+        later step writes into either, if users may write into both, or if users may write into a value that deferred
+        steps need.
+        """
+        if is_view(node) and is_view(other) and self.of(node) is self.of(other):
+            return self.of(node) not in self._reshaped
+        first = min(node, other, key=self.place.__getitem__)
+        if self.is_written(node, first) or self.is_written(other, first):
+            return False
+        visible = [self.is_in_results(value) or self.is_outside(value) for value in (node, other)]
+        kept = any(self.of(value) in self.kept for value in (node, other))
+        return not all(visible) and not (kept and (self.is_in_results(node) or self.is_in_results(other)))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result of a step is a part of an operand, or of several results."""
+    return owner(node) is not node or node.target in (shard_of, operator.getitem)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The values that a step may write into."""
+    if node.op != "call_function":
+        return []
+    if is_aten(node):
+        facts = facts_of(node.target)
+        return [x for value in facts.written(node.args, node.kwargs) for x in _nodes_in(value)] if facts.writes else []
+    return list(node.all_input_nodes) if is_unknown(node) else []
+
+
+def made_once(steps: Sequence[fx.Node], ends: Collection[Any], of_a_rank: bool = False) -> dict[fx.Node, None]:
+    """The steps that a replay runs only once: small tensors that depend on nothing, and that nobody writes into.
+
+    Args:
+        steps: the steps of a program.
+        ends: their results. The caller may write into them.
+        of_a_rank: for a simulation, the steps that the replay of a process would run only once.
+    """
+    found: dict[fx.Node, None] = {}
+    exposed: set[fx.Node] | None = None
+    for node in steps:
+        if not found.keys() >= set(node.all_input_nodes) or not is_aten(node) or "value" not in node.meta:
+            continue
+        if not of_a_rank and not is_of_one_rank(node):
+            continue
+        if exposed is None:
+            given = [x for step in steps for x in (written(step) if is_aten(step) else step.all_input_nodes)]
+            exposed = {owner(x) for x in (*ends, *given) if isinstance(x, fx.Node)}
+        fits = node.meta["value"].nbytes <= _LARGEST and owner(node) not in exposed
+        if fits and facts_of(node.target).is_pure(node.args, node.kwargs):
+            found[node] = None
+    return found
+
+
+def is_of_one_rank(node: fx.Node) -> bool:
+    """Whether the result of a step is a tensor, and not simulated."""
+    return "value" in node.meta and node.meta.get("frame", False) is None
+
+
+def _shares(node: fx.Node) -> Iterable[fx.Node]:
+    """Other values in whose memory the result of a step may lie."""
+    sharing = [owner(node)]
+    if is_unknown(node) or node.target in PARTS:  # steps of several tensors
+        sharing += node.all_input_nodes
+    return sharing
+
+
+def is_unknown(node: fx.Node) -> bool:
+    """Whether a step may write into any of its operands."""
+    if node.op != "call_function" or is_aten(node) or is_collective(node) or getattr(node.target, "reads", False):
+        return False
+    return bool(node.meta.get("effect")) or hasattr(node.target, "_schema")
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    if isinstance(value, fx.Node):
+        return [value]
+    return [x for entry in value for x in _nodes_in(entry)] if isinstance(value, (list, tuple)) else []
+
+
+def in_flight(node: fx.Node) -> bool:
+    """Whether a step begins a collective that another step waits for."""
+    return is_collective(node) and not node.meta["waits"]
+
+
+def wait_of(node: fx.Node) -> fx.Node | None:
+    """The step that waits for the collective which a step begins; None if there is none."""
+    return next((user for user in node.users if is_wait(user)), None)
+
+
+def dependencies(program: Program) -> dict[fx.Node, set[fx.Node]]:
+    """For each step, the earlier steps that it cannot overtake."""
+    memory = Aliases(program)
+    earlier: dict[fx.Node, set[fx.Node]] = {}
+    writer: dict[fx.Node, fx.Node] = {}  # the last writer of each memory
+    readers: dict[fx.Node, list[fx.Node]] = {}  # the readers after the last writer
+    effect: fx.Node | None = None
+    for node in program.graph.nodes:
+        before = set(node.all_input_nodes)
+        uses = set(map(memory.of, before))
+        if is_wait(node):  # the operand is read until the wait
+            uses.update(memory.of(x) for begun in node.all_input_nodes for x in begun.all_input_nodes)
+        before.update(writer[used] for used in uses if used in writer)
+        for changed in set(map(memory.of, written(node))):
+            before.update(readers.pop(changed, ()))
+            writer[changed] = node
+        for used in uses:
+            readers.setdefault(used, []).append(node)
+        if node.op == "call_function" and has_effect(node):
+            if effect is not None:
+                before.add(effect)
+            effect = node
+        before.discard(node)
+        earlier[node] = before
+    return earlier
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a step does more than return its result and write into its operands."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return bool(node.meta.get("effect"))
+    schema, facts = target._schema, facts_of(target)
+    checks = not schema.returns and not schema.is_mutable
+    return checks or facts.draws(node.args, node.kwargs) or (target.namespace != "aten" and not facts.pure)

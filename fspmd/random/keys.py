@@ -16,11 +16,10 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from fspmd.body import state
+from fspmd.body import state, the_mesh
 from fspmd.errors import ArgumentError, SpecError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.outside import the_mesh
 from fspmd.random import distributions
 from fspmd.random.blocks import Law, drawing, drawn
 from fspmd.random.counter import Block, derived

@@ -12,13 +12,21 @@ from torch import Tensor, fx
 
 from fspmd.pairs import Call
 from fspmd.programs.flops import flops_of
-from fspmd.programs.options import check_counts
-from fspmd.programs.passes.aliases import Aliases
-from fspmd.programs.passes.reshaped import collective_before, is_reshaped, last_of, matrix_of, reshaped, users_of
-from fspmd.programs.passes.rewrites import GATHERS, SUMS
+from fspmd.programs.keys import check_counts
+from fspmd.programs.passes.rewrites import (
+    GATHERS,
+    SUMS,
+    collective_before,
+    is_reshaped,
+    last_of,
+    matrix_of,
+    reshaped,
+    users_of,
+)
 from fspmd.programs.program import Program, Value, copied, leave, leave_all, owner
 from fspmd.programs.schedule import time_after
 from fspmd.programs.steps import (
+    Aliases,
     add_begun,
     add_collective,
     add_step,

@@ -11,11 +11,19 @@ import torch
 from torch import Tensor, fx
 
 from fspmd.pairs import Call, call
-from fspmd.programs.options import check_bytes
-from fspmd.programs.passes.aliases import dependencies, has_effect
+from fspmd.programs.keys import check_bytes
 from fspmd.programs.program import Program, Value, copied, forget, leave, leave_all
 from fspmd.programs.schedule import time_after
-from fspmd.programs.steps import add_collective, add_step, is_collective, is_wait, reads_result_alone, replace
+from fspmd.programs.steps import (
+    add_collective,
+    add_step,
+    dependencies,
+    has_effect,
+    is_collective,
+    is_wait,
+    reads_result_alone,
+    replace,
+)
 from fspmd.redistribution.cost import moves, price, topology
 from fspmd.transport import Options
 

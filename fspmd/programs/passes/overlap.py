@@ -10,10 +10,20 @@ from typing import Final
 
 from torch import fx
 
-from fspmd.programs.options import check_bytes, check_choice
-from fspmd.programs.passes.aliases import dependencies, in_flight, is_view, wait_of, written
+from fspmd.programs.keys import check_bytes, check_choice
 from fspmd.programs.program import Program, leave, leave_all
-from fspmd.programs.steps import Routed, add_begun, add_wait, is_collective, is_wait
+from fspmd.programs.steps import (
+    Routed,
+    add_begun,
+    add_wait,
+    dependencies,
+    in_flight,
+    is_collective,
+    is_view,
+    is_wait,
+    wait_of,
+    written,
+)
 from fspmd.redistribution.cost import moves
 
 #: the order before a step: begins of collectives, waits, begins of collectives that need a waited result

@@ -11,12 +11,11 @@ from torch import fx
 
 from fspmd.programs.communication import price_of_step
 from fspmd.programs.flops import flops_of
+from fspmd.programs.keys import check_bytes, check_choice
 from fspmd.programs.memory import memory_of_program
-from fspmd.programs.options import check_bytes, check_choice
-from fspmd.programs.passes.aliases import Aliases
 from fspmd.programs.program import Program, copied, copy_node, leave_all, owner
 from fspmd.programs.schedule import bytes_of
-from fspmd.programs.steps import is_collective, is_pure
+from fspmd.programs.steps import Aliases, is_collective, is_pure
 from fspmd.redistribution.cost import moves, topology, work
 
 _BUDGETS: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16, 0)  # budgets to try, as shares of the bytes kept

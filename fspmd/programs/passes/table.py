@@ -1,10 +1,13 @@
-"""The passes by name, and a function that runs passes one after another."""
+"""The passes by name, a function that runs them, and two passes: equal steps run once, unneeded steps go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from functools import partial
 from typing import Any, Final
+
+import torch
+from torch import fx
 
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
@@ -13,11 +16,155 @@ from fspmd.programs.passes.coalesce import Coalesce
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.rewrites import rewrites
-from fspmd.programs.passes.simplify import dead_code, equal_steps
-from fspmd.programs.program import Program
+from fspmd.programs.program import UNLIKE, Program, leave
+from fspmd.programs.steps import PARTS, Aliases, has_effect, is_collective, is_pure, is_view, is_wait, replace, written
 
 Pass = Callable[[Program], Any]
 Passes = Iterable[str | Pass] | None
+_LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, torch.device})
+
+
+def equal_steps(program: Program) -> int:
+    """Let the first of equal steps replace the others. Returns the number of removed steps.
+
+    A step of forward and a step of backward never replace each other, so `checkpoint` still computes again. Nor do
+    collectives before and after a backward: the gradients of microbatches gather parameters anew, since they would
+    otherwise be held whole from the first to the last.
+
+    A collective must be removed on all ranks or on none. So a collective stays if its operand equals another one
+    because of a number that may be the size of an uneven block. All collectives stay if ranks may have other steps. If
+    numbers may be places that differ from rank to rank, all steps with numbers stay, so that all ranks have the same
+    steps.
+    """
+    memory: Aliases | None = None
+    known: dict[Hashable, fx.Node] = {}
+    ends = {*program.results, *program.gradients}
+    removed = phase = 0
+    in_backward = False
+    for node in list(program.graph.nodes):
+        if node.op == "call_function" and node.meta["backward"] is not in_backward:
+            in_backward, phase = not in_backward, phase + 1
+        key = _key(node, phase) if _may_be_shared(node) else None
+        if key is None or (program.places and _has_numbers(node)):
+            continue
+        first = known.setdefault(key, node)
+        if first is node:
+            continue
+        memory = memory or Aliases(program)
+        by_size = any(x.meta.get("by_size") for x in node.all_input_nodes)
+        if why := _why_kept(program, node, by_size) or _in_memory(memory, ends, first, node):
+            known[key] = node
+            if is_collective(node):
+                leave(node, "equal_steps", why, first)
+            continue
+        memory.merge(node, first)
+        replace(node, first)
+        if by_size or (not program.even and _has_numbers(first)):
+            first.meta["by_size"] = True
+        removed += 1
+    return removed
+
+
+def _why_kept(program: Program, node: fx.Node, by_size: bool) -> str:
+    """Why a collective must stay, since other ranks might keep it; empty if it may be removed."""
+    if not is_collective(node):
+        return ""
+    if not program.alike:
+        return f"{UNLIKE}; it is equal to"
+    return "its operand may differ on other ranks, by the size of a block; here it is equal to" if by_size else ""
+
+
+def _in_memory(memory: Aliases, ends: Container[fx.Node | None], first: fx.Node, node: fx.Node) -> str:
+    """Why writes forbid that one of two equal steps replaces the other; empty if they do not."""
+    if _is_changed(memory, first, node):
+        return "its operand may be written into after"
+    if node in ends or not memory.may_be(node, first):
+        return "it needs separate memory, but is equal to"
+    return ""
+
+
+def _may_be_shared(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if is_collective(node):
+        return bool(node.meta["waits"])
+    return is_pure(node)
+
+
+def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
+    """Whether a common operand may be written into between two steps. Views show the write in both."""
+    if is_view(node) and is_view(first):
+        return False
+    return any(memory.is_written(x, first, node) for x in node.all_input_nodes)
+
+
+def _key(node: fx.Node, phase: int) -> Hashable | None:
+    """What equal steps have in common. ``phase``: how often forward and backward have taken turns."""
+    target: Any = node.meta.get("call", node.target)
+    part = phase if is_collective(node) else node.meta["backward"]
+    key = target, _frozen(node.args), _frozen(node.kwargs), node.meta["deferred"], part
+    try:
+        hash(key)
+    except TypeError:  # an argument without a hash
+        return None
+    return key
+
+
+def _has_numbers(node: fx.Node) -> bool:
+    """Whether an argument of a step may be the size of a block."""
+    literals: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), literals.append)
+    return node.target not in PARTS and any(type(literal) in (int, float) for literal in literals)
+
+
+def _frozen(value: Any) -> Any:
+    """An argument as part of a key. Numbers are distinguished by type, and zeros by sign."""
+    if type(value) in _LITERALS:
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(_frozen, value)
+    if isinstance(value, dict):
+        return tuple((name, _frozen(entry)) for name, entry in value.items())
+    if isinstance(value, slice):
+        return slice, _frozen(value.start), _frozen(value.stop), _frozen(value.step)
+    return (type(value), repr(value)) if isinstance(value, (float, complex)) else (type(value), value)
+
+
+def dead_code(program: Program) -> int:
+    """Remove steps whose results are unused, and writes that no step reads. Returns their number.
+
+    Draws of random numbers stay, since later draws depend on them.
+    """
+    ends = [*program.results, *(g for g in program.gradients if g is not None)]
+    wanted = set(ends)
+    memory = Aliases(program) if any(map(written, program.graph.nodes)) else None
+    read = set() if memory is None else {*memory.outside, *map(memory.of, ends)}
+    removed = 0
+    for node in reversed(program.graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            program.constants.pop(node, None)
+            program.graph.erase_node(node)
+        if node.op != "call_function":
+            continue
+        is_read = memory is not None and any(memory.of(x) in read for x in written(node))
+        is_needed = node in wanted or is_read or has_effect(node)
+        is_joint = not is_needed and not program.alike and _is_joint(node)
+        if is_joint:
+            leave(node, "dead_code", f"{UNLIKE}, and may need it")
+        if is_needed or is_joint:
+            wanted.update(node.all_input_nodes)
+            if memory is not None:
+                read.update(map(memory.of, node.all_input_nodes))
+        else:
+            program.graph.erase_node(node)
+            removed += 1
+    return removed
+
+
+def _is_joint(node: fx.Node) -> bool:
+    """Whether a step takes part in a collective, which other ranks may need."""
+    return is_collective(node) or is_wait(node)
+
 
 #: the passes by name, with default options
 PASSES: Final[dict[str, Pass]] = {
