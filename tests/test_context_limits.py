@@ -11,7 +11,7 @@ from context_programs import F64, dense, refusals, refused, seen_by
 from processes import Processes
 from torch import Tensor
 
-from fspmd import P, device_get, device_put, make_mesh, ppermute, shard_map
+from fspmd import P, device_get, device_put, jvp, make_mesh, ppermute, shard_map
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.nn import (
     Causal,
@@ -49,13 +49,42 @@ def right(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tenso
     return dense(q, k, v, seen_by("causal", q.shape[-2]), 3**-0.5, sinks)
 
 
+@pytest.mark.parametrize("length", [11, 264], ids=["one tile", "tiles"])
 @pytest.mark.parametrize("way", WAYS)
-def test_forward_derivatives_are_refused(way: Any) -> None:
-    def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.func.jvp(lambda q: way(q, k, v, "cp"), (q,), (q,))[1]
+def test_tangents(way: Any, length: int) -> None:
+    """In a body and around it, where a rank has queries that see none of the keys of a step."""
+    lies = contiguous(length, 1 if way is ulysses_attention else 4)
+    mask, seen = Causal() & SlidingWindow(5), torch.ones(length, length, dtype=torch.bool).tril().triu(-4)
+    primals, tangents = ([*operands(length), torch.randn(4, dtype=F64)] for _ in range(2))
+    tangents = [torch.randn_like(x) for x in tangents]
+    rows = ROWS, ROWS, ROWS, P()
 
-    with pytest.raises(ArgumentError, match="write vjp"):
-        mapped(body)(*operands())
+    def attend(*x: Tensor) -> Tensor:
+        return way(*x[:3], "cp", mask=mask, layout=lies, sinks=x[3])
+
+    def within(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Any:
+        return torch.func.jvp(attend, x, t)
+
+    mesh = make_mesh((4,), ("cp",), transport="simulation")
+    around = shard_map(attend, mesh=mesh, in_specs=rows, out_specs=ROWS)
+    inside = shard_map(within, mesh=mesh, in_specs=(rows, rows), out_specs=(ROWS, ROWS))
+    want = torch.func.jvp(lambda *x: dense(*x[:3], seen, 3**-0.5, x[3]), tuple(primals), tuple(tangents))
+    for found in (jvp(around, primals, tangents), inside(tuple(primals), tuple(tangents))):
+        for mine, expected in zip(found, want, strict=True):
+            torch.testing.assert_close(device_get(mine), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("outer", [torch.func.jacfwd, torch.func.jacrev])
+@pytest.mark.parametrize("inner", [torch.func.jacfwd, torch.func.jacrev])
+def test_second_derivatives_of_each_kind(inner: Any, outer: Any, way: Any) -> None:
+    q, k, v = operands()
+    call = mapped(lambda q, k, v: way(q, k, v, "cp", mask=Causal()))
+
+    def hessian(attend: Callable[..., Tensor]) -> Tensor:
+        return outer(inner(lambda q: attend(q, k, v).square().sum()))(q)
+
+    torch.testing.assert_close(hessian(lambda *x: device_get(call(*x))), hessian(right), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)

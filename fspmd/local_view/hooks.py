@@ -41,13 +41,16 @@ from fspmd.sharded import Sharded, is_plain, upper
 from fspmd.torch_internals import (
     JIT_TRACERS,
     MODULES_THAT_COMPILE,
+    NO_LEVEL,
     UNSEEN,
     ScriptMethod,
+    level_of,
     pop_transform,
     transforms_active,
     transforms_module,
     vmap_module,
     wrap_script_module,
+    wrapped_by,
 )
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder, untraceable
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
@@ -189,12 +192,17 @@ def _bind_body(out: Any, args: tuple[Any, ...], body: Body, tracker: Tracker | N
     """Let the backward of a Function with outputs ``out`` run in the body, with their types, and zeros for None."""
     _bind_zeros(out, args)
     outs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, torch.Tensor)]
-    types = {y.output_nr: get_variance(y) for y in outs}
-    for y in outs:
-        node = y.grad_fn
-        if isinstance(node, BackwardCFunction):
-            setattr(node, _BODY, (body, None if tracker is None else tracker.body))
-            setattr(node, OUTPUT_TYPES, types)
+    bodies = body, None if tracker is None else tracker.body
+    while outs:
+        types = {y.output_nr: get_variance(y) for y in outs}
+        for y in outs:
+            node = y.grad_fn
+            if isinstance(node, BackwardCFunction):
+                setattr(node, _BODY, bodies)
+                setattr(node, OUTPUT_TYPES, types)
+                if not hasattr(node, _ZEROS):
+                    setattr(node, _ZEROS, [])
+        outs = [wrapped_by(y) for y in outs if level_of(y) != NO_LEVEL]  # each transform has a graph of its own
     return out
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 import itertools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.errors import ShapeError
 from fspmd.messages import described
 from fspmd.nn import block
 from fspmd.nn.checks import check_operands
@@ -60,21 +61,30 @@ def attention(
     sinks: Tensor | None = None,
 ) -> PartialAttention:
     """The part of all keys, with attention sinks [..., heads]."""
-    out, lse, *_ = _Attention.apply(query, key, value, allowed, sinks, way)
+    operands = query, key, value, allowed, sinks, way
+    with_tangents = forward_ad._current_level >= 0
+    out, lse, *_ = _attended(*operands) if with_tangents else _Attention.apply(*operands)
     return PartialAttention(out, lse)
+
+
+@without_autocast()  # which would make bfloat16 of float32
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sinks: Tensor | None, way: Way
+) -> tuple[Tensor, ...]:
+    """``out``, ``lse`` and what backward needs, by differentiable functions where tangents are taken."""
+    (out, lse), kept = way.forward(query, key, value, allowed)
+    if sinks is not None:
+        alone, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
+        out = out * (alone - lse).exp()[..., None]
+    return out, lse, *kept
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    @without_autocast()  # which would make bfloat16 of float32
     def forward(
         query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sinks: Tensor | None, way: Way
     ) -> tuple[Tensor, ...]:
-        (out, lse), kept = way.forward(query, key, value, allowed)
-        if sinks is not None:
-            alone, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
-            out = out * (alone - lse).exp()[..., None]
-        return out, lse, *kept
+        return _attended(query, key, value, allowed, sinks, way)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -96,13 +106,6 @@ class _Attention(torch.autograd.Function):
             sinks_grad = -((sinks[..., None] - lse).exp() * drop).sum(-1)
             sinks_grad = sinks_grad.sum_to_size(sinks.shape).to(sinks.dtype)
         return *(g.to(query.dtype) for g in grads), None, sinks_grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise ArgumentError(
-            "attention of fspmd.nn got a tangent (jvp, jacfwd, or hessian): it has derivatives in reverse mode alone; "
-            "write vjp, grad, jacrev, or grad of grad"
-        )
 
     @staticmethod
     def vmap(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fspmd.nn import kernels
 from fspmd.nn.kernels import Allowed, mask_of, scale_of
@@ -20,17 +21,20 @@ def forward(
     """`attend_block` without checks and without gradients. ``alone``: whether no other part is merged with it."""
     if not key.shape[-2]:
         return nothing(query, value.shape[-1])
-    part = kernels.forward(query, key, value, allowed, scale, alone)
+    with_tangents = forward_ad._current_level >= 0  # which kernels and writes do not have
+    part = None if with_tangents else kernels.forward(query, key, value, allowed, scale, alone)
     if part is not None:
         return part
     query, key, value = (x.to(wide(x)) for x in (query, key, value))
     scores = _scores(query, key, allowed, scale)
-    top = scores.amax(-1, keepdim=True)
+    top = scores.detach().amax(-1, keepdim=True)
     top = top.where(top != -torch.inf, 0)
-    weights = scores.sub_(top).exp_()
+    weights = (scores - top).exp() if with_tangents else scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
-    out = _grouped(weights @ value[..., None, :, :]) / total.where(total != 0, 1).flatten(-4, -3)
-    return PartialAttention(out, _grouped(top + total.log())[..., 0])
+    seen = total != 0
+    total = total.where(seen, 1)
+    out = _grouped(weights @ value[..., None, :, :]) / total.flatten(-4, -3)
+    return PartialAttention(out, _grouped((top + total.log()).where(seen, -torch.inf))[..., 0])
 
 
 def backward(

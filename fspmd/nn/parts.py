@@ -53,6 +53,17 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     return PartialAttention(out, (top + total.log()).where(seen, -torch.inf))
 
 
+def shares(lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The share of each of several parts along a dim, and the ``lse`` of all. All may be -inf, in derivatives too."""
+    top = lse.detach().amax(dim, keepdim=True)
+    top = top.where(top != -torch.inf, 0)
+    weights = (lse - top).exp()
+    total = weights.sum(dim, keepdim=True)
+    seen = total != 0
+    total = total.where(seen, 1)
+    return weights / total, (top + total.log()).where(seen, -torch.inf).squeeze(dim)
+
+
 def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAttention:
     """In a body, the part of the keys of all ranks of an axis, on each of them: what `merge` makes of their parts.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fspmd.nn import block
 from fspmd.nn.kernels import TRIANGLE, Allowed
 from fspmd.nn.masks import Mask
-from fspmd.nn.parts import PartialAttention, merge
+from fspmd.nn.parts import PartialAttention, merge, shares
 from fspmd.tracing import hidden
 
 MOST_TILES = 8  # of a block of queries
@@ -111,8 +111,7 @@ class Tiles:
             by_tile = torch.where(
                 of_query[:, :, None, None], lse.unsqueeze(-4), -torch.inf
             )  # [.., tiles, pairs, heads, n]
-            total = by_tile.logsumexp(-3)
-            weights = (by_tile - total.where(total != -torch.inf, 0).unsqueeze(-3)).exp()
+            weights, total = shares(by_tile, -3)
             out = (weights.movedim(-3, -1).unsqueeze(-2) @ out.movedim(-4, -2).unsqueeze(-5)).squeeze(-2)
             part = PartialAttention(self._joined(out), total.movedim(-3, -2).flatten(-2))
             whole = part if whole is None else merge(whole, part)
