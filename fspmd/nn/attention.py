@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fspmd.errors import ShapeError
 from fspmd.messages import described
@@ -22,6 +21,7 @@ from fspmd.nn import block
 from fspmd.nn.checks import check_operands
 from fspmd.nn.parts import PartialAttention
 from fspmd.ops.traits import without_autocast
+from fspmd.torch_internals import forward_ad
 
 
 class Met(NamedTuple):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fspmd.nn import kernels
 from fspmd.nn.kernels import Allowed, mask_of, scale_of
 from fspmd.nn.parts import PartialAttention, nothing, wide
-from fspmd.torch_internals import transforms_active
+from fspmd.torch_internals import forward_ad, transforms_active
 
 
 def forward(
