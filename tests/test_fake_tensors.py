@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 from torch_calls import CALLS, UNEVEN_CALLS, Call, operands
 
 from fspmd import jit
-from fspmd.fake_mode import UnknownValues
+from fspmd.fake_mode import CachingFakeMode, UnknownValues
 from fspmd.programs import fake_tensors
-from fspmd.programs.fake_tensors import CachingFakeMode
 
 
 def _judge() -> FakeTensorMode:
