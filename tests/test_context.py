@@ -29,10 +29,10 @@ from fspmd.nn import (
     gathered_attention,
     merge,
     nothing,
+    ring,
     ring_attention,
     striped,
     tiles,
-    turns,
     ulysses_attention,
     zigzag,
 )
@@ -79,11 +79,11 @@ def test_several_axes_cut_a_sequence_of_any_length(way: Any, sizes: tuple[int, i
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Cut the short sequences of tests into tiles too."""
-    turns.turns_of.cache_clear()
+    ring.turns_of.cache_clear()
     monkeypatch.setattr(tiles, "LEAST_LENGTH", 1)
     monkeypatch.setattr(tiles, "MOST_TILES", 4)
     yield
-    turns.turns_of.cache_clear()
+    ring.turns_of.cache_clear()
 
 
 @pytest.mark.parametrize("case", [*sample(CASES, 10, "tiles"), *_PARTED], ids=lambda case: "-".join(map(str, case)))
@@ -98,18 +98,18 @@ def test_ranks_compute_what_a_closed_form_says(n: int) -> None:
     """Pairs of query and key of each rank: with a zigzag those that are causal, and no others, on each as many."""
     m, length = tiles.MOST_TILES, n * tiles.MOST_TILES * tiles.LEAST_LENGTH
 
-    def computed(found: turns.Turns) -> int:
+    def computed(found: ring.Turns) -> int:
         groups = [(group, step.queries.shape[2]) for step in found.tiles.values() for group in step.groups]
         sizes = {"all": lambda k: k * k, "triangle": lambda k: k * (k + 1) // 2}
         return sum(group.query.shape[1] * sizes[group.seen](k) for group, k in groups)
 
     for gathered in (False, True):
-        found = turns.turns_of("cp", Causal(), zigzag(length, n), gathered=gathered)
+        found = ring.turns_of("cp", Causal(), zigzag(length, n), gathered=gathered)
         assert computed(found) == length * (length + 1) // 2 // n
-    one = turns.turns_of((), Causal(), contiguous(length, 1), (n,))
+    one = ring.turns_of((), Causal(), contiguous(length, 1), (n,))
     assert one.tiles[0].pairs == 1
     assert computed(one) == length * (length + 1) // 2
-    window = turns.turns_of("cp", Causal() & SlidingWindow(tiles.LEAST_LENGTH), contiguous(length, n))
+    window = ring.turns_of("cp", Causal() & SlidingWindow(tiles.LEAST_LENGTH), contiguous(length, n))
     assert window.steps == [0, 1]
     assert [step.pairs for step in window.tiles.values()] == [2 * m - 1, 1]
 
