@@ -15,10 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch_calls import CALLS, UNEVEN_CALLS, Call, operands
 
-from fspmd import jit
-from fspmd.fake_mode import UnknownValues
-from fspmd.programs import fake_tensors
-from fspmd.programs.fake_tensors import CachingFakeMode
+from fspmd import fake_mode, jit
+from fspmd.fake_mode import CachingFakeMode, UnknownValues
 
 
 def _judge() -> FakeTensorMode:
@@ -64,14 +62,14 @@ def _run(mode: FakeTensorMode, call: Callable[..., Any], given: list[Tensor]) ->
 
 @pytest.mark.parametrize(("calls", "rows"), [(CALLS, 4), (UNEVEN_CALLS, 1), (UNEVEN_CALLS, 0)])
 def test_results_and_gradients_are_those_of_torch(calls: dict[str, Call], rows: int) -> None:
-    fake_tensors._ENTRIES.clear()
+    fake_mode._ENTRIES.clear()
     chosen = list(calls.items())[:: 1 if FULL else 3]
     for name, (call, kinds) in chosen:
         given = [x.requires_grad_(x.is_floating_point()) for x in operands(kinds, 0, rows)]
         expected = _run(_judge(), call, given)
         for _ in range(2):
             assert _run(CachingFakeMode(), call, given) == expected, name
-    assert sum(map(len, fake_tensors._ENTRIES.values())) > len(chosen)
+    assert sum(map(len, fake_mode._ENTRIES.values())) > len(chosen)
 
 
 def test_what_is_remembered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +78,7 @@ def test_what_is_remembered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         FakeTensorMode, "__torch_dispatch__", lambda self, f, *a, **k: asked.append(f) or below(self, f, *a, **k)
     )
-    fake_tensors._ENTRIES.clear()
+    fake_mode._ENTRIES.clear()
     for i in range(2):
         with CachingFakeMode():
             x = torch.zeros(4, 6)
@@ -103,7 +101,7 @@ def test_sparse_tensors() -> None:
 
 
 def test_default_dtypes_and_operands_alike_but_for_a_bit_have_results_of_their_own() -> None:
-    fake_tensors._ENTRIES.clear()
+    fake_mode._ENTRIES.clear()
     with CachingFakeMode():
         ones = torch.ones(3, dtype=torch.int64)
         number = torch.ones(3, dtype=torch.complex64)

@@ -188,7 +188,10 @@ def named_leaves(tree: Any, what: str, root: str, kinds: tuple[type, ...]) -> tu
     accessors, values, treedef = optree.tree_flatten_with_accessor(tree, _is_plain_list, none_is_leaf=True)
     found: list[NamedLeaf] = []
     for place, (accessor, value) in enumerate(zip(accessors, values, strict=True)):
-        path = tuple(key if isinstance(key, int) and _indexes(entry) else str(key) for key, entry in _keys(accessor))
+        path = tuple(
+            key if isinstance(key, int) and isinstance(entry, optree.SequenceEntry) else str(key)
+            for key, entry in _keys(accessor)
+        )
         found.append(NamedLeaf(".".join(map(str, path)) or "value", path, accessor.codify(root), value, place))
     failures = [failure for leaf in found if (failure := _failure(leaf, kinds))]
     names: dict[str, NamedLeaf] = {}
@@ -203,10 +206,6 @@ def named_leaves(tree: Any, what: str, root: str, kinds: tuple[type, ...]) -> tu
 
 def _keys(accessor: Any) -> list[tuple[Any, Any]]:
     return [(entry.entry, entry) for entry in accessor]
-
-
-def _indexes(entry: Any) -> bool:
-    return isinstance(entry, optree.SequenceEntry)
 
 
 def _is_plain_list(x: Any) -> bool:

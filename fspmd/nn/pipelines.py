@@ -108,34 +108,9 @@ def pipeline(
             run.boundaries.append(boundaries[key])
         run.count = schedule.microbatches if count is None else sum(_number(count(target)) for target in targets)
         ranks = {r: _Rank(run, r) for r in places.mine}
-        blank = functools.cache(places.blank)
-        for row, rounds in zip(schedule.ticks, schedule.moves(), strict=True):
-            now = {r: action for r in ranks if (action := row[r]) is not None}
-            sent = {r: ranks[r].act(action) for r, action in now.items()}
-            for r, value in sent.items():
-                to = schedule.successor(now[r])
-                if to is not None and schedule.ranks_of_stages[to.stage] == r:
-                    ranks[r].inbox[_key(to)] = value
-            for edges, boundary in run.by_boundary(rounds):
-                sources = {source for source, _, _ in edges}
-                given = {r: sent[r] if r in sources else blank(boundary, r) for r in ranks}
-                received = places.permuted(edges, given, boundary)
-                for _, r, action in edges:
-                    after = schedule.successor(action)
-                    if r in ranks and after is not None:
-                        ranks[r].inbox[_key(after)] = received[r]
+        run.act(ranks)
         value = places.summed({r: rank.value for r, rank in ranks.items()}, P())
-        if not run.trains:
-            return device_get(value), None
-        grads: list[Any] = []
-        for i, leaf in enumerate(run.leaves):
-            if (owner := places.owner(leaf)) is not None:
-                grads.append(ranks[owner].gradient(i) if owner in ranks else leaf)  # elsewhere it is empty
-            elif places.is_stacked(leaf):
-                grads.append(places.stacked({r: [k.grads[s][i] for s in k.stages] for r, k in ranks.items()}, leaf))
-            else:
-                grads.append(places.summed({r: k.gradient(i) for r, k in ranks.items()}, leaf.spec.partition))
-        return device_get(value), run.treedef.unflatten(grads)
+        return device_get(value), run.gradients(ranks) if run.trains else None
 
     return step
 
@@ -174,6 +149,39 @@ class _PipelineCall:
         first = next((dtype for dtype in given if dtype.is_floating_point), torch.float32)
         floating = [dtype.to_real() for dtype in passed_on if dtype.is_floating_point or dtype.is_complex]
         return functools.reduce(torch.promote_types, floating or [first], torch.float32)
+
+    def act(self, ranks: dict[int, _Rank]) -> None:
+        """Run the actions of all ticks, and pass values on between them. ``ranks``: those of this process."""
+        schedule, blank = self.schedule, functools.cache(self.places.blank)
+        for row, rounds in zip(schedule.ticks, schedule.moves(), strict=True):
+            now = {r: action for r in ranks if (action := row[r]) is not None}
+            sent = {r: ranks[r].act(action) for r, action in now.items()}
+            for r, value in sent.items():
+                to = schedule.successor(now[r])
+                if to is not None and schedule.ranks_of_stages[to.stage] == r:
+                    ranks[r].inbox[_key(to)] = value
+            for edges, boundary in self.by_boundary(rounds):
+                sources = {source for source, _, _ in edges}
+                given = {r: sent[r] if r in sources else blank(boundary, r) for r in ranks}
+                received = self.places.permuted(edges, given, boundary)
+                for _, r, action in edges:
+                    after = schedule.successor(action)
+                    if r in ranks and after is not None:
+                        ranks[r].inbox[_key(after)] = received[r]
+
+    def gradients(self, ranks: dict[int, _Rank]) -> Any:
+        """The gradients of the parameters, after all actions."""
+        grads: list[Any] = []
+        for i, leaf in enumerate(self.leaves):
+            if (owner := self.places.owner(leaf)) is not None:
+                grads.append(ranks[owner].gradient(i) if owner in ranks else leaf)  # elsewhere it is empty
+            elif self.places.is_stacked(leaf):
+                rows = {r: [rank.grads[s][i] for s in rank.stages] for r, rank in ranks.items()}
+                grads.append(self.places.stacked(rows, leaf))
+            else:
+                own = {r: rank.gradient(i) for r, rank in ranks.items()}
+                grads.append(self.places.summed(own, leaf.spec.partition))
+        return self.treedef.unflatten(grads)
 
     def by_boundary(self, rounds: Any) -> Iterator[tuple[list[tuple[int, int, Action]], TensorSpec]]:
         """Yield the edges of each permute. What travels in it has one shape."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def report_when_run(program: Program) -> None:
     for node in steps:
         target: Any = node.target
         if isinstance(target, Routed):
-            node.target = _Reporting(target, _Ragged(target.call, node.meta["backward"], node.meta["cause"]))
+            node.target = _Reporting(
+                target, partial(_of_routes, target.call, node.meta["backward"], node.meta["cause"])
+            )
         elif entries := communications([node]):
             node.target = _Reporting(target, lambda *_, entry=entries[0]: entry)
 
@@ -58,17 +61,15 @@ class _Reporting:
         return self.function(*operands)
 
 
-class _Ragged:
-    """The communication of a ragged call, from its operand and its routes."""
+def _of_routes(call: Call, backward: bool, cause: Cause, x: Tensor, routes: Routes) -> Communication:
+    """The communication of a ragged call with these routes."""
+    return _entry(Routed(call, True).along(routes), Value(tuple(blocks_of(x)[0].shape), x.dtype), backward, cause)
 
-    def __init__(self, call: Call, backward: bool, cause: Cause) -> None:
-        self.call, self.backward, self.cause = call, backward, cause
 
-    def __call__(self, x: Tensor, routes: Routes) -> Communication:
-        shape = tuple(blocks_of(x)[0].shape)
-        call = Routed(self.call, True).along(routes)
-        of = (call.pair.name, call.mesh, call.axes, shape, x.dtype)
-        return Communication(*of, price_of(call, shape, x.dtype), self.backward, self.cause, call)
+def _entry(call: Call, x: Value, backward: bool, cause: Cause) -> Communication:
+    """The entry of a call on ``x`` in a `communication_log`."""
+    of = (call.pair.name, call.mesh, call.axes, x.shape, x.dtype)
+    return Communication(*of, price_of(call, x.shape, x.dtype), backward, cause, call)
 
 
 def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
@@ -82,15 +83,11 @@ def price_of_step(node: fx.Node, links: Topology | None = None) -> Price | None:
 
 def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
     """The communication of steps, as entries of a `communication_log`."""
-    entries = []
-    for node in nodes:
-        price = price_of_step(node)
-        if price is not None:
-            call, operand = moved_by(node), node.args[0].meta["value"]  # type: ignore[union-attr]
-            assert call is not None
-            of = (call.pair.name, call.mesh, call.axes, operand.shape, operand.dtype)
-            entries.append(Communication(*of, price, node.meta["backward"], node.meta["cause"], call))
-    return tuple(entries)
+    moving = [(call, node) for node in nodes if (call := moved_by(node)) is not None and communicates(call)]
+    return tuple(
+        _entry(call, node.args[0].meta["value"], node.meta["backward"], node.meta["cause"])  # type: ignore[union-attr]
+        for call, node in moving
+    )
 
 
 def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:

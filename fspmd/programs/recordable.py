@@ -27,11 +27,12 @@ from torch.fx.node import map_aggregate
 
 from fspmd import tracing
 from fspmd.errors import ValuesNeededError
+from fspmd.fake_mode import fake_mode
 from fspmd.messages import described
 from fspmd.programs.cache_misses import call_facts, report
 from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.donation import NOTHING, Donation, donation
-from fspmd.programs.fake_tensors import fake_mode, stand_ins
+from fspmd.programs.fake_tensors import stand_ins
 from fspmd.programs.keys import Chosen, mark_static, with_static
 from fspmd.programs.lower import Compiled, Lowered
 from fspmd.programs.passes.table import Pass, transform

@@ -123,8 +123,9 @@ class Values(RecordingMode):
         """A block's memory. In a fake recording a tensor with values counts as its fake."""
         if level_of(block) != NO_LEVEL:
             block = unwrapped(block)
-        if type(block) not in OWN_TYPES or block.layout is not torch.strided or block.is_nested:
-            self._check_dense(block)
+        is_usual = type(block) in OWN_TYPES and block.layout is torch.strided and not block.is_nested
+        if not is_usual and not is_dense(block):
+            raise self.refusal(not_dense(block))
         if self.mode is not None and not isinstance(block, FakeTensor):
             if id(block) not in self._stand_ins:
                 with self.pause():  # torch calls functions to make the base of a view first
@@ -267,10 +268,6 @@ class Values(RecordingMode):
                     f"has computed; compute it in the thread of the jitted function{line()}"
                 )
             )
-
-    def _check_dense(self, x: Tensor) -> None:
-        if not is_dense(x):
-            raise self.refusal(not_dense(x))
 
     def _put(
         self,

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fspmd.cache import cached
+from fspmd.fake_mode import fake_mode
 from fspmd.inspection.watch import communicates
 from fspmd.ops.traits import without_autocast
-from fspmd.programs.fake_tensors import fake_mode
 from fspmd.programs.program import copy_node, device_of, owner
 from fspmd.programs.replay import ProgramPart, compiled, is_link, one_view
 from fspmd.programs.steps import is_aten, is_collective, is_of_one_rank, made_once, written

@@ -148,7 +148,7 @@ def dead_code(program: Program) -> int:
             continue
         is_read = memory is not None and any(memory.of(x) in read for x in written(node))
         is_needed = node in wanted or is_read or has_effect(node)
-        is_joint = not is_needed and not program.alike and _is_joint(node)
+        is_joint = not is_needed and not program.alike and (is_collective(node) or is_wait(node))
         if is_joint:
             leave(node, "dead_code", f"{UNLIKE}, and may need it")
         if is_needed or is_joint:
@@ -159,11 +159,6 @@ def dead_code(program: Program) -> int:
             program.graph.erase_node(node)
             removed += 1
     return removed
-
-
-def _is_joint(node: fx.Node) -> bool:
-    """Whether a step takes part in a collective, which other ranks may need."""
-    return is_collective(node) or is_wait(node)
 
 
 #: the passes by name, with default options
