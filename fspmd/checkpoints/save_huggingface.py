@@ -21,8 +21,8 @@ from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, TreeE
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, quoted, refuse
 from fspmd.outside import check_outside
+from fspmd.placement.broadcast import hear_all
 from fspmd.placement.device_put import device_get
-from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded, is_plain
 
 WHAT: Final = "save_huggingface"

@@ -21,12 +21,12 @@ from fspmd.collectives.operands import (
     Groups,
     as_varying,
     done,
+    exchange_rows,
     steps_of,
     tensor_leaves,
     varying_operand,
 )
 from fspmd.collectives.steps import Handle, LeafCollective, Reshape, Rows, T, run
-from fspmd.collectives.uneven_rows import exchange_rows
 from fspmd.errors import ShapeError
 from fspmd.pairs import call
 from fspmd.torch_internals import DisableTorchFunction

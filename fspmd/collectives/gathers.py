@@ -22,13 +22,14 @@ from fspmd.collectives.operands import (
     Groups,
     as_varying,
     done,
+    gather_rows,
     one_state,
+    scatter_rows,
     steps_of,
     tensor_leaves,
     varying_operand,
 )
 from fspmd.collectives.steps import Handle, LeafCollective, Rows, T, run
-from fspmd.collectives.uneven_rows import gather_rows, scatter_rows
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import as_axis_name, quoted
 from fspmd.pairs import call

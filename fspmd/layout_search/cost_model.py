@@ -13,8 +13,16 @@ from typing import Any
 
 import torch
 
-from fspmd.layout_search.call_layouts import CallChoice, call_choices, layouts
-from fspmd.layout_search.move_prices import ChoiceCost, Prices, ValueLayout, least_prices, making
+from fspmd.layout_search.call_layouts import (
+    CallChoice,
+    ChoiceCost,
+    Prices,
+    ValueLayout,
+    call_choices,
+    layouts,
+    least_prices,
+    making,
+)
 from fspmd.layout_search.op_graph import Op, OpGraph
 from fspmd.layout_search.symmetries import Ties, alike, renamed
 from fspmd.redistribution.cost import Topology

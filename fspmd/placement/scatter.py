@@ -16,7 +16,7 @@ from fspmd.foreign import misfit
 from fspmd.inspection.watch import announce
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, holds_all_ranks, refuse
-from fspmd.placement.source_rank import Source
+from fspmd.placement.broadcast import Source
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, describe
 from fspmd.transport import transport_named

@@ -18,9 +18,8 @@ from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import argument
 from fspmd.ops.traits import is_torch, name_of
 from fspmd.rules.attention import with_dropout
-from fspmd.rules.embeddings import EMBEDDINGS
 from fspmd.rules.grouped import grouped_mm
-from fspmd.rules.layers import multi_head_attention
+from fspmd.rules.layers import EMBEDDINGS, multi_head_attention
 from fspmd.rules.losses import ELEMENTWISE, LOSSES, WEIGHED, smoothed, smoothed_of_linear
 from fspmd.rules.normalizations import NORMALIZATIONS
 from fspmd.rules.softmaxes import cross_entropy, has_labels

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fspmd.collectives import pmax, psum
 from fspmd.rules.bodies import Bodied, BodyLayout, Dim, Site, dims_of, padded, reducing, widened
 from fspmd.rules.factors import Factors, Whole
-from fspmd.rules.gather_scatter import filled, in_block, own
+from fspmd.rules.lookups import filled, in_block, own
 from fspmd.sharded import call_torch
 
 
