@@ -46,11 +46,10 @@ from fspmd import (
 from fspmd.layout_search import solvers
 from fspmd.layout_search.apply import _moved
 from fspmd.layout_search.call_layouts import call_choices, layouts
-from fspmd.layout_search.cost_model import CostModel
+from fspmd.layout_search.cost_model import CostModel, alike, renamed, ties
 from fspmd.layout_search.memory_limit import peak_of
 from fspmd.layout_search.op_graph import record
 from fspmd.layout_search.search import Search
-from fspmd.layout_search.symmetries import alike, renamed, ties
 from fspmd.programs.memory import memory_of_program
 from fspmd.redistribution.edges import back
 from fspmd.redistribution.moves import moves

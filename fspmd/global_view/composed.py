@@ -16,13 +16,12 @@ from torch import Tensor
 from fspmd.copies import refuse_copy
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
-from fspmd.global_view.layouts import working
-from fspmd.global_view.op_plan import OpPlan, opaque_plan
-from fspmd.global_view.operands import places_of, spec_of
+from fspmd.global_view.layouts import Strategy, working
+from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, spec_of
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import refuse_shared_memory, shown
 from fspmd.global_view.result_types import joined, on_meta
-from fspmd.global_view.strategies import PASSES, Strategy
+from fspmd.global_view.strategies import PASSES
 from fspmd.global_view.unruled import Run
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.traits import name_of

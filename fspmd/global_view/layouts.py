@@ -1,4 +1,4 @@
-"""The layouts of operands and results that follow from one choice per mesh axis, and the time of the computation."""
+"""The layouts of a call as they lie, or by one choice per mesh axis, and the time of the computation."""
 
 from __future__ import annotations
 
@@ -27,6 +27,21 @@ class CallLayouts(NamedTuple):
     axes: dict[int, tuple[str, ...]]  # of each sharded factor
     body: float  # µs of the collectives in the body, forward
     back: float  # and backward
+
+
+class Strategy(NamedTuple):
+    """The layouts of the operands and results of one call, with their price."""
+
+    operands: tuple[TensorSpec, ...]
+    casts: tuple[tuple[str, ...], ...]  # per operand the axes over which it is cast to varying
+    results: tuple[P, ...]
+    #: the price in µs (an upper bound if a formula gives it); then, to decide between equal prices, the µs that casts
+    #: take in backward and that settling pending sums takes
+    time: tuple[float, float]
+    by_body: bool  # a factor that must be whole is sharded
+    axes: dict[int, tuple[str, ...]]  # of each sharded factor
+    body: float  # µs of the body's collectives, forward
+    back: float = 0.0  # and backward
 
 
 def layouts_of(
@@ -70,6 +85,44 @@ def layouts_of(
             return None
         back = body.back(layout) if callable(body.back) else within * body.back
     return CallLayouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, within, back)
+
+
+def as_they_lie(
+    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], *, fixed: bool, empty: bool
+) -> Strategy | None:
+    """Return the strategy that moves nothing, or None if operands do not lie alike or sums are pending.
+
+    It is the cheapest if no operand has a gradient. Arguments are those of `strategies`.
+    """
+    entries: dict[int | None, Entry] = {}
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        lies = spec.partition
+        if lies.unreduced or lies.reduced or 0 in spec.shape:
+            return None
+        if tuple(map(entries.setdefault, dims, lies.entries)) != lies.entries:
+            return None
+    if entries.get(None) is not None:
+        return None
+    axes_of = {
+        f: axes
+        for dims, spec in zip(factors.operands, operands, strict=True)
+        for f, axes in zip(dims, spec.partition.dim_axes, strict=True)
+        if f is not None and axes
+    }
+    if not (factors.whole.isdisjoint(axes_of) and factors.summed.isdisjoint(axes_of)):
+        return None
+    used = {axis: factor for factor, axes in axes_of.items() for axis in axes}
+    if len(used) < sum(map(len, axes_of.values())):  # an axis cuts two factors
+        return None
+    if not aligned(factors, axes_of, [*operands, *results], empty, _NONE):
+        return None
+    order = [axis for axis in operands[0].mesh.axis_names if axis in used]
+    casts = [tuple([axis for axis in order if used[axis] not in dims]) for dims in factors.operands]
+    first, lead = factors.operands[0], operands[0].partition
+    outs = tuple([lead if dims == first else P(*map(entries.get, dims)) for dims in factors.results])
+    if fixed and (casts[0] or outs[0] is not lead):
+        return None
+    return Strategy(tuple(operands), tuple(casts), outs, (0.0, 0.0), False, axes_of, 0.0)
 
 
 def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:

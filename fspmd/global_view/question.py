@@ -6,16 +6,18 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import nan
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.global_view.call_keys import keyed
-from fspmd.global_view.flat_dims import ViewedCall, viewed_call
+from fspmd.global_view.flat_dims import ViewedCall, regrouped, with_flat_dims_split
 from fspmd.global_view.kernels import dtype_complaint
+from fspmd.global_view.layouts import Strategy, as_they_lie
 from fspmd.global_view.local_calls import untouched
-from fspmd.global_view.refusals import check_dtypes, refuse_global, refuse_shared_memory
+from fspmd.global_view.refusals import refuse_global, refuse_shared_memory, shown
 from fspmd.global_view.result_types import (
     Kind,
     ResultMemory,
@@ -24,16 +26,24 @@ from fspmd.global_view.result_types import (
     strides_known,
     views_any,
 )
-from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
+from fspmd.global_view.strategies import best_strategy
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
+from fspmd.ops.traits import name_of
 from fspmd.redistribution.cost import topology
 from fspmd.rules import Factors, Row, Whole, row_of, writes
 from fspmd.rules.factors import elementwise
+from fspmd.rules.views import reshaped
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, is_float
+from fspmd.torch_internals import is_any_autocast_enabled
 
 T = TypeVar("T")
+#: functions whose operands need one dtype, which the meta device does not check
+_OF_ONE_DTYPE: Final = frozenset(
+    ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "linear", "convolution")
+    + ("addmm", "addmv", "baddbmm", "addbmm")
+)
 
 
 class Question(NamedTuple):
@@ -129,9 +139,9 @@ def ask(
     shapes = [spec.shape for spec in specs]
     plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     given = [*args, *kwargs.values()]
-    values = [at(given, place) for place, _ in ordered]
+    values = [given[place] if type(place) is int else at(given, place) for place, _ in ordered]
     outcome, known_factors = outcome_of(row, func, args, kwargs, ordered, values)
-    check_dtypes(func, specs)
+    _check_dtypes(func, specs)
     if outcome is None:
         return None
     after = [shape for shape, _ in outcome.results]
@@ -177,11 +187,37 @@ def ask(
     )
 
 
+def viewed_call(
+    row: Row, factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
+) -> ViewedCall | None:
+    """Return the call on views, or None if no dim is `Flat`, before or after a reshape."""
+    if row.rule is reshaped and results[0].dtype is operands[0].dtype:
+        reshape = regrouped(operands[0], results[0])
+        if reshape is not None:
+            return reshape
+    if True not in [spec.flat for spec in operands]:
+        return None
+    return with_flat_dims_split(factors, operands, results, row.body is not None)
+
+
+def _check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
+    """Raise for operands of several dtypes where the meta device does not."""
+    if name_of(func).strip("_") not in _OF_ONE_DTYPE or is_any_autocast_enabled():
+        return
+    if len({spec.dtype for spec in specs}) > 1:
+        widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
+        given = ", ".join(spec.text for spec in specs)
+        raise ArgumentError(
+            f"{shown(func)} of {given} has operands of several dtypes; write x.to({widest}), or use torch.autocast"
+        )
+
+
 def _undecided_spec(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
     """Return a result with an arbitrary layout: it is not laid out yet."""
     if (shape, dtype) == (like.shape, like.dtype):
         return like
-    return TensorSpec(like.mesh, P(*(None,) * len(shape)), shape, dtype)
+    fits = len(shape) == like.ndim and not like.flat
+    return TensorSpec(like.mesh, like.partition if fits else P(*(None,) * len(shape)), shape, dtype)
 
 
 def _linearity(

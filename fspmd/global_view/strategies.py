@@ -15,11 +15,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
-from fspmd.entries import Entry, axes_within, entry_axes
+from fspmd.entries import axes_within
 from fspmd.global_view.axis_choices import Combination, combinations
-from fspmd.global_view.layouts import CallLayouts, aligned, layouts_of, working
+from fspmd.global_view.layouts import CallLayouts, Strategy, layouts_of, working
 from fspmd.redistribution.bounds import closely
 from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
@@ -34,21 +34,6 @@ _EFFORT, _OF_MANY = 2000, 120  # edges and bounds that a search visits on three 
 PASSES = 3  # times that a computation with gradients runs: forward, and backward for each of two operands
 _NONE: Final = frozenset[int]()
 _Move = tuple[int, TensorSpec, tuple[str, ...]]  # an operand, how it must lie, the axes over which it is cast
-
-
-class Strategy(NamedTuple):
-    """The layouts of the operands and results of one call, with their price."""
-
-    operands: tuple[TensorSpec, ...]
-    casts: tuple[tuple[str, ...], ...]  # per operand the axes over which it is cast to varying
-    results: tuple[P, ...]
-    #: the price in µs (an upper bound if a formula gives it); then, to decide between equal prices, the µs that casts
-    #: take in backward and that settling pending sums takes
-    time: tuple[float, float]
-    by_body: bool  # a factor that must be whole is sharded
-    axes: dict[int, tuple[str, ...]]  # of each sharded factor
-    body: float  # µs of the body's collectives, forward
-    back: float = 0.0  # and backward
 
 
 def best_strategy(
@@ -114,39 +99,6 @@ def best_strategy(
 def _strategy(laid: CallLayouts, time: float) -> Strategy:
     outs = tuple([spec.partition for spec in laid.results])
     return Strategy(laid.operands, laid.casts, outs, (time, 0.0), laid.by_body, laid.axes, laid.body)
-
-
-def as_they_lie(
-    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], *, fixed: bool, empty: bool
-) -> Strategy | None:
-    """Return the strategy that moves nothing, or None if operands do not lie alike or sums are pending.
-
-    It is the cheapest if no operand has a gradient. Arguments are those of `strategies`.
-    """
-    entries: dict[int | None, Entry] = {}
-    for dims, spec in zip(factors.operands, operands, strict=True):
-        lies = spec.partition
-        if lies.unreduced or lies.reduced or 0 in spec.shape:
-            return None
-        if tuple(map(entries.setdefault, dims, lies.entries)) != lies.entries:
-            return None
-    if entries.get(None) is not None:
-        return None
-    axes_of = {f: entry_axes(entry) for f, entry in entries.items() if f is not None and entry is not None}
-    if not (factors.whole.isdisjoint(axes_of) and factors.summed.isdisjoint(axes_of)):
-        return None
-    used = {axis: factor for factor, axes in axes_of.items() for axis in axes}
-    if len(used) < sum(map(len, axes_of.values())):  # an axis cuts two factors
-        return None
-    if not aligned(factors, axes_of, [*operands, *results], empty, _NONE):
-        return None
-    order = operands[0].mesh.ordered(used)
-    casts = [tuple([axis for axis in order if used[axis] not in dims]) for dims in factors.operands]
-    first, lead = factors.operands[0], operands[0].partition
-    outs = tuple([lead if dims == first else P(*map(entries.get, dims)) for dims in factors.results])
-    if fixed and (casts[0] or outs[0] is not lead):
-        return None
-    return Strategy(tuple(operands), tuple(casts), outs, (0.0, 0.0), False, axes_of, 0.0)
 
 
 def strategies(

@@ -15,7 +15,7 @@ from fspmd.errors import ShapeError
 from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
 from fspmd.global_view.kernels import dtype_complaint
-from fspmd.global_view.operands import places_of, sharded_values
+from fspmd.global_view.op_plan import places_of, sharded_values
 from fspmd.global_view.refusals import (
     PASSING,
     NoRuleError,
@@ -24,7 +24,7 @@ from fspmd.global_view.refusals import (
     refuse_shared_memory,
     shown,
 )
-from fspmd.global_view.results_of_parts import Followed
+from fspmd.global_view.results import Followed
 from fspmd.ops.traits import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
+from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import differentiated
-from fspmd.global_view.strategies import Strategy, strategies
+from fspmd.global_view.strategies import strategies
 from fspmd.inspection.causes import Cause, Trace, expression_at, operands_of
 from fspmd.inspection.watch import communicates, price_of
 from fspmd.meshes.mesh import Mesh, current_mesh

@@ -13,12 +13,11 @@ import optree
 from fspmd.errors import ArgumentError, MeshError, SpecError
 from fspmd.foreign import refuse_foreign
 from fspmd.layout_search.apply import Layouts, PlannedOp
-from fspmd.layout_search.cost_model import CostModel
+from fspmd.layout_search.cost_model import CostModel, Ties, ties
 from fspmd.layout_search.memory_limit import fitting, peak_of
 from fspmd.layout_search.op_graph import Op, OpGraph, is_value, record
 from fspmd.layout_search.search import DoesNotFit, LayeredSearch, LayoutPlan
 from fspmd.layout_search.solvers import TooWide
-from fspmd.layout_search.symmetries import Ties, ties
 from fspmd.meshes.mesh import Mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.modules.paths import matches, near

@@ -17,9 +17,8 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.entries import entry_of
 from fspmd.global_view.axis_choices import passed_on
-from fspmd.global_view.flat_dims import viewed_call
 from fspmd.global_view.layouts import Choice, layouts_of, working
-from fspmd.global_view.question import Question
+from fspmd.global_view.question import Question, viewed_call
 from fspmd.layout_search.move_counts import ONCE, Trips
 from fspmd.layout_search.op_graph import Op
 from fspmd.redistribution.bounds import least_times

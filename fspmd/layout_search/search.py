@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from fspmd.layout_search.call_layouts import CallChoice
-from fspmd.layout_search.cost_model import CostModel
+from fspmd.layout_search.cost_model import CostModel, Ties, alike, renamed
 from fspmd.layout_search.solvers import Solved, TooWide, eliminate, order, solve_integer_program
-from fspmd.layout_search.symmetries import Ties, alike, renamed
 from fspmd.spec import TensorSpec
 
 TIE = 1e-12  # µs for each byte: chooses the plan with the fewest bytes among equally quick plans

@@ -316,7 +316,8 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 @cached
 def may_be_composite(func: Any) -> bool:
     """Whether `composite_of` may return a composite for a call of a function."""
-    return _is_function(func) and any(func in table or name_of(func) in table for table in (COMPOSITES, CHOICES))
+    name = name_of(func)
+    return any(func in table or name in table for table in (COMPOSITES, CHOICES)) and _is_function(func)
 
 
 def has_composite(func: Any) -> bool:
