@@ -178,8 +178,7 @@ class _Reckoner:
                 raise _Unknown
             self.written.add(id(args[0]))
             return args[0]
-        lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
-        made = [self.stand_in(spec, bool(followed) and is_float(spec.dtype)) for spec in lies]
+        made = [self.stand_in(spec, bool(followed) and is_float(spec.dtype)) for spec in best.results]
         if question.viewed is not None:
             self._views.update(map(id, made))
         return joined(question.kind, made)
@@ -195,9 +194,8 @@ class _Reckoner:
                 self.time += cost.backward + cost.casting
             self._cast.add((id(x), axes if spec is need else None))
         self.time += best.body + (best.back if followed else 0.0)
-        lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
-        self.time += passes * working(question.factors, best.operands, lies, topology())
-        whole = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, lies)]
+        self.time += passes * working(question.factors, best.operands, best.results, topology())
+        whole = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, best.results)]
         self.alone += passes * working(question.factors, whole[0], whole[1], topology())
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

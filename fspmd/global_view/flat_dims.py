@@ -41,15 +41,16 @@ class ViewedCall(NamedTuple):
         return operands, [spec.viewed(sizes, [((),) * len(dim_sizes) for dim_sizes in sizes]) for spec, sizes in rows]
 
     def together(
-        self, operands: Sequence[TensorSpec], results: Sequence[P]
-    ) -> tuple[tuple[TensorSpec, ...], tuple[P, ...]]:
+        self, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
+    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         """Return the layouts of operands and results, given those of their views."""
         needs = zip(self.operands, operands, self.before, strict=True)
         ends = zip(self.results, results, self.after, strict=True)
-        return (
-            tuple(spec.with_partition(_together(view.partition, sizes)) for spec, view, sizes in needs),
-            tuple(spec.with_partition(_together(view, sizes)).partition for spec, view, sizes in ends),
-        )
+        return tuple([_as_whole(*row) for row in needs]), tuple([_as_whole(*row) for row in ends])
+
+
+def _as_whole(spec: TensorSpec, view: TensorSpec, sizes: Sequence[Sizes]) -> TensorSpec:
+    return spec.with_partition(_together(view.partition, sizes))
 
 
 def _together(view: P, sizes: Sequence[Sizes]) -> P:

@@ -102,17 +102,16 @@ def plan_of(
         positional: The number of positional arguments of the call.
         lie: The layouts to which blocks were moved before. Moves start there.
     """
-    row, operands, results = question.row, question.operands, question.results
+    row, operands, final = question.row, question.operands, best.results
     written = bool(writes(func))
-    final = tuple([spec.with_partition(lies) for spec, lies in zip(results, best.results, strict=True)])
     moves, casts = _moves(question, best, lie)
     copies = next((place for place, _ in moves if place == question.viewed), None)
     by_body = best.by_body and row.body is not None
     if by_body:
         casts, copies = (), question.viewed
-        local = _body(func, question, best, final)
+        local = _body(func, question, best)
     else:
-        local = _local_run(func, question, best, final, copies)
+        local = _local_run(func, question, best, copies)
     if written and row.sets:
         local = functools.partial(set_in, local)
     return OpPlan(
@@ -156,21 +155,19 @@ def _moves(
     return tuple(moves), tuple(casts)
 
 
-def _body(func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...]) -> Callable[..., Any]:
+def _body(func: Any, question: Question, best: Strategy) -> Callable[..., Any]:
     """Return the sharded body of a row as the local call of a plan."""
     assert question.row.body is not None  # the strategy uses it
     names = question.factors.names
     named = {name: best.axes[factor] for name, factor in names.items() if factor in best.axes}
-    site = Site(named or best.axes, best.operands, final)
+    site = Site(named or best.axes, best.operands, best.results)
     places = [(place, need) for (place, _), need in zip(question.operands, best.operands, strict=True)]
-    return as_local_call(question.row.body, shown(func), site, places, final, linear=bool(question.linear))
+    return as_local_call(question.row.body, shown(func), site, places, best.results, linear=bool(question.linear))
 
 
-def _local_run(
-    func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...], copies: Place | None
-) -> Callable[..., Any]:
+def _local_run(func: Any, question: Question, best: Strategy, copies: Place | None) -> Callable[..., Any]:
     """Return the local call of a strategy without a body; ``copies`` is the operand that is copied, not viewed."""
-    row, first = question.row, question.operands[0][1]
+    row, first, final = question.row, question.operands[0][1], best.results
     writes_blocks = bool(writes(func)) and not row.sets
     local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else SOONER.get(func, func)
     if writes(func) and row.sets:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.entries import entry_axes
-from fspmd.global_view.layouts import Choice, Strategy, layouts_of, working
+from fspmd.global_view.layouts import Choice, LayoutProblem, layouts_of, working
 from fspmd.global_view.op_plan import OpPlan, cast_operands, move_operands, plan_of
 from fspmd.global_view.question import Question
 from fspmd.global_view.strategies import PASSES
@@ -75,7 +75,8 @@ class _Again:
         }
         choices: dict[str, Choice] = dict.fromkeys(need.mesh.axis_names, "I" * len(specs))
         choices |= {axis: factor for axis, factor in of_result.items() if factor is not None}
-        laid = layouts_of(factors, choices, specs, question.results, topology(), question.row.empty, None)
+        problem = LayoutProblem(factors, "", specs, question.results, topology(), empty=question.row.empty)
+        laid = layouts_of(problem, factors, choices)
         # from empty blocks torch computes no gradient of a table
         if laid is None or laid.results[0] is not need or need.thinnest == 0:
             return None
@@ -84,9 +85,7 @@ class _Again:
         time += PASSES * working(factors, laid.operands, laid.results, topology())
         if time >= moves(self.result, need, (), topology(), True).time:
             return None
-        outs = tuple([spec.partition for spec in laid.results])
-        best = Strategy(laid.operands, laid.casts, outs, (0.0, 0.0), False, laid.axes, 0.0)
-        return plan_of(self.func, self.positional, question, best)
+        return plan_of(self.func, self.positional, question, laid)
 
 
 def _equal_dims(question: Question, result: TensorSpec) -> frozenset[int]:

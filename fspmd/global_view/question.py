@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from fspmd.errors import ArgumentError
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, regrouped, with_flat_dims_split
 from fspmd.global_view.kernels import dtype_complaint
-from fspmd.global_view.layouts import Strategy, as_they_lie
+from fspmd.global_view.layouts import LayoutProblem, Strategy, as_they_lie
 from fspmd.global_view.local_calls import untouched
 from fspmd.global_view.refusals import refuse_global, refuse_shared_memory, shown
 from fspmd.global_view.result_types import (
@@ -38,7 +38,6 @@ from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import is_any_autocast_enabled
 
-T = TypeVar("T")
 #: functions whose operands need one dtype, which the meta device does not check
 _OF_ONE_DTYPE: Final = frozenset(
     ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "linear", "convolution")
@@ -87,18 +86,18 @@ class Question(NamedTuple):
         operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
         return self._replace(operands=operands, products=viewed_call(self.row, self.factors, specs, self.results))
 
-    def solve(self, choose: Callable[..., T], **options: Any) -> T:
-        """Call ``choose`` with factors, specs and options of this call; where dims are `Flat`, with those of views."""
-        factors, specs, results = self._viewed()
-        options |= {"fixed": self.fixed, "empty": self.row.empty, "body": self.row.body, "gradients": self.gradients}
-        options["weighs"] = self.weighs
-        return choose(factors, self.passes_on, specs, results, topology(), **options)
-
-    def _viewed(self) -> tuple[Factors, list[TensorSpec], list[TensorSpec]]:
-        """Return factors, operands and results; where dims are `Flat`, those of views."""
-        if self.products is None:
-            return self.factors, [spec for _, spec in self.operands], self.results
-        return self.products.factors, *self.products.views
+    @property
+    def problem(self) -> LayoutProblem:
+        """The facts that decide the layouts of this call; where dims are `Flat`, those of the call on views."""
+        factors, operands, results = self.factors, [spec for _, spec in self.operands], self.results
+        if self.products is not None:
+            factors, (operands, results) = self.products.factors, self.products.views
+        row, gradients = self.row, self.gradients
+        return LayoutProblem(
+            *(factors, self.passes_on, operands, results, topology(), self.fixed, row.empty, row.body),
+            gradients=gradients,
+            weighs=self.weighs,
+        )
 
     def together(self, strategy: Strategy) -> Strategy:
         """Turn a strategy for views into one for the operands and results themselves."""
@@ -111,12 +110,11 @@ class Question(NamedTuple):
         """Return the cheapest strategy, or None if there is none; ``known`` is that of `best_strategy`."""
         if self.products is not None and self.products.regrouped is not None:
             stays = tuple(spec for _, spec in self.operands)
-            return Strategy(stays, ((),), (self.products.regrouped,), (0.0, 0.0), False, {}, 0.0)
-        best = None
-        if not self.gradients:
-            best = as_they_lie(*self._viewed(), fixed=self.fixed, empty=self.row.empty)
+            return Strategy(stays, ((),), (self.results[0].with_partition(self.products.regrouped),), False, {})
+        problem = self.problem
+        best = None if self.gradients else as_they_lie(problem)
         if best is None:
-            best = self.solve(best_strategy, known=known)
+            best = best_strategy(problem, known)
         best = None if best is None else self.together(best)
         moved = best is not None and self.fixed and best.operands[0] is not self.operands[0][1]
         return None if moved else best  # a write into a moved operand would be lost

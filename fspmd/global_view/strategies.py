@@ -19,13 +19,11 @@ from typing import Final
 
 from fspmd.entries import axes_within
 from fspmd.global_view.axis_choices import Combination, combinations
-from fspmd.global_view.layouts import CallLayouts, Strategy, layouts_of, working
+from fspmd.global_view.layouts import LayoutProblem, Strategy, layouts_of, working
 from fspmd.redistribution.bounds import closely
-from fspmd.redistribution.cost import Topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.redistribution.straight import are_many
-from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Factors
 from fspmd.spec import P, TensorSpec
 
@@ -36,20 +34,7 @@ _NONE: Final = frozenset[int]()
 _Move = tuple[int, TensorSpec, tuple[str, ...]]  # an operand, how it must lie, the axes over which it is cast
 
 
-def best_strategy(
-    factors: Factors,
-    linear: str,
-    operands: Sequence[TensorSpec],
-    results: Sequence[TensorSpec],
-    topology: Topology,
-    *,
-    fixed: bool = False,
-    empty: bool = True,
-    body: Bodied | None = None,
-    gradients: frozenset[int] = _NONE,
-    weighs: bool = False,
-    known: list[Combination] | None = None,
-) -> Strategy | None:
+def best_strategy(problem: LayoutProblem, known: list[Combination] | None = None) -> Strategy | None:
     """Return the cheapest strategy; of equal ones the one with the cheapest pending sums, then the preferred one.
 
     The search is best-first: the combination with the least lower bound is priced further, route by route. It ends when
@@ -59,8 +44,8 @@ def best_strategy(
     """
     known = [] if known is None else known
     if not known:
-        known += combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
-    prices = _MovePrices(operands, topology, gradients, weighs)
+        known += combinations(problem)
+    prices, gradients = _MovePrices(problem), problem.gradients
     queue: list[tuple[float, int, Combination, _Pricing | None]] = [
         (each.least, each.place, each, None) for each in known
     ]
@@ -70,20 +55,18 @@ def best_strategy(
         least, place, combination, pricing = heapq.heappop(queue)
         if pricing is None:
             if not (combination.computed or gradients or combination.most == inf):
-                combination.compute(operands, results, topology)
+                combination.compute(problem)
                 least = combination.least
                 if queue and queue[0][0] < least:
                     heapq.heappush(queue, (least, place, combination, None))
                     continue
             if not combination.made:
-                combination.layouts = layouts_of(
-                    combination.factors, combination.choices, operands, results, topology, empty, body
-                )
+                combination.layouts = layouts_of(problem, combination.factors, combination.choices)
                 combination.made = True
-            if combination.layouts is None or (fixed and not _stays(combination.layouts, operands[0])):
+            if combination.layouts is None or not _stays(combination.layouts, problem):
                 continue
             if best is None and not gradients and (not queue or combination.most < queue[0][0] - _ROUNDING):
-                return _strategy(combination.layouts, combination.most)
+                return combination.layouts._replace(time=(combination.most, 0.0))
             pricing = _Pricing(combination.factors, combination.layouts, prices)
         elif pricing.least <= least:  # routes found for other combinations have not raised it
             pricing.refine()
@@ -96,47 +79,21 @@ def best_strategy(
     return None if best is None else best[2]
 
 
-def _strategy(laid: CallLayouts, time: float) -> Strategy:
-    outs = tuple([spec.partition for spec in laid.results])
-    return Strategy(laid.operands, laid.casts, outs, (time, 0.0), laid.by_body, laid.axes, laid.body)
-
-
-def strategies(
-    factors: Factors,
-    linear: str,
-    operands: Sequence[TensorSpec],
-    results: Sequence[TensorSpec],
-    topology: Topology,
-    *,
-    fixed: bool = False,
-    empty: bool = True,
-    body: Bodied | None = None,
-    gradients: frozenset[int] = _NONE,
-    weighs: bool = False,
-) -> list[Strategy]:
-    """Return all strategies of a call.
-
-    Args:
-        fixed: The first operand is not moved, and the result lies as it does.
-        empty: The function takes empty blocks.
-        body: The body that runs where a whole factor is sharded, with its price. None: whole factors are not sharded.
-        gradients: The operands that will have a gradient.
-        weighs: The sums of gradients of whole operands are a part of the price.
-    """
-    every = (
-        (each.factors, layouts_of(each.factors, each.choices, operands, results, topology, empty, body))
-        for each in combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
-    )
+def strategies(problem: LayoutProblem) -> list[Strategy]:
+    """Return all strategies of a call."""
+    every = ((each.factors, layouts_of(problem, each.factors, each.choices)) for each in combinations(problem))
     return [
-        _Pricing(reading, laid, _MovePrices(operands, topology, gradients, weighs)).strategy()
+        _Pricing(reading, laid, _MovePrices(problem)).strategy()
         for reading, laid in every
-        if laid is not None and not (fixed and not _stays(laid, operands[0]))
+        if laid is not None and _stays(laid, problem)
     ]
 
 
-def _stays(laid: CallLayouts, first: TensorSpec) -> bool:
-    """Whether the first operand stays, and the result lies as it does."""
-    cast = laid.casts[0] and not laid.by_body  # a body casts by itself
+def _stays(laid: Strategy, problem: LayoutProblem) -> bool:
+    """Whether the first operand stays, and the result lies as it does, if that must be so."""
+    if not problem.fixed:
+        return True
+    first, cast = problem.operands[0], laid.casts[0] and not laid.by_body  # a body casts by itself
     return laid.operands[0] is first and not cast and laid.results[0].partition is first.partition
 
 
@@ -148,13 +105,12 @@ class _MovePrices:
 
     __slots__ = ("bounds", "gradients", "most", "operands", "prices", "spent", "topology", "weighs")
 
-    def __init__(
-        self, operands: Sequence[TensorSpec], topology: Topology, gradients: frozenset[int], weighs: bool
-    ) -> None:
-        self.operands, self.topology, self.gradients, self.weighs = operands, topology, gradients, weighs
+    def __init__(self, problem: LayoutProblem) -> None:
+        self.operands, self.topology = problem.operands, problem.topology
+        self.gradients, self.weighs = problem.gradients, problem.weighs
         self.bounds: dict[_Move, float] = {}
         self.prices: dict[_Move, tuple[float, float]] = {}
-        mesh, self.spent = operands[0].mesh, 0
+        mesh, self.spent = problem.operands[0].mesh, 0
         few = sum(n > 1 for n in mesh.shape.values()) < 3
         self.most = inf if few else _OF_MANY if are_many(mesh) else _EFFORT
 
@@ -204,7 +160,7 @@ class _Pricing:
 
     __slots__ = ("base", "casts", "laid", "moved", "needs", "prices")
 
-    def __init__(self, factors: Factors, laid: CallLayouts, prices: _MovePrices) -> None:
+    def __init__(self, factors: Factors, laid: Strategy, prices: _MovePrices) -> None:
         self.laid, self.prices = laid, prices
         self.needs, self.casts = laid.operands, laid.casts
         operands, topology, gradients = prices.operands, prices.topology, prices.gradients
@@ -247,8 +203,8 @@ class _Pricing:
         settling = prices.settling(laid.results)
         if self.moved:  # the result is scattered at least; if operands moved for it, its gradient is gathered too
             time += settling / (1 if prices.gradients and any(map(prices.communicates, self.moved)) else 2)
-        outs, times = tuple([spec.partition for spec in laid.results]), (round(time, 6), round(later + settling, 6))
-        return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body, laid.back)
+        times = round(time, 6), round(later + settling, 6)
+        return laid._replace(operands=self.needs, casts=self.casts, time=times)
 
     def _move(self, i: int) -> _Move:
         return i, self.needs[i], self.casts[i]

@@ -111,11 +111,8 @@ def _chosen(plan: OpPlan, choose: Any) -> OpPlan:
 
 
 def _same(strategy: Strategy, other: Strategy | None) -> bool:
-    return other is not None and (strategy.operands, strategy.results, strategy.by_body) == (
-        other.operands,
-        other.results,
-        other.by_body,
-    )
+    alike = ("operands", "results", "by_body")
+    return other is not None and all(getattr(strategy, name) == getattr(other, name) for name in alike)
 
 
 class _ByBlocks:

@@ -237,11 +237,11 @@ def _explained(func: Any, question: Question) -> str:
     for case in _cases(question, letters):
         given = [spec.with_partition(partition) for spec, partition in zip(specs, case.operands, strict=True)]
         example = question.at(given)
-        candidates = map(example.together, example.solve(strategies))
+        candidates = map(example.together, strategies(example.problem))
         strategy = next((strategy for strategy in candidates if _matches(case, strategy, given)), None)
         if strategy is not None:
             layouts = ", ".join(repr(spec.partition.shortened) for spec in strategy.operands)
-            results = ", ".join(repr(partition.shortened) for partition in strategy.results)
+            results = ", ".join(repr(spec.partition.shortened) for spec in strategy.results)
             lines.append(f"  {case.title:14} {layouts} -> {results}{' by a body' if strategy.by_body else ''}")
     return "\n".join(lines)
 

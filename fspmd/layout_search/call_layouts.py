@@ -143,7 +143,8 @@ def _by_axes(
     """The strategies for each combination of choices of the axes."""
     operands, results, row = [spec for _, spec in question.operands], question.results, question.row
     saves = question.linear in ("", "product") and question.viewed is None
-    linear = question._replace(gradients=followed).passes_on
+    problem = question._replace(gradients=followed).problem
+    linear = problem.linear
     body, most_trips = row.body, max([trips[i] for i in followed], default=Trips(1, 0))
     for factors in (question.factors, *question.factors.others):
         sizes = _sizes(factors, operands, results)
@@ -156,7 +157,7 @@ def _by_axes(
             choices: dict[str, Choice] = dict(zip(mesh.axis_names, combination, strict=True))
             if any(prod(mesh.shape[a] for a, c in choices.items() if c == f) > max(n, 1) for f, n in sizes.items()):
                 continue
-            specs = layouts_of(factors, choices, operands, results, topology, row.empty, body)
+            specs = layouts_of(problem, factors, choices)
             if specs is None:
                 continue
             time = 0.0 if question.viewed is not None else working(factors, specs.operands, specs.results, topology)
