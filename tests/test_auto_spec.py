@@ -90,7 +90,7 @@ def brute(f: Any, mesh: Mesh, *args: Any) -> list[tuple[float, int]]:
     """µs and bytes of the layouts of arguments and ways of ops that no others beat in both; each cast paid for once."""
     leaves, treedef = optree.tree_flatten(args)
     program = record(f, mesh, leaves, treedef)
-    every = [call_choices(op, program.values, topology()) for op in program.ops]
+    every = [call_choices(op, program.values) for op in program.ops]
     home, best = dict(program.gradients), list[tuple[float, int]]()
     pairs = zip(program.ops, every, strict=True)
     rows = [row for op, own in pairs for row in zip(op.operands, own[0].needs, strict=True)]

@@ -10,7 +10,7 @@ from math import inf, prod
 from typing import Any, Final, NamedTuple
 
 from fspmd.global_view.layouts import Choice, LayoutProblem, Strategy, state_of
-from fspmd.redistribution.cost import Topology, links_differ, native_time, price, work
+from fspmd.redistribution.cost import Topology, links_differ, native_time, price, topology, work
 from fspmd.redistribution.straight import are_many
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
@@ -38,7 +38,7 @@ class Combination:
 
     def compute(self, problem: LayoutProblem) -> None:
         """Add the time of the computation, and of settling pending sums, to the bounds."""
-        operands, results, topology = problem.operands, problem.results, problem.topology
+        operands, results, machine = problem.operands, problem.results, topology()
         mesh, parts, pending = operands[0].mesh, dict[int | None, int](), list[str]()
         factors, self.computed = self.factors, True
         for axis, choice in self.choices.items():
@@ -55,11 +55,11 @@ class Combination:
                 block_bytes *= length
             size += block_bytes
         lengths[None] = factors.products
-        time = work(prod(lengths.values()), size, topology)
+        time = work(prod(lengths.values()), size, machine)
         self.least += time if self.least else 0.0
         self.most += time
         if pending:
-            self.most += len(results) * price("reduce", mesh, tuple(pending), size, size, topology).time / 2
+            self.most += len(results) * price("reduce", mesh, tuple(pending), size, size, machine).time / 2
 
 
 def combinations(problem: LayoutProblem) -> Iterator[Combination]:
@@ -67,9 +67,9 @@ def combinations(problem: LayoutProblem) -> Iterator[Combination]:
 
     The largest operand of an elementwise function is not gathered, unless the result is fixed.
     """
-    factors, operands, topology, bodied = problem.factors, problem.operands, problem.topology, problem.body is not None
+    factors, operands, machine, bodied = problem.factors, problem.operands, topology(), problem.body is not None
     mesh, place = operands[0].mesh, itertools.count()
-    plain = _are_plain(operands, topology)
+    plain = _are_plain(operands, machine)
     idle = not plain and True in [0 in spec.shape for spec in operands]  # there is nothing to move
     for reading in (factors, *factors.others):
         stay = _STAY if problem.fixed else _leading(reading, operands, problem.results)
@@ -79,11 +79,11 @@ def combinations(problem: LayoutProblem) -> Iterator[Combination]:
             if n == 1 or idle:
                 options.append([(axis, choice, _NOTHING, False) for choice in choices])
             else:
-                native = _Native(axis, operands, topology) if plain else None
-                unknown = topology.launch, inf
+                native = _Native(axis, operands, machine) if plain else None
+                unknown = machine.launch, inf
                 options.append([_option(axis, choice, reading, operands, native, unknown) for choice in choices])
-        for combination in _combinations(options, operands, topology):
-            least, most, chosen = _bounds(combination, topology)
+        for combination in _combinations(options, operands, machine):
+            least, most, chosen = _bounds(combination, machine)
             if not plain or (bodied and not reading.whole.isdisjoint(chosen.values())) or _share_a_dim(chosen):
                 most = inf
             yield Combination(least, most, next(place), reading, chosen)

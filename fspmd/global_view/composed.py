@@ -194,9 +194,9 @@ class _Reckoner:
                 self.time += cost.backward + cost.casting
             self._cast.add((id(x), axes if spec is need else None))
         self.time += best.body + (best.back if followed else 0.0)
-        self.time += passes * working(question.factors, best.operands, best.results, topology())
+        self.time += passes * working(question.factors, best.operands, best.results)
         whole = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, best.results)]
-        self.alone += passes * working(question.factors, whole[0], whole[1], topology())
+        self.alone += passes * working(question.factors, whole[0], whole[1])
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of a draw, or new values: laid out as the first operand if they have its shape."""

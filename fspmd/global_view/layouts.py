@@ -7,7 +7,7 @@ from math import inf, lcm, prod
 from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, blocks, entry_of
-from fspmd.redistribution.cost import Topology, work
+from fspmd.redistribution.cost import topology, work
 from fspmd.rules.bodies import Bodied, BodyLayout
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
@@ -24,7 +24,6 @@ class LayoutProblem(NamedTuple):
     linear: str  # see `Row.linear`
     operands: Sequence[TensorSpec]
     results: Sequence[TensorSpec]  # their layouts are arbitrary
-    topology: Topology
     fixed: bool = False  # the first operand is not moved, and the result lies as it does
     empty: bool = True  # the function takes empty blocks
     body: Bodied | None = None  # runs where a whole factor is sharded; None: whole factors are not sharded
@@ -78,7 +77,7 @@ def layouts_of(problem: LayoutProblem, factors: Factors, choices: dict[str, Choi
                 del needed[factor]
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in needed)
         over = tuple(axis for factor in by_body if factor in needed for axis in axes_of[factor])
-        layout = BodyLayout(needs, results, over, problem.topology, whole)
+        layout = BodyLayout(needs, results, over, topology(), whole)
         within = body.time(layout)
         if within == inf:
             return None
@@ -124,7 +123,7 @@ def as_they_lie(problem: LayoutProblem) -> Strategy | None:
     return Strategy(tuple(operands), tuple(casts), laid, False, axes_of)
 
 
-def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
+def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> float:
     """Return the µs of the computation: of its products, or of reading and writing the blocks."""
     lengths: dict[int | None, int] = {}
     size = 0
@@ -132,7 +131,7 @@ def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[Ten
         lengths.update(zip(dims, spec.block_shape, strict=True))
         size += spec.block_bytes
     lengths[None] = factors.products
-    return work(prod(lengths.values()), size, topology)
+    return work(prod(lengths.values()), size, topology())
 
 
 def aligned(

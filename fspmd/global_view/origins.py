@@ -75,14 +75,14 @@ class _Again:
         }
         choices: dict[str, Choice] = dict.fromkeys(need.mesh.axis_names, "I" * len(specs))
         choices |= {axis: factor for axis, factor in of_result.items() if factor is not None}
-        problem = LayoutProblem(factors, "", specs, question.results, topology(), empty=question.row.empty)
+        problem = LayoutProblem(factors, "", specs, question.results, empty=question.row.empty)
         laid = layouts_of(problem, factors, choices)
         # from empty blocks torch computes no gradient of a table
         if laid is None or laid.results[0] is not need or need.thinnest == 0:
             return None
         rows = enumerate(zip(specs, laid.operands, laid.casts, strict=True))
         time = sum([moves(spec, to, axes, topology(), i in followed).time for i, (spec, to, axes) in rows])
-        time += PASSES * working(factors, laid.operands, laid.results, topology())
+        time += PASSES * working(factors, laid.operands, laid.results)
         if time >= moves(self.result, need, (), topology(), True).time:
             return None
         return plan_of(self.func, self.positional, question, laid)

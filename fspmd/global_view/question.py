@@ -30,7 +30,6 @@ from fspmd.global_view.strategies import best_strategy
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
 from fspmd.ops.traits import name_of
-from fspmd.redistribution.cost import topology
 from fspmd.rules import Factors, Row, Whole, row_of, writes
 from fspmd.rules.factors import elementwise
 from fspmd.rules.views import reshaped
@@ -94,7 +93,7 @@ class Question(NamedTuple):
             factors, (operands, results) = self.products.factors, self.products.views
         row, gradients = self.row, self.gradients
         return LayoutProblem(
-            *(factors, self.passes_on, operands, results, topology(), self.fixed, row.empty, row.body),
+            *(factors, self.passes_on, operands, results, self.fixed, row.empty, row.body),
             gradients=gradients,
             weighs=self.weighs,
         )

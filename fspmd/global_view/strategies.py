@@ -21,6 +21,7 @@ from fspmd.entries import axes_within
 from fspmd.global_view.axis_choices import Combination, combinations
 from fspmd.global_view.layouts import LayoutProblem, Strategy, layouts_of, working
 from fspmd.redistribution.bounds import closely
+from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.redistribution.straight import are_many
@@ -106,7 +107,7 @@ class _MovePrices:
     __slots__ = ("bounds", "gradients", "most", "operands", "prices", "spent", "topology", "weighs")
 
     def __init__(self, problem: LayoutProblem) -> None:
-        self.operands, self.topology = problem.operands, problem.topology
+        self.operands, self.topology = problem.operands, topology()
         self.gradients, self.weighs = problem.gradients, problem.weighs
         self.bounds: dict[_Move, float] = {}
         self.prices: dict[_Move, tuple[float, float]] = {}
@@ -163,17 +164,17 @@ class _Pricing:
     def __init__(self, factors: Factors, laid: Strategy, prices: _MovePrices) -> None:
         self.laid, self.prices = laid, prices
         self.needs, self.casts = laid.operands, laid.casts
-        operands, topology, gradients = prices.operands, prices.topology, prices.gradients
+        operands, gradients = prices.operands, prices.gradients
         if laid.by_body:  # the body casts by itself
             rows = enumerate(zip(operands, self.needs, self.casts, strict=True))
             self.needs = tuple([cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows])
             self.casts = ((),) * len(self.casts)
         self.base = laid.body + (laid.back if gradients else 0.0)
         if laid.by_body and prices.weighs:
-            stays = [(self.needs[i], self.needs[i], laid.casts[i], topology, True) for i in gradients]
+            stays = [(self.needs[i], self.needs[i], laid.casts[i], prices.topology, True) for i in gradients]
             self.base += sum(moves(*each).casting for each in stays)
         if True in [spec is not need for spec, need in zip(operands, laid.operands, strict=True)]:
-            self.base += working(factors, laid.operands, laid.results, topology) * (PASSES if gradients else 1)
+            self.base += working(factors, laid.operands, laid.results) * (PASSES if gradients else 1)
         self.moved = [self._move(i) for i, spec in enumerate(operands) if spec is not self.needs[i]]
 
     @property

@@ -72,10 +72,10 @@ class CallChoice:
         return self.computing + self.within
 
 
-def call_choices(op: Op, values: Sequence[TensorSpec], topology: Topology) -> tuple[CallChoice, ...]:
+def call_choices(op: Op, values: Sequence[TensorSpec]) -> tuple[CallChoice, ...]:
     """The strategies of one op of a graph. ``values``: the values of the graph."""
     if op.question is not None:
-        return _quickest_choices(op.question, op.followed, op.trips, topology)
+        return _quickest_choices(op.question, op.followed, op.trips)
     if op.carried and op.pinned is None:
         return tuple(CallChoice((Need(spec),), (spec,), 0.0, 0.0) for spec in layouts(values[op.results[0]]))
     specs, results = [values[n] for n in op.operands], tuple(values[n] for n in op.results)
@@ -111,13 +111,11 @@ def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def _quickest_choices(
-    question: Question, followed: frozenset[int], given: tuple[Trips, ...], topology: Topology
-) -> tuple[CallChoice, ...]:
+def _quickest_choices(question: Question, followed: frozenset[int], given: tuple[Trips, ...]) -> tuple[CallChoice, ...]:
     """The strategies of a question. Of several with equal needs and results, the quickest."""
     quickest: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], CallChoice] = {}
     trips = _trips(given, len(question.operands))
-    for choice in itertools.chain(_regrouped(question, followed, trips), _by_axes(question, followed, trips, topology)):
+    for choice in itertools.chain(_regrouped(question, followed, trips), _by_axes(question, followed, trips)):
         needs, results = choice.needs, choice.results
         if question.fixed and (needs[0].casts or needs[0].spec.partition is not results[0].partition):
             continue
@@ -137,9 +135,7 @@ def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips,
             yield CallChoice((Need(spec, (), 0 in followed, trips=trips[0]),), (result,), 0.0, 0.0)
 
 
-def _by_axes(
-    question: Question, followed: frozenset[int], trips: tuple[Trips, ...], topology: Topology
-) -> Iterator[CallChoice]:
+def _by_axes(question: Question, followed: frozenset[int], trips: tuple[Trips, ...]) -> Iterator[CallChoice]:
     """The strategies for each combination of choices of the axes."""
     operands, results, row = [spec for _, spec in question.operands], question.results, question.row
     saves = question.linear in ("", "product") and question.viewed is None
@@ -160,7 +156,7 @@ def _by_axes(
             specs = layouts_of(problem, factors, choices)
             if specs is None:
                 continue
-            time = 0.0 if question.viewed is not None else working(factors, specs.operands, specs.results, topology)
+            time = 0.0 if question.viewed is not None else working(factors, specs.operands, specs.results)
             within = specs.body * most_trips.there + specs.back * most_trips.back
             rows = enumerate(zip(specs.operands, specs.casts, strict=True))
             needs = tuple(

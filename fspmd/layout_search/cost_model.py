@@ -279,7 +279,7 @@ class CostModel:
         given = () if op.question is not None else tuple(values[n] for n in (*op.operands, *op.results))
         key = id(op.question), op.followed, op.trips, op.pinned, op.carried, given
         if key not in self._tables:
-            self._tables[key] = call_choices(op, values, self.topology)
+            self._tables[key] = call_choices(op, values)
         strategies: tuple[CallChoice, ...] = self._tables[key]
         return strategies
 
