@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from math import inf
-from typing import Final
 
 from fspmd.entries import axes_within
 from fspmd.global_view.axis_choices import Combination, combinations
@@ -31,7 +30,6 @@ from fspmd.spec import P, TensorSpec
 _ROUNDING = 1e-6  # µs
 _EFFORT, _OF_MANY = 2000, 120  # edges and bounds that a search visits on three axes, and on more
 PASSES = 3  # times that a computation with gradients runs: forward, and backward for each of two operands
-_NONE: Final = frozenset[int]()
 _Move = tuple[int, TensorSpec, tuple[str, ...]]  # an operand, how it must lie, the axes over which it is cast
 
 

@@ -131,18 +131,6 @@ def _whole_dims(whole: Whole, result: int, batch: Factors) -> Dims:
     return (None,) * (len(whole.results[result]) - len(batch.results[0]))
 
 
-def leading(count: int) -> Rule:
-    """Return a rule in which only ``count`` leading dims of the first operand may be sharded, and no other operand."""
-
-    def rule(whole: Whole) -> Factors:
-        first = (*range(count), *(None,) * whole.ndim)[: whole.ndim]
-        others = tuple((None,) * len(shape) for shape in whole.shapes[1:])
-        results = tuple((*range(count), *(None,) * len(shape))[: len(shape)] for shape in whole.results)
-        return Factors((first, *others), results)
-
-    return rule
-
-
 def gathered(whole: Whole) -> Factors:
     """The rule of a function that takes whole operands: no dim may be sharded."""
     return Factors(
