@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from fspmd.rules.windows import (
     still,
     taken,
 )
+from fspmd.transport.carriers import where
 
 
 def _size(site: Site, d: int) -> int:
@@ -194,19 +195,8 @@ def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
             outside = functools.partial(_outside, rows, site.blocks(after, d))
             empty = per_rank(site, ("empty", d), site.axes[d], outside)
             filling = torch.full((), value, dtype=x.dtype, device=x.device)
-            x = _chosen(empty.view(-1, *(1,) * (x.dim() - 1 - d)), filling, x)
+            x = where(empty.view(-1, *(1,) * (x.dim() - 1 - d)), filling, x)
     return torch.constant_pad_nd(x, local, value)
-
-
-def _chosen(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """``torch.where``, also for unsigned integers, which torch 2.11 does not take: on their bits."""
-    signed = _SIGNED.get(y.dtype)
-    if signed is None:
-        return torch.where(condition, x, y)
-    return torch.where(condition, x.view(signed), y.view(signed)).view(y.dtype)
-
-
-_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def _mirrored(before: int, behind: int, size: int, i: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ each rank runs the sequences of its part of the batch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -55,11 +56,6 @@ def _indexed(places: Any, table: Any, padding_idx: Any = None, *_: Any, **__: An
     return out if padding is None else torch.where(padding[..., None], out.detach(), out)
 
 
-def _torch_indexed(weight: Any, indices: Any, padding_idx: int = -1, *_: Any, **__: Any) -> Any:
-    """``torch.embedding`` for `_indexed`."""
-    return _indexed(indices, weight, padding_idx if padding_idx >= 0 else None)
-
-
 def _scaled(
     places: Any,
     table: Any,
@@ -95,27 +91,28 @@ def _refuse_sparse_gradient(name: str, table: Any) -> None:
         )
 
 
-def _sparse_bag(places: Any, table: Any, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
-    """``F.embedding_bag`` with ``sparse=True``, which is about gradients and is refused if there are any."""
-    _refuse_sparse_gradient("embedding_bag", table)
-    return F.embedding_bag(places, table, *args[:5], *(False for _ in args[5:6]), *args[6:], **kwargs)
+def _sparse_bag(func: Any, place: int, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
+    """An embedding bag with ``sparse=True``, which is about gradients and is refused if there are any."""
+    _refuse_sparse_gradient("embedding_bag", args[1 if func is F.embedding_bag else 0])
+    return func(*args[:place], *(False for _ in args[place : place + 1]), *args[place + 1 :], **kwargs)
 
 
-def _torch_sparse_bag(table: Any, places: Any, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
-    """``torch.embedding_bag`` for `_sparse_bag`."""
-    _refuse_sparse_gradient("embedding_bag", table)
-    return torch.embedding_bag(table, places, *args[:3], *(False for _ in args[3:4]), *args[4:], **kwargs)
+def _table_first(composite: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a composite of ``F.embedding`` for ``torch.embedding``, which takes the table first."""
 
+    def embedding(weight: Any, indices: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:
+        padding = padding_idx if padding_idx >= 0 else None
+        return composite(indices, weight, padding, None, 2.0, *options, **named)
 
-def _torch_scaled(weight: Any, indices: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:
-    """``torch.embedding`` for `_scaled`."""
-    return _scaled(indices, weight, padding_idx if padding_idx >= 0 else None, None, 2.0, *options, **named)
+    return embedding
 
 
 def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     if func is F.embedding and argument(args, kwargs, 3, "max_norm", None) is not None:
         return _renormed
-    indexed, scaled, options = (_indexed, _scaled, 5) if func is F.embedding else (_torch_indexed, _torch_scaled, 3)
+    indexed, scaled, options = _indexed, _scaled, 5
+    if func is not F.embedding:
+        indexed, scaled, options = _table_first(_indexed), _table_first(_scaled), 3
     if any(args[options:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
         return scaled
     operands = (*args[:2], *kwargs.values())
@@ -124,8 +121,8 @@ def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
 
 
 def _bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    place, sparse = (7, _sparse_bag) if func is F.embedding_bag else (5, _torch_sparse_bag)
-    return sparse if argument(args, kwargs, place, "sparse", False) else None
+    place = 7 if func is F.embedding_bag else 5
+    return functools.partial(_sparse_bag, func, place) if argument(args, kwargs, place, "sparse", False) else None
 
 
 #: torch function -> its composite for the arguments of a call, or None

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.rules.bodies import Bodied, Site
+from fspmd.rules.contractions import gathered
 from fspmd.rules.factors import NO_RULE, Dims, Factors, Shape, Whole, match, parse
 from fspmd.rules.windows import block_places, fetched, longer, moving, per_rank, still
 from fspmd.transport.carriers import as_words, nothing
@@ -47,7 +48,7 @@ def gather(whole: Whole) -> Factors:
     """The rule of ``gather``: one element of x per element of the index, which may be sharded along ``dim`` too."""
     x, index = whole.shapes[:2]
     if not x or len(index) != len(x):
-        return _no_dims(whole, _SECOND)
+        return gathered(whole)._replace(places=_SECOND)
     dim = whole.argument(1, "dim") % len(x)
     place = len(x)  # the factor of the index along ``dim``
     along: Dims = tuple(place if d == dim else d if size == x[d] else None for d, size in enumerate(index))
@@ -60,7 +61,7 @@ def scatter(whole: Whole) -> Factors:
     """The rule of ``scatter``: along dims other than ``dim``, index and source are cut as x, if they are as long."""
     x, *others = whole.shapes
     if not x:
-        return _no_dims(whole, _SECOND)
+        return gathered(whole)._replace(places=_SECOND)
     dim = whole.argument(1, "dim") % len(x)
     shared = {d for d in range(len(x)) if d != dim and all(len(s) == len(x) and s[d] == x[d] for s in others)}
     dims: Dims = tuple(d if d in shared else None for d in range(len(x)))
@@ -72,7 +73,7 @@ def select(whole: Whole) -> Factors:
     """The rule of ``index_select``: slices of x by a vector of indices, which may be sharded."""
     x = whole.shapes[0]
     if not x or len(whole.shapes[1]) != 1:
-        return _no_dims(whole, _SECOND)
+        return gathered(whole)._replace(places=_SECOND)
     dim = whole.argument(1, "dim") % len(x)
     result: Dims = tuple(len(x) if d == dim else d for d in range(len(x)))
     looked_up = frozenset({dim})
@@ -83,7 +84,7 @@ def put_slices(whole: Whole) -> Factors:
     """The rule of ``index_add`` and related functions: the source is cut as x, except along ``dim``."""
     x, _, *sources = whole.shapes
     if not x:
-        return _no_dims(whole, _SECOND)
+        return gathered(whole)._replace(places=_SECOND)
     dim = whole.argument(1, "dim") % len(x)
     kept: Dims = tuple(None if d == dim else d for d in range(len(x)))
     every: Dims = tuple(range(len(x)))
@@ -112,7 +113,7 @@ def index_put(whole: Whole) -> Factors:
     """The rule of ``index_put``: dims that are not indexed may be sharded; with masks no dim may."""
     parts = _indexed(whole)
     if parts is None:
-        return _no_dims(whole, frozenset(range(1, len(whole.shapes) - 1)))
+        return gathered(whole)._replace(places=frozenset(range(1, len(whole.shapes) - 1)))
     kept, places, at, shapes = parts
     joint = max((len(s) for s in shapes), default=0)
     rest = [factor for d, factor in enumerate(kept) if d not in places]
@@ -158,11 +159,6 @@ def _broadcast(shapes: Sequence[Shape], first: int) -> tuple[Dims, list[Dims]]:
     return tuple(range(first, first + n)), each
 
 
-def _no_dims(whole: Whole, places: frozenset[int] = frozenset()) -> Factors:
-    operands = tuple((None,) * len(shape) for shape in whole.shapes)
-    return Factors(operands, tuple((None,) * len(shape) for shape in whole.results), places=places)
-
-
 def take_by_element(whole: Whole) -> Factors:
     """The rule of ``take``: x must be whole; the index may have any shape."""
     dims = tuple(range(len(whole.shapes[1])))
@@ -190,7 +186,7 @@ def embedding_bag(whole: Whole) -> Factors:
     """
     others = zip((3, 5, 7), ("max_norm", "scale_grad_by_freq", "sparse"), strict=True)
     if any(whole.argument(place, name) for place, name in others):
-        return _no_dims(whole)
+        return gathered(whole)
     text = "n [i], [v] d, n [i] -> n d" if whole.ndim == 2 else "[n], [v] d, [o], [n] -> 1 d"
     return match(parse(text), whole.shapes)
 
