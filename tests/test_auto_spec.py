@@ -45,9 +45,9 @@ from fspmd import (
 )
 from fspmd.layout_search import solvers
 from fspmd.layout_search.apply import _moved
+from fspmd.layout_search.auto_spec import peak_of
 from fspmd.layout_search.call_layouts import call_choices, layouts
 from fspmd.layout_search.cost_model import CostModel, alike, renamed, ties
-from fspmd.layout_search.memory_limit import peak_of
 from fspmd.layout_search.op_graph import record
 from fspmd.layout_search.search import Search
 from fspmd.programs.memory import memory_of_program

@@ -23,7 +23,6 @@ from fspmd.rules import (
     lookups,
     pools,
     reductions,
-    regroups,
     softmaxes,
     views,
 )
@@ -207,7 +206,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(permuted(views.moved)) for name in _names("movedim moveaxis")},
     **{name: Row(permuted(views.last_swapped)) for name in _names("t mT mH t_copy")},
     **{name: Row(permuted(views.reversed_dims)) for name in _names("T H")},
-    **{name: Row(views.reshaped, blocks=views.reshape_blocks, body=regroups.reshape, as_is=True) for name in _RESHAPES},
+    **{name: Row(views.reshaped, blocks=views.reshape_blocks, body=joins.reshape, as_is=True) for name in _RESHAPES},
     **{name: Row(views.squeezed, blocks=views.reshape_blocks) for name in _names("squeeze squeeze_copy")},
     **{name: Row(views.unsqueezed) for name in _names("unsqueeze unsqueeze_copy")},
     **{name: Row(views.expanded, blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
