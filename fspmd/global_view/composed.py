@@ -16,6 +16,7 @@ from torch import Tensor
 from fspmd.copies import refuse_copy
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
+from fspmd.global_view.kernels import GlobalCall
 from fspmd.global_view.layouts import Strategy, working
 from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, spec_of
 from fspmd.global_view.question import Question
@@ -201,7 +202,7 @@ class _Reckoner:
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of a draw, or new values: laid out as the first operand if they have its shape."""
         operands = places_of(args, kwargs, self._mesh)
-        outcome = on_meta(func, args, kwargs, operands)
+        outcome = on_meta(GlobalCall(func, args, kwargs, operands))
         if outcome is None:
             raise _Unknown
         first = operands[0][1]

@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, regrouped, with_flat_dims_split
-from fspmd.global_view.kernels import dtype_complaint
+from fspmd.global_view.kernels import GlobalCall, dtype_complaint
 from fspmd.global_view.layouts import LayoutProblem, Strategy, as_they_lie
 from fspmd.global_view.local_calls import untouched
 from fspmd.global_view.refusals import refuse_global, refuse_shared_memory, shown
@@ -137,7 +137,8 @@ def ask(
     plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     given = [*args, *kwargs.values()]
     values = [given[place] if type(place) is int else at(given, place) for place, _ in ordered]
-    outcome, known_factors = outcome_of(row, func, args, kwargs, ordered, values)
+    call = GlobalCall(func, args, kwargs, ordered)
+    outcome, known_factors = outcome_of(row, call, values)
     _check_dtypes(func, specs)
     if outcome is None:
         return None
@@ -151,7 +152,7 @@ def ask(
     if fixed := writes(func):
         refuse_shared_memory(func, values[0], at_once=not row.sets)
     elif row.rule is not elementwise and outcome.bases[0] is None:
-        complaint = dtype_complaint(func, args, kwargs, ordered)
+        complaint = dtype_complaint(call)
         if complaint is not None:
             refuse_global(func, specs, complaint)
     # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
@@ -180,7 +181,7 @@ def ask(
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
         memory=outcome.memory,
         may_alias=copies and results[0].dtype is specs[0].dtype and may_view(func),
-        loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),
+        loose=viewed is not None and not as_is and not views_any(call),
     )
 
 

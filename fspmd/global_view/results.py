@@ -16,6 +16,7 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.copies import as_copies, refuse_copy, share_memory
 from fspmd.errors import ArgumentError, ShapeError
+from fspmd.global_view.kernels import GlobalCall
 from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, sharded_values, tensors_of
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import Outcome, memory_of, on_meta
@@ -57,7 +58,7 @@ def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcom
         return None
     operands = places_of(args, kwargs, next(x for x in tensors if type(x) is Sharded).spec.mesh)
     try:
-        return on_meta(func, args, kwargs, operands) if len(operands) == len(tensors) else None
+        return on_meta(GlobalCall(func, args, kwargs, operands)) if len(operands) == len(tensors) else None
     except Exception:  # the call itself will raise
         return None
 

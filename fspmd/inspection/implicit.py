@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
+from fspmd.global_view.kernels import GlobalCall
 from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.question import ask
 from fspmd.global_view.refusals import shown
@@ -269,7 +270,9 @@ def _operands(
                 )
     if not any(operand.has_gradient for operand in operands.values()):
         return operands
-    places = differentiated(func, args, kwargs, [(place, operand.spec) for place, operand in operands.items()])
+    places = differentiated(
+        GlobalCall(func, args, kwargs, [(place, operand.spec) for place, operand in operands.items()])
+    )
     return {
         place: replace(operand, has_gradient=operand.has_gradient and place in places)
         for place, operand in operands.items()
