@@ -25,7 +25,7 @@ from fspmd.inspection.comparison import LATE, Comparison
 from fspmd.inspection.long_waits import Lookout, wait_beside
 from fspmd.inspection.lost_peers import told_by, what_failed
 from fspmd.inspection.presence import FAREWELL, PERIOD
-from fspmd.inspection.watch import note_with
+from fspmd.inspection.watch import check_seconds, note_with
 from fspmd.meshes import process_groups, world
 from fspmd.messages import described
 from fspmd.transport.known_values import hear_with
@@ -254,8 +254,7 @@ def deadline(seconds: float) -> Iterator[None]:
     >>> with deadline(30):
     ...     pass
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ArgumentError(f"deadline got seconds={described(seconds)}; give it a number above 0")
+    check_seconds("deadline", seconds)
     yield from _monitored(Monitor(seconds, 0, user_line(sys._getframe(1)).where))
 
 
@@ -324,8 +323,8 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ArgumentError(f"debug got every={described(every)}; give it an integer above 0")
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0):
-        raise ArgumentError(f"debug got seconds={described(seconds)}; give it a number above 0, or None")
+    if seconds is not None:
+        check_seconds("debug", seconds, ", or None")
     yield from _monitored(Monitor(seconds, every, user_line(sys._getframe(1)).where))
 
 

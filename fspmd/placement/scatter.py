@@ -233,7 +233,7 @@ def _scattered(row: AnnouncedLeaf, leaf: Any, source: Source) -> Any:
     x_full = leaf
     if leaf is None:
         x_full = torch.empty(0, dtype=row.dtype, device=mesh.device, requires_grad=row.has_gradient)
-    return Sharded(_Scatter.apply(x_full, route), spec)
+    return Sharded(_Scatter.apply(x_full, route, False), spec)
 
 
 def scatter(x_full: Tensor, route: ScatterRoute) -> Tensor:
@@ -277,22 +277,13 @@ def collect(block: Tensor, route: ScatterRoute) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_full: Tensor, route: ScatterRoute) -> Tensor:
-        ctx.route = route
-        return scatter(x_full, route)
+    """`scatter`, or `collect` if ``back``. Each is the gradient of the other."""
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Collect.apply(g, ctx.route), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, route: ScatterRoute) -> Tensor:
-        ctx.route = route
-        return collect(block, route)
+    def forward(ctx: Any, x: Tensor, route: ScatterRoute, back: bool) -> Tensor:
+        ctx.route, ctx.back = route, back
+        return (collect if back else scatter)(x, route)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Scatter.apply(g, ctx.route), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _Scatter.apply(g, ctx.route, not ctx.back), None, None
