@@ -35,6 +35,19 @@ def row_major(place: Iterable[int], sizes: Iterable[int]) -> int:
     return number
 
 
+def place_at(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The place of a position in row-major order.
+
+    >>> place_at(5, (2, 3))
+    (1, 2)
+    """
+    place: list[int] = []
+    for size in reversed(sizes):
+        position, index = divmod(position, size)
+        place.insert(0, index)
+    return tuple(place)
+
+
 def check_sizes(shape: object, call: str) -> tuple[int, ...]:
     """Return the shape of a mesh.
 

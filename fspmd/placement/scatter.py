@@ -14,6 +14,7 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, SpecError, TreeError
 from fspmd.foreign import misfit
 from fspmd.inspection.watch import announce
+from fspmd.meshes.axes import place_at
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, holds_all_ranks, refuse
 from fspmd.placement.broadcast import Source
@@ -43,11 +44,7 @@ class ScatterRoute:
 
     def coordinate(self, position: int) -> tuple[int, ...]:
         """The mesh coordinate of a position."""
-        coordinate = []
-        for size in reversed(tuple(self.spec.mesh.shape.values())):
-            position, index = divmod(position, size)
-            coordinate.append(index)
-        return tuple(reversed(coordinate))
+        return place_at(position, tuple(self.spec.mesh.shape.values()))
 
     def window(self, position: int) -> tuple[slice, ...]:
         """The slices of the global tensor that are the block of a position."""
