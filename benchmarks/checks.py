@@ -25,7 +25,7 @@ import torch
 
 import fspmd
 from fspmd import P
-from fspmd.inspection import monitor, watch
+from fspmd.inspection import deadlines, watch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import text_data
@@ -144,11 +144,11 @@ def time_in_checks(args: list[str]) -> tuple[float, dict[str, float]]:
 
     with contextlib.ExitStack() as stack:
         for name, part in PARTS.items():
-            patch(monitor.Monitor, name, clock.over(part))
+            patch(deadlines.Monitor, name, clock.over(part))
         patch(watch, "_noted", clock.over(PARTS["call"]))
-        patch(monitor, "is_over", clock.over(PARTS["wait"], is_left_out=True))  # torch's own wait
-        patch(monitor.Monitor, "_run", until_its_end)
-        patch(monitor.Monitor, "_channel", once_connected)
+        patch(deadlines, "is_over", clock.over(PARTS["wait"], is_left_out=True))  # torch's own wait
+        patch(deadlines.Monitor, "_run", until_its_end)
+        patch(deadlines.Monitor, "_channel", once_connected)
         step = statistics.median(step_times(args, True, at_end))
         for thread in threading.enumerate():
             if thread.name == "fspmd-monitor":

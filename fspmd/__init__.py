@@ -62,8 +62,8 @@ from fspmd.inspection.deadlines import install as _install_debug
 from fspmd.inspection.explain_rule import explain_rule
 from fspmd.inspection.explicit import GradientSumWarning, ImplicitCommunicationWarning, explicit, set_default
 from fspmd.inspection.implicit import Implicit
-from fspmd.inspection.lives import install as _install_lives
 from fspmd.inspection.lockstep import lockstep
+from fspmd.inspection.long_waits import install as _install_lives
 from fspmd.inspection.lost_peers import install as _install_lost_peers
 from fspmd.inspection.watch import Communication
 from fspmd.layout_search.apply import Layouts

@@ -43,14 +43,13 @@ from fspmd import (
     value_and_grad,
     with_spec,
 )
-from fspmd.layout_search import elimination
+from fspmd.layout_search import solvers
 from fspmd.layout_search.apply import _moved
+from fspmd.layout_search.auto_spec import peak_of
 from fspmd.layout_search.call_layouts import call_choices, layouts
-from fspmd.layout_search.cost_model import CostModel
-from fspmd.layout_search.memory_limit import peak_of
+from fspmd.layout_search.cost_model import CostModel, alike, renamed, ties
 from fspmd.layout_search.op_graph import record
 from fspmd.layout_search.search import Search
-from fspmd.layout_search.symmetries import alike, renamed, ties
 from fspmd.programs.memory import memory_of_program
 from fspmd.redistribution.edges import back
 from fspmd.redistribution.moves import moves
@@ -91,7 +90,7 @@ def brute(f: Any, mesh: Mesh, *args: Any) -> list[tuple[float, int]]:
     """µs and bytes of the layouts of arguments and ways of ops that no others beat in both; each cast paid for once."""
     leaves, treedef = optree.tree_flatten(args)
     program = record(f, mesh, leaves, treedef)
-    every = [call_choices(op, program.values, topology()) for op in program.ops]
+    every = [call_choices(op, program.values) for op in program.ops]
     home, best = dict(program.gradients), list[tuple[float, int]]()
     pairs = zip(program.ops, every, strict=True)
     rows = [row for op, own in pairs for row in zip(op.operands, own[0].needs, strict=True)]
@@ -190,7 +189,7 @@ def test_what_is_left_out_on_the_way_is_no_better(f: Any, args: tuple[Any, ...])
     for i, k in itertools.product(range(most), repeat=2):
         whole.price([(i if v in values else k) % len(own) for v, own in enumerate(whole.choices)])
     every = [torch.arange(len(own)) for own in whole.choices]
-    least = elimination.eliminate(whole, elimination.order(whole), 0.0, every).cost
+    least = solvers.eliminate(whole, solvers.order(whole), 0.0, every).cost
     assert auto_spec(f, mesh, *args).time == pytest.approx(least, rel=1e-9)
 
 
@@ -199,8 +198,8 @@ def test_what_is_left_out_on_the_way_is_no_better(f: Any, args: tuple[Any, ...])
 def test_what_a_choice_costs_at_least_is_what_is_found_with_it_alone(f: Any, args: tuple[Any, ...]) -> None:
     leaves, treedef = optree.tree_flatten(args)
     model = CostModel(record(f, LINE, leaves, treedef), topology(), {})
-    sequence, every = elimination.order(model), [torch.arange(len(own)) for own in model.choices]
-    solved = elimination.eliminate(model, sequence, 0.0, every)
+    sequence, every = solvers.order(model), [torch.arange(len(own)) for own in model.choices]
+    solved = solvers.eliminate(model, sequence, 0.0, every)
     for share in (1.0, 1.1, 1.5, 4.0):
         most = share * solved.cost
         for some, marginals in zip(solved.within(most), solved.marginals(), strict=True):
@@ -208,7 +207,7 @@ def test_what_a_choice_costs_at_least_is_what_is_found_with_it_alone(f: Any, arg
     for v, marginals in enumerate(solved.marginals()):
         for i, least in enumerate(marginals.tolist()):
             kept = [*every[:v], torch.tensor([i]), *every[v + 1 :]]
-            assert least == pytest.approx(elimination.eliminate(model, sequence, 0.0, kept).cost, rel=1e-9)
+            assert least == pytest.approx(solvers.eliminate(model, sequence, 0.0, kept).cost, rel=1e-9)
 
 
 def test_axes_that_are_alike_stand_for_each_other() -> None:
@@ -223,7 +222,7 @@ def test_axes_that_are_alike_stand_for_each_other() -> None:
 def test_a_graph_that_is_too_wide_needs_the_other_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     f, args = PROGRAMS[0]
     expected = auto_spec(f, LINE, *args).time
-    monkeypatch.setattr(elimination, "WIDEST", 1)
+    monkeypatch.setattr(solvers, "WIDEST", 1)
     assert auto_spec(f, LINE, *args).time == pytest.approx(expected)
     with pytest.raises(ArgumentError, match="got solver='elimination', but the graph"):
         auto_spec(f, LINE, *args, solver="elimination")

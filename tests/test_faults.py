@@ -38,10 +38,9 @@ from fspmd import (
     reshard,
 )
 from fspmd.global_view.dispatch import dispatch
-from fspmd.inspection import long_waits, monitor
-from fspmd.inspection.calls import arguments, kept_rows, numbers_of
+from fspmd.inspection import deadlines, long_waits
 from fspmd.inspection.histories import parting_text
-from fspmd.inspection.sites import CallSites, parted, site_text
+from fspmd.inspection.sites import CallSites, arguments, kept_rows, numbers_of, parted, site_text
 from fspmd.transport import pending, reports
 from fspmd.transport.known_values import ArgumentRow
 from fspmd.user_code import line_of
@@ -615,17 +614,17 @@ def test_threads_leave_their_blocks_in_any_order() -> None:
         left.set()
 
     thread = threading.Thread(target=first)
-    before = monitor._active
+    before = deadlines._active
     thread.start()
-    while monitor._active is before:
+    while deadlines._active is before:
         time.sleep(0.001)
     with deadline(7):
         entered.set()
         left.wait(10)
-        shown.append(monitor._active and monitor._active.seconds)
+        shown.append(deadlines._active and deadlines._active.seconds)
     thread.join(10)
     assert shown == [7]
-    assert monitor._active is before
+    assert deadlines._active is before
 
 
 @pytest.mark.parametrize(

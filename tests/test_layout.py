@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fspmd.errors import FspmdError, ShapeError
-from fspmd.meshes.layout import Layout, coalesce, complement, compose, concat, divide, fit, row_major
+from fspmd.meshes.layout import Layout, compose, concat, fit, row_major
 
 settings.register_profile("no deadline", deadline=None)  # machines under load are slow, not wrong
 settings.load_profile("no deadline")
@@ -54,7 +54,7 @@ def test_offsets_index_and_coordinate_agree_with_the_definition(layout: Layout) 
 
 @given(layouts)
 def test_coalesce_keeps_the_function_in_the_fewest_modes(layout: Layout) -> None:
-    fewest = coalesce(layout)
+    fewest = layout.coalesce()
     assert by_coordinates(fewest) == by_coordinates(layout)
     assert fewest.coalesce() == fewest
     assert 1 not in fewest.shape
@@ -126,46 +126,6 @@ def _factorings(size: int) -> list[tuple[int, ...]]:
     return [(size,), *((n, size // n) for n in range(1, size + 1) if size % n == 0)]
 
 
-@settings(max_examples=300)
-@given(nested_layouts(), st.integers(1, 200))
-def test_complement_reaches_the_rest_once(layout: Layout, size: int) -> None:
-    try:
-        rest = complement(layout, size)
-    except ShapeError:
-        return
-    sums = sorted(a + b for a in by_coordinates(layout) for b in by_coordinates(rest))
-    assert sums == list(range(size))
-    assert by_coordinates(rest) == sorted(by_coordinates(rest))
-
-
-@given(st.permutations([0, 1, 2, 3]), st.lists(sizes, min_size=4, max_size=4), st.integers(0, 15))
-def test_the_axes_of_a_dense_grid_have_complements(order: list[int], shape: list[int], chosen: int) -> None:
-    dense = Layout(shape)
-    taken = [axis for axis in order if chosen >> axis & 1]
-    layout = Layout([shape[axis] for axis in taken], [dense.stride[axis] for axis in taken])
-    others = [axis for axis in range(4) if axis not in taken]
-    expected = Layout([shape[axis] for axis in others], [dense.stride[axis] for axis in others])
-    assert complement(layout, dense.size) == expected.coalesce()
-
-
-@settings(max_examples=300)
-@given(nested_layouts(), layouts)
-def test_divide_gives_tiles_and_the_way_from_tile_to_tile(layout: Layout, tiler: Layout) -> None:
-    try:
-        tile, rest = divide(layout, tiler)
-    except ShapeError:
-        return
-    offsets = by_coordinates(layout)
-    assert by_coordinates(tile) == [offsets[index] for index in by_coordinates(tiler)]
-    sums = [a + b for a in by_coordinates(rest) for b in by_coordinates(tile)]
-    assert sorted(sums) == sorted(offsets)
-
-
-def test_divide_by_a_number_takes_consecutive_indices() -> None:
-    tile, rest = divide(Layout((2, 6), (100, 3)), 3)
-    assert (tile, rest) == (Layout(3, 3), Layout((2, 2), (100, 9)))
-
-
 @given(nested_layouts(), st.integers(-5, 5))
 def test_fit_finds_the_layout_of_offsets(layout: Layout, start: int) -> None:
     assert fit(layout.offsets(start)) == (start, layout.coalesce())
@@ -225,14 +185,6 @@ def test_offsets_are_made_as_they_are_read() -> None:
             lambda: compose(Layout((2, 3), (10, 1)), Layout((3, 2))),
             "compose(Layout((2, 3):(10, 1)), Layout((3, 2):(2, 1))): "
             "no layout steps 3 times by 2 through Layout((2, 3):(10, 1))",
-        ),
-        (
-            lambda: complement(Layout((2, 2), (1, 1)), 4),
-            "complement(Layout((2, 2):(1, 1)), 4): stride 1 is no multiple of 2, which smaller strides fill",
-        ),
-        (
-            lambda: complement(Layout(2, 3), 10),
-            "complement(Layout((2,):(3,)), 10): 10 is no multiple of 6, which the layout spans",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def test_of_many_combinations_few_are_looked_at() -> None:
     args = [torch.empty(spec.shape, device="meta") for spec in specs]
     question = ask(F.scaled_dot_product_attention, tuple(args), {}, [*enumerate(specs)])
     assert question is not None
-    count = sum(1 for _ in combinations(question.factors, "", specs, True, topology(), question.results))
+    count = sum(1 for _ in combinations(question.problem))
     assert count <= 512
     assert question.best() is not None
 

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from fspmd.body import check_outside, the_mesh
 from fspmd.errors import ArgumentError, CheckpointError, FspmdError, RecordError
-from fspmd.inspection.lives import ended
+from fspmd.inspection.long_waits import ended
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
-from fspmd.placement.source_rank import hear_all
+from fspmd.placement.broadcast import hear_all
 from fspmd.torch_internals import store_of_ranks
 from fspmd.tracing import is_recording
 from fspmd.transport.reports import beside, own_store

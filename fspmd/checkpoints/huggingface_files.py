@@ -20,7 +20,7 @@ from fspmd.checkpoints.huggingface_names import package
 from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.placement.source_rank import hear_all
+from fspmd.placement.broadcast import hear_all
 from fspmd.tracing import is_recording
 
 Folder = str | os.PathLike[str]

@@ -20,8 +20,8 @@ from fspmd.checkpoints.huggingface_names import FilePart, file_names, is_model, 
 from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, TreeError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, quoted, refuse
+from fspmd.placement.broadcast import hear_all
 from fspmd.placement.device_put import device_get
-from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded, is_plain
 
 WHAT: Final = "save_huggingface"

@@ -5,11 +5,9 @@ differentiable any number of times: the table `fspmd.pairs.PAIRS` holds the comm
 ``wait=False`` returns a handle whose ``.wait()`` gives the result. Backward overlaps communication in the same way.
 """
 
-from fspmd.collectives.all_to_all import all_to_all, pswapaxes
 from fspmd.collectives.casts import axis_index, axis_size, pcast
-from fspmd.collectives.gathers import all_gather, psum_scatter
-from fspmd.collectives.in_place import all_gather_into, psum_scatter_into
-from fspmd.collectives.permutations import pbroadcast, ppermute, pshuffle
+from fspmd.collectives.exchanges import all_to_all, pbroadcast, ppermute, pshuffle, pswapaxes
+from fspmd.collectives.gathers import all_gather, all_gather_into, psum_scatter, psum_scatter_into
 from fspmd.collectives.ragged import ragged_all_to_all
 from fspmd.collectives.reductions import pmax, pmean, pmin, psum
 from fspmd.collectives.steps import Handle

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from torch import Tensor
 from fspmd.body import Body
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
+from fspmd.meshes.axes import place_at
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import as_axis_name, described
 from fspmd.spec import short_dtype
@@ -200,7 +200,8 @@ def _compare(
     """One group's blocks of one leaf, in the order of ``axes``."""
     dtype, first = rows[0]
     over = f"{what} over {as_axis_name(axes)}"
-    places = [where(body.mesh, _coordinate(body.mesh, position)) for position in members]
+    sizes = tuple(body.mesh.shape.values())
+    places = [where(body.mesh, place_at(position, sizes)) for position in members]
     cut = dim % len(first) if type(dim) is int and -len(first) <= dim < len(first) else None
     if cut is not None and len({(kind, shape[:cut], shape[cut + 1 :]) for kind, shape in rows}) > 1:
         cut = None  # they differ in other dims too
@@ -224,11 +225,6 @@ def _compare(
             f"{over}: {at} has {short_dtype(kind)} of shape {shape}, but {places[0]} has "
             f"{short_dtype(dtype)} of shape {first}; {mend}"
         )
-
-
-def _coordinate(mesh: Mesh, position: int) -> tuple[int, ...]:
-    """The coordinate at a position in row-major order."""
-    return next(itertools.islice(itertools.product(*map(range, mesh.shape.values())), position, None))
 
 
 def where(mesh: Mesh, at: tuple[int, ...]) -> str:

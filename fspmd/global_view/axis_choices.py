@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final, NamedTuple
 
-from fspmd.global_view.layouts import CallLayouts, Choice, state_of
-from fspmd.redistribution.cost import Topology, links_differ, native_time, price, work
+from fspmd.global_view.layouts import Choice, LayoutProblem, Strategy, state_of
+from fspmd.redistribution.cost import Topology, links_differ, native_time, price, topology, work
 from fspmd.redistribution.straight import are_many
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
@@ -32,12 +32,13 @@ class Combination:
     place: int  # in the order of preference
     factors: Factors
     choices: dict[str, Choice]
-    layouts: CallLayouts | None = None
+    layouts: Strategy | None = None
     made: bool = False
     computed: bool = False
 
-    def compute(self, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> None:
+    def compute(self, problem: LayoutProblem) -> None:
         """Add the time of the computation, and of settling pending sums, to the bounds."""
+        operands, results, machine = problem.operands, problem.results, topology()
         mesh, parts, pending = operands[0].mesh, dict[int | None, int](), list[str]()
         factors, self.computed = self.factors, True
         for axis, choice in self.choices.items():
@@ -54,43 +55,35 @@ class Combination:
                 block_bytes *= length
             size += block_bytes
         lengths[None] = factors.products
-        time = work(prod(lengths.values()), size, topology)
+        time = work(prod(lengths.values()), size, machine)
         self.least += time if self.least else 0.0
         self.most += time
         if pending:
-            self.most += len(results) * price("reduce", mesh, tuple(pending), size, size, topology).time / 2
+            self.most += len(results) * price("reduce", mesh, tuple(pending), size, size, machine).time / 2
 
 
-def combinations(
-    factors: Factors,
-    linear: str,
-    operands: Sequence[TensorSpec],
-    bodied: bool,
-    topology: Topology,
-    results: Sequence[TensorSpec] = (),
-) -> Iterator[Combination]:
+def combinations(problem: LayoutProblem) -> Iterator[Combination]:
     """Yield the combinations of the axes' choices, for each reading of the call.
 
-    Args:
-        bodied: Dims that must be whole may be sharded: a body runs there.
-        results: If given, the largest operand of an elementwise function is not gathered.
+    The largest operand of an elementwise function is not gathered, unless the result is fixed.
     """
+    factors, operands, machine, bodied = problem.factors, problem.operands, topology(), problem.body is not None
     mesh, place = operands[0].mesh, itertools.count()
-    plain = _are_plain(operands, topology)
+    plain = _are_plain(operands, machine)
     idle = not plain and True in [0 in spec.shape for spec in operands]  # there is nothing to move
     for reading in (factors, *factors.others):
-        stay = _leading(reading, operands, results) if results else _STAY
+        stay = _STAY if problem.fixed else _leading(reading, operands, problem.results)
         options: list[list[_Option]] = []
         for axis, n in mesh.shape.items():
-            choices = _choices(axis, reading, linear, operands, bodied, stay)
+            choices = _choices(axis, reading, problem.linear, operands, bodied, stay)
             if n == 1 or idle:
                 options.append([(axis, choice, _NOTHING, False) for choice in choices])
             else:
-                native = _Native(axis, operands, topology) if plain else None
-                unknown = topology.launch, inf
+                native = _Native(axis, operands, machine) if plain else None
+                unknown = machine.launch, inf
                 options.append([_option(axis, choice, reading, operands, native, unknown) for choice in choices])
-        for combination in _combinations(options, operands, topology):
-            least, most, chosen = _bounds(combination, topology)
+        for combination in _combinations(options, operands, machine):
+            least, most, chosen = _bounds(combination, machine)
             if not plain or (bodied and not reading.whole.isdisjoint(chosen.values())) or _share_a_dim(chosen):
                 most = inf
             yield Combination(least, most, next(place), reading, chosen)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.global_view.call_keys import hashable
-from fspmd.global_view.operands import places_of
+from fspmd.global_view.op_plan import places_of
 from fspmd.global_view.planning import plan_call
 from fspmd.global_view.question import Question, ask
 from fspmd.global_view.unruled import gathered

@@ -16,13 +16,13 @@ from torch import Tensor
 from fspmd.copies import refuse_copy
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
-from fspmd.global_view.layouts import working
-from fspmd.global_view.op_plan import OpPlan, opaque_plan
-from fspmd.global_view.operands import places_of, spec_of
+from fspmd.global_view.kernels import GlobalCall
+from fspmd.global_view.layouts import Strategy, working
+from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, spec_of
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import refuse_shared_memory, shown
 from fspmd.global_view.result_types import joined, on_meta
-from fspmd.global_view.strategies import PASSES, Strategy
+from fspmd.global_view.strategies import PASSES
 from fspmd.global_view.unruled import Run
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.traits import name_of
@@ -179,8 +179,7 @@ class _Reckoner:
                 raise _Unknown
             self.written.add(id(args[0]))
             return args[0]
-        lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
-        made = [self.stand_in(spec, bool(followed) and is_float(spec.dtype)) for spec in lies]
+        made = [self.stand_in(spec, bool(followed) and is_float(spec.dtype)) for spec in best.results]
         if question.viewed is not None:
             self._views.update(map(id, made))
         return joined(question.kind, made)
@@ -196,15 +195,14 @@ class _Reckoner:
                 self.time += cost.backward + cost.casting
             self._cast.add((id(x), axes if spec is need else None))
         self.time += best.body + (best.back if followed else 0.0)
-        lies = [spec.with_partition(out) for spec, out in zip(question.results, best.results, strict=True)]
-        self.time += passes * working(question.factors, best.operands, lies, topology())
-        whole = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, lies)]
-        self.alone += passes * working(question.factors, whole[0], whole[1], topology())
+        self.time += passes * working(question.factors, best.operands, best.results)
+        whole = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, best.results)]
+        self.alone += passes * working(question.factors, whole[0], whole[1])
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of a draw, or new values: laid out as the first operand if they have its shape."""
         operands = places_of(args, kwargs, self._mesh)
-        outcome = on_meta(func, args, kwargs, operands)
+        outcome = on_meta(GlobalCall(func, args, kwargs, operands))
         if outcome is None:
             raise _Unknown
         first = operands[0][1]

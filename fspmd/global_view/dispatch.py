@@ -20,18 +20,17 @@ from fspmd.errors import ArgumentError
 from fspmd.forms import Laid, Strided, packed
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, FLOATING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
-from fspmd.global_view.op_plan import OpPlan
-from fspmd.global_view.operands import cast_operands, move_operands, sharded_values
+from fspmd.global_view.op_plan import OpPlan, cast_operands, move_operands, sharded_values
 from fspmd.global_view.planning import plan_call, tell_call
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import memory_of
-from fspmd.global_view.results_of_parts import with_strides
+from fspmd.global_view.results import with_strides
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.ops.signatures import at
 from fspmd.ops.traits import INSTEAD_OF_COMPILED
 from fspmd.redistribution.cost import replan_with
-from fspmd.redistribution.shared_moves import keep
+from fspmd.redistribution.redistribute import keep
 from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import Sharded, formed, held_as, is_sharded, laid, pair, shell

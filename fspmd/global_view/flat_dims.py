@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from fspmd.entries import Axes, Entry, Flat, axes_within, entry_of, joined, refined, runs
-from fspmd.rules import Row
 from fspmd.rules.factors import Dims, Factors
-from fspmd.rules.views import groups, reshaped
+from fspmd.rules.views import groups
 from fspmd.spec import P, TensorSpec
 
 Sizes = tuple[int, ...]
@@ -42,15 +41,16 @@ class ViewedCall(NamedTuple):
         return operands, [spec.viewed(sizes, [((),) * len(dim_sizes) for dim_sizes in sizes]) for spec, sizes in rows]
 
     def together(
-        self, operands: Sequence[TensorSpec], results: Sequence[P]
-    ) -> tuple[tuple[TensorSpec, ...], tuple[P, ...]]:
+        self, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
+    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
         """Return the layouts of operands and results, given those of their views."""
         needs = zip(self.operands, operands, self.before, strict=True)
         ends = zip(self.results, results, self.after, strict=True)
-        return (
-            tuple(spec.with_partition(_together(view.partition, sizes)) for spec, view, sizes in needs),
-            tuple(spec.with_partition(_together(view, sizes)).partition for spec, view, sizes in ends),
-        )
+        return tuple([_as_whole(*row) for row in needs]), tuple([_as_whole(*row) for row in ends])
+
+
+def _as_whole(spec: TensorSpec, view: TensorSpec, sizes: Sequence[Sizes]) -> TensorSpec:
+    return spec.with_partition(_together(view.partition, sizes))
 
 
 def _together(view: P, sizes: Sequence[Sizes]) -> P:
@@ -59,19 +59,6 @@ def _together(view: P, sizes: Sequence[Sizes]) -> P:
         of_dim = [next(of_view) for _ in dim_sizes]
         entries.append(of_dim[0] if len(dim_sizes) == 1 else Flat(*zip(dim_sizes, of_dim, strict=True)))
     return P(*entries, unreduced=view.unreduced, reduced=view.reduced)
-
-
-def viewed_call(
-    row: Row, factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
-) -> ViewedCall | None:
-    """Return the call on views, or None if no dim is `Flat`, before or after a reshape."""
-    if row.rule is reshaped and results[0].dtype is operands[0].dtype:
-        reshape = regrouped(operands[0], results[0])
-        if reshape is not None:
-            return reshape
-    if True not in [spec.flat for spec in operands]:
-        return None
-    return with_flat_dims_split(factors, operands, results, row.body is not None)
 
 
 # --- reshapes ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from math import inf, prod
 from operator import mul
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,26 +22,38 @@ from fspmd.spec import TensorSpec
 from fspmd.transport.randomness import kept
 
 
-def run_on(
-    make: Callable[[TensorSpec], Tensor],
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-) -> Any:
-    """Call a function on tensors that ``make`` gives in place of its operands."""
-    given = (*args, *kwargs.values())
-    values = [list(value) if isinstance(value, (list, tuple)) else value for value in given]
-    for place, spec in operands:
-        if isinstance(place, tuple):
-            values[place[0]][place[1]] = make(spec)
-        else:
-            values[place] = make(spec)
-    values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
-    named = dict(zip(kwargs, values[len(args) :], strict=True))
-    if named.get("device") is not None:  # so that no data is made there, and nothing is drawn
-        named["device"] = at(values, operands[0][0]).device
-    return func(*values[: len(args)], **named)
+class GlobalCall(NamedTuple):
+    """A call on global tensors, with the places of its operands among the arguments, and their layouts."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: Sequence[tuple[Place, TensorSpec]]
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """All arguments, those with names last."""
+        return (*self.args, *self.kwargs.values())
+
+    def run_on(self, make: Callable[[TensorSpec], Tensor]) -> Any:
+        """Call the function on tensors that ``make`` gives in place of its operands."""
+        given, count = self.given, len(self.args)
+        values = [list(value) if isinstance(value, (list, tuple)) else value for value in given]
+        for place, spec in self.operands:
+            if isinstance(place, tuple):
+                values[place[0]][place[1]] = make(spec)
+            else:
+                values[place] = make(spec)
+        values = [type(old)(new) if type(old) is tuple else new for old, new in zip(given, values, strict=True)]
+        named = dict(zip(self.kwargs, values[count:], strict=True))
+        if named.get("device") is not None:  # so that no data is made there, and nothing is drawn
+            named["device"] = at(values, self.operands[0][0]).device
+        return self.func(*values[:count], **named)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the mesh is of CPU devices."""
+        return self.operands[0][1].mesh.device_type == "cpu"
 
 
 def ones_of(size: int, spec: TensorSpec) -> Tensor:
@@ -49,23 +61,17 @@ def ones_of(size: int, spec: TensorSpec) -> Tensor:
     return torch.ones((size,) * spec.ndim, dtype=spec.dtype, device="cpu")
 
 
-def _has_kernels(operands: Sequence[tuple[Place, TensorSpec]]) -> bool:
-    return operands[0][1].mesh.device_type == "cpu"
-
-
-def kernel_complaint(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Exception | None:
+def kernel_complaint(call: GlobalCall) -> Exception | None:
     """Return the error of an elementwise kernel for these dtypes and numbers, or None.
 
     An error for one element may be due to its value. It counts only if no elements give an error too.
     """
-    if not _has_kernels(operands):
+    if not call.has_kernels:
         return None
     errors: list[Exception] = []
     for size in (1, 0):
         try:
-            run_on(functools.partial(ones_of, size), func, args, kwargs, operands)
+            call.run_on(functools.partial(ones_of, size))
             return None
         except NotImplementedError as error:
             return error
@@ -74,18 +80,17 @@ def kernel_complaint(
     return errors[0]
 
 
-def dtype_complaint(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Exception | None:
+def dtype_complaint(call: GlobalCall) -> Exception | None:
     """Return the error of a kernel that is due to these dtypes: float32 in their place has none. None without one.
 
     The kernel runs on at most two elements along each dim. If it fails there, sizes may be the reason: unless it says
     that it is not implemented, it runs on all elements, if these are few. Functions of lists, and functions that draw,
     are not asked.
     """
-    if not _has_kernels(operands):
+    if not call.has_kernels:
         return None
-    dtypes = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.dtype)]
+    func, args, kwargs, operands = call
+    dtypes = [arg for arg in call.given if isinstance(arg, torch.dtype)]
     if {*dtypes, *(spec.dtype for _, spec in operands)} <= {torch.float32}:
         return None
     if any(isinstance(place, tuple) for place, _ in operands):
@@ -104,7 +109,7 @@ def dtype_complaint(
         named = {name: dtype_of(arg) for name, arg in kwargs.items()}
         try:
             with kept():  # some functions draw in Python, and have no tag
-                run_on(ones, func, tuple(map(dtype_of, args)), named, operands)
+                GlobalCall(func, tuple(map(dtype_of, args)), named, operands).run_on(ones)
         except Exception as error:
             return error
         return None
@@ -122,23 +127,16 @@ def dtype_complaint(
 _FEW: Final = 1 << 16  # elements on which a kernel runs once more to be asked
 
 
-def strides_of_kernel(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-    before: Sequence[Laid | None],
-    shape: tuple[int, ...],
-) -> Strides | None:
+def strides_of_kernel(call: GlobalCall, before: Sequence[Laid | None], shape: tuple[int, ...]) -> Strides | None:
     """Return the strides that a kernel gives its one result, or None. Meta kernels may give others.
 
     ``before`` has the memory of the operands. The kernel runs on few elements. Their strides and sizes have the order
     of the operands' own, by which torch lays results out: by sizes where strides are equal.
     """
-    if not _has_kernels(operands) or not all(laid is None or laid.strides for laid in before):
+    if not call.has_kernels or not all(laid is None or laid.strides for laid in before):
         return None
     count = itertools.count()
-    sizes = sorted({n for _, spec in operands for n in spec.shape if n > 1})
+    sizes = sorted({n for _, spec in call.operands for n in spec.shape if n > 1})
     few = {n: i for i, n in enumerate(sizes, 2)} | {0: 0, 1: 1}
 
     def make(spec: TensorSpec) -> Tensor:
@@ -149,10 +147,10 @@ def strides_of_kernel(
         memory = torch.ones(1 + sum(map(mul, small, steps)), dtype=spec.dtype, device="cpu")
         return memory.as_strided(small, steps)
 
-    args, named = tuple(map(_unless_generator, args)), {k: _unless_generator(x) for k, x in kwargs.items()}
+    args, named = tuple(map(_unless_generator, call.args)), {k: _unless_generator(x) for k, x in call.kwargs.items()}
     try:
         with kept():
-            out = run_on(make, func, args, named, operands)
+            out = call._replace(args=args, kwargs=named).run_on(make)
     except Exception:  # the call itself raises it
         return None
     if not isinstance(out, Tensor) or out.dim() != len(shape):

@@ -1,4 +1,4 @@
-"""The layouts of operands and results that follow from one choice per mesh axis, and the time of the computation."""
+"""The layouts of a call as they lie, or by one choice per mesh axis, and the time of the computation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf, lcm, prod
 from typing import Final, NamedTuple
 
 from fspmd.entries import Entry, blocks, entry_of
-from fspmd.redistribution.cost import Topology, work
+from fspmd.redistribution.cost import topology, work
 from fspmd.rules.bodies import Bodied, BodyLayout
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
@@ -17,28 +17,41 @@ Choice = int | str
 _NONE: Final = frozenset[int]()
 
 
-class CallLayouts(NamedTuple):
-    """The layouts of a call under one combination of choices."""
+class LayoutProblem(NamedTuple):
+    """The facts that decide the layouts of a call."""
+
+    factors: Factors
+    linear: str  # see `Row.linear`
+    operands: Sequence[TensorSpec]
+    results: Sequence[TensorSpec]  # their layouts are arbitrary
+    fixed: bool = False  # the first operand is not moved, and the result lies as it does
+    empty: bool = True  # the function takes empty blocks
+    body: Bodied | None = None  # runs where a whole factor is sharded; None: whole factors are not sharded
+    gradients: frozenset[int] = _NONE  # operands that will have a gradient
+    weighs: bool = False  # sums of gradients of whole operands are a part of the price
+
+
+class Strategy(NamedTuple):
+    """The layouts of the operands and results of one call, with their price."""
 
     operands: tuple[TensorSpec, ...]
     casts: tuple[tuple[str, ...], ...]  # per operand the axes over which it is cast to varying
     results: tuple[TensorSpec, ...]
     by_body: bool  # a factor that must be whole is sharded
     axes: dict[int, tuple[str, ...]]  # of each sharded factor
-    body: float  # µs of the collectives in the body, forward
-    back: float  # and backward
+    body: float = 0.0  # µs of the body's collectives, forward
+    back: float = 0.0  # and backward
+    #: the price in µs (an upper bound if a formula gives it); then, to decide between equal prices, the µs that casts
+    #: take in backward and that settling pending sums takes
+    time: tuple[float, float] = (0.0, 0.0)
 
 
-def layouts_of(
-    factors: Factors,
-    choices: dict[str, Choice],
-    operands: Sequence[TensorSpec],
-    results: Sequence[TensorSpec],
-    topology: Topology,
-    empty: bool,
-    body: Bodied | None,
-) -> CallLayouts | None:
-    """Return the layouts of a combination, or None if blocks of operands and results do not fit together."""
+def layouts_of(problem: LayoutProblem, factors: Factors, choices: dict[str, Choice]) -> Strategy | None:
+    """Return the strategy of a combination, or None if blocks of operands and results do not fit together.
+
+    It has no price yet, except that of its body. ``factors`` is the reading of the call to which the choices belong.
+    """
+    operands, results, body = problem.operands, problem.results, problem.body
     axes_of, unreduced, reduced = _used(choices, factors, operands)
     entries = {factor: entry_of(axes) for factor, axes in axes_of.items()}
     needs: list[TensorSpec] = []
@@ -53,7 +66,7 @@ def layouts_of(
     by_body = factors.whole.intersection(axes_of) if body is not None else _NONE
     if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
         return None  # a body takes pending sums in all its operands, not in one operand of a product
-    if not aligned(factors, axes_of, [*operands, *results], empty, by_body):
+    if not aligned(factors, axes_of, [*operands, *results], problem.empty, by_body):
         return None
     laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
     within = back = 0.0
@@ -64,15 +77,53 @@ def layouts_of(
                 del needed[factor]
         whole = frozenset(d for d, factor in enumerate(factors.operands[0]) if factor in needed)
         over = tuple(axis for factor in by_body if factor in needed for axis in axes_of[factor])
-        layout = BodyLayout(needs, results, over, topology, whole)
+        layout = BodyLayout(needs, results, over, topology(), whole)
         within = body.time(layout)
         if within == inf:
             return None
         back = body.back(layout) if callable(body.back) else within * body.back
-    return CallLayouts(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, within, back)
+    return Strategy(tuple(needs), tuple(casts), tuple(laid), bool(by_body), axes_of, within, back)
 
 
-def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec], topology: Topology) -> float:
+def as_they_lie(problem: LayoutProblem) -> Strategy | None:
+    """Return the strategy that moves nothing, or None if operands do not lie alike or sums are pending.
+
+    It is the cheapest if no operand has a gradient.
+    """
+    factors, operands, results = problem.factors, problem.operands, problem.results
+    entries: dict[int | None, Entry] = {}
+    for dims, spec in zip(factors.operands, operands, strict=True):
+        lies = spec.partition
+        if lies.unreduced or lies.reduced or 0 in spec.shape:
+            return None
+        if tuple(map(entries.setdefault, dims, lies.entries)) != lies.entries:
+            return None
+    if entries.get(None) is not None:
+        return None
+    axes_of = {
+        f: axes
+        for dims, spec in zip(factors.operands, operands, strict=True)
+        for f, axes in zip(dims, spec.partition.dim_axes, strict=True)
+        if f is not None and axes
+    }
+    if not (factors.whole.isdisjoint(axes_of) and factors.summed.isdisjoint(axes_of)):
+        return None
+    used = {axis: factor for factor, axes in axes_of.items() for axis in axes}
+    if len(used) < sum(map(len, axes_of.values())):  # an axis cuts two factors
+        return None
+    if not aligned(factors, axes_of, [*operands, *results], problem.empty, _NONE):
+        return None
+    order = [axis for axis in operands[0].mesh.axis_names if axis in used]
+    casts = [tuple([axis for axis in order if used[axis] not in dims]) for dims in factors.operands]
+    first, lead = factors.operands[0], operands[0].partition
+    outs = [lead if dims == first else P(*map(entries.get, dims)) for dims in factors.results]
+    if problem.fixed and (casts[0] or outs[0] is not lead):
+        return None
+    laid = tuple([spec.with_partition(out) for spec, out in zip(results, outs, strict=True)])
+    return Strategy(tuple(operands), tuple(casts), laid, False, axes_of)
+
+
+def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> float:
     """Return the µs of the computation: of its products, or of reading and writing the blocks."""
     lengths: dict[int | None, int] = {}
     size = 0
@@ -80,7 +131,7 @@ def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[Ten
         lengths.update(zip(dims, spec.block_shape, strict=True))
         size += spec.block_bytes
     lengths[None] = factors.products
-    return work(prod(lengths.values()), size, topology)
+    return work(prod(lengths.values()), size, topology())
 
 
 def aligned(

@@ -19,7 +19,7 @@ from fspmd.local_view.modes import run_in
 from fspmd.local_view.tracking import Tracker, convert
 from fspmd.local_view.uneven import call_uneven
 from fspmd.ops.traits import tensors_in
-from fspmd.redistribution.shared_moves import cast_once, keep
+from fspmd.redistribution.redistribute import cast_once, keep
 from fspmd.rules import Bodied, Site
 from fspmd.rules.views import of_sizes
 from fspmd.spec import TensorSpec

@@ -1,4 +1,7 @@
-"""From a question and its strategy to an `OpPlan`: moves, local call, layouts of results."""
+"""An `OpPlan`: moves, local call, layouts of results. A question and its strategy make it.
+
+The operands are found among the arguments of a call, then moved and cast as the plan says.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
+import optree
 import torch
+from torch import Tensor
 
 from fspmd.forms import Form, Laid, form_of, packed
+from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.local_calls import (
     as_block,
     as_even_block,
@@ -24,23 +30,24 @@ from fspmd.global_view.local_calls import (
 )
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import shown
-from fspmd.global_view.result_types import (
-    ResultMemory,
-)
-from fspmd.global_view.strategies import Strategy
+from fspmd.global_view.result_types import ResultMemory
 from fspmd.local_view.empty_blocks import call_with_empty_blocks
 from fspmd.local_view.hooks import completing
+from fspmd.meshes.mesh import Mesh
 from fspmd.ops.operators import SOONER
-from fspmd.ops.signatures import Place, argument_of, stand_in_order
+from fspmd.ops.signatures import Place, argument_of, at, stand_in_order
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg
 from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
+from fspmd.redistribution.redistribute import along, cast_once
+from fspmd.remembered import holds_casts
 from fspmd.rules import Site, is_registered, without_write, writes
 from fspmd.rules.views import groups, reshaped
-from fspmd.sharded import shell_of
-from fspmd.spec import TensorSpec
+from fspmd.sharded import Sharded, shell_of
+from fspmd.spec import P, TensorSpec
+from fspmd.torch_internals import transforms_active
 
 Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
 
@@ -95,17 +102,16 @@ def plan_of(
         positional: The number of positional arguments of the call.
         lie: The layouts to which blocks were moved before. Moves start there.
     """
-    row, operands, results = question.row, question.operands, question.results
+    row, operands, final = question.row, question.operands, best.results
     written = bool(writes(func))
-    final = tuple([spec.with_partition(lies) for spec, lies in zip(results, best.results, strict=True)])
     moves, casts = _moves(question, best, lie)
     copies = next((place for place, _ in moves if place == question.viewed), None)
     by_body = best.by_body and row.body is not None
     if by_body:
         casts, copies = (), question.viewed
-        local = _body(func, question, best, final)
+        local = _body(func, question, best)
     else:
-        local = _local_run(func, question, best, final, copies)
+        local = _local_run(func, question, best, copies)
     if written and row.sets:
         local = functools.partial(set_in, local)
     return OpPlan(
@@ -114,7 +120,7 @@ def plan_of(
         moves,
         casts,
         local,
-        in_order=not question.names if by_body else stand_in_order(local, positional, question.names),
+        in_order=not question.names or (not by_body and stand_in_order(local, positional, question.names)),
         by_name=bool(question.names) and any(argument_of(place) >= positional for place, _ in operands),
         writes=written,
         name=shown(func) if written or copies is not None else "",
@@ -149,21 +155,19 @@ def _moves(
     return tuple(moves), tuple(casts)
 
 
-def _body(func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...]) -> Callable[..., Any]:
+def _body(func: Any, question: Question, best: Strategy) -> Callable[..., Any]:
     """Return the sharded body of a row as the local call of a plan."""
     assert question.row.body is not None  # the strategy uses it
     names = question.factors.names
     named = {name: best.axes[factor] for name, factor in names.items() if factor in best.axes}
-    site = Site(named or best.axes, best.operands, final)
+    site = Site(named or best.axes, best.operands, best.results)
     places = [(place, need) for (place, _), need in zip(question.operands, best.operands, strict=True)]
-    return as_local_call(question.row.body, shown(func), site, places, final, linear=bool(question.linear))
+    return as_local_call(question.row.body, shown(func), site, places, best.results, linear=bool(question.linear))
 
 
-def _local_run(
-    func: Any, question: Question, best: Strategy, final: tuple[TensorSpec, ...], copies: Place | None
-) -> Callable[..., Any]:
+def _local_run(func: Any, question: Question, best: Strategy, copies: Place | None) -> Callable[..., Any]:
     """Return the local call of a strategy without a body; ``copies`` is the operand that is copied, not viewed."""
-    row, first = question.row, question.operands[0][1]
+    row, first, final = question.row, question.operands[0][1], best.results
     writes_blocks = bool(writes(func)) and not row.sets
     local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else SOONER.get(func, func)
     if writes(func) and row.sets:
@@ -213,3 +217,83 @@ def opaque_plan(run: Callable[[tuple[Any, ...], dict[str, Any]], Any], *, in_par
 
 def _never(*_: Any) -> NoReturn:
     raise NotImplementedError
+
+
+_grad_enabled = torch.is_grad_enabled
+#: common types of arguments that contain no other values
+_LEAVES: Final = frozenset((Sharded, Tensor, int, float, bool, str, type(None), torch.dtype))
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors and `Sharded` values of a call."""
+    leaves: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if type(arg) is list or type(arg) is tuple:
+            leaves += arg
+        else:
+            leaves.append(arg)
+    if not _LEAVES.issuperset(map(type, leaves)):
+        leaves = optree.tree_leaves((args, kwargs), none_is_leaf=True)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
+    """Return all `Sharded` values of a call, at any depth."""
+    tree: Any = (args, kwargs)
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
+
+
+def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
+    """Return the places and specs of the tensors among the arguments, and in lists among them."""
+    operands: list[tuple[Place, TensorSpec]] = []
+    for i, arg in enumerate((*args, *kwargs.values())):
+        if isinstance(arg, Tensor):
+            operands.append((i, spec_of(arg, mesh)))
+        elif isinstance(arg, (list, tuple)):
+            operands += [((i, k), spec_of(item, mesh)) for k, item in enumerate(arg) if isinstance(item, Tensor)]
+    return operands
+
+
+def spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
+    """Return the spec of a value; a plain tensor is replicated on the mesh."""
+    return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
+
+
+def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
+    """Move operands; return the slices of operands with a gradient, whose uses share one gather in backward."""
+    slices: list[Tensor] = []
+    for place, legs in plan.moves:
+        x = at(blocks, place)
+        for leg in legs:
+            x = along(x, leg, slices, plan.copies != place)
+        _set(blocks, place, x)
+    return slices
+
+
+def cast_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:
+    """Cast operands that will have a gradient; return the casts that the autograd graph must keep alive."""
+    kept: list[Tensor] = []
+    follows = transforms_active()
+    if not (follows or _grad_enabled()):
+        return kept
+    for place, casts in plan.casts:
+        x = blocks[place] if type(place) is int else at(blocks, place)
+        if follows or x.requires_grad:
+            is_held = holds_casts(x)
+            for cast in casts:
+                x = cast_once(x, cast)
+            if type(place) is int:
+                blocks[place] = x
+            else:
+                _set(blocks, place, x)
+            if not (is_held and len(casts) == 1):
+                kept.append(x)
+    return kept
+
+
+def _set(blocks: list[Any], place: Place, x: Tensor) -> None:
+    if isinstance(place, tuple):
+        blocks[place[0]] = [*blocks[place[0]]]  # it may be the caller's own list
+        blocks[place[0]][place[1]] = x
+    else:
+        blocks[place] = x

@@ -15,38 +15,22 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.entries import entry_axes
-from fspmd.global_view.layouts import Choice, layouts_of, working
-from fspmd.global_view.op_plan import OpPlan, plan_of
-from fspmd.global_view.operands import cast_operands, move_operands
+from fspmd.global_view.layouts import Choice, LayoutProblem, layouts_of, working
+from fspmd.global_view.op_plan import OpPlan, cast_operands, move_operands, plan_of
 from fspmd.global_view.question import Question
-from fspmd.global_view.strategies import PASSES, Strategy
+from fspmd.global_view.strategies import PASSES
 from fspmd.ops.signatures import at
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg, moves
-from fspmd.redistribution.shared_moves import cut_dims, keep, part_of_equal
+from fspmd.redistribution.redistribute import cut_dims, keep, part_of_equal
 from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
 from fspmd.rules.views import repeated
 from fspmd.spec import TensorSpec, is_float
 
 
-def with_origin(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
-    """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result."""
-    if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
-        return plan
-    result, specs = plan.results, [spec for _, spec in question.operands]
-    if any(casts and is_float(spec.dtype) for spec, casts in zip(specs, best.casts, strict=True)):
-        return plan
-    floating = [spec for spec in specs if is_float(spec.dtype)]
-    assert isinstance(result, TensorSpec)
-    if question.fixed or not floating or not is_float(result.dtype):
-        return plan
-    if sum(spec.block_bytes for spec in floating) >= result.block_bytes:
-        return plan
-    if any(spec.partition.unreduced or spec.partition.reduced for spec in (*specs, result)):
-        return plan
-    if all(n == 1 or axis in result.partition.mentioned for axis, n in result.mesh.shape.items()):
-        return plan
+def noting_origin(func: Any, positional: int, question: Question, plan: OpPlan, result: TensorSpec) -> OpPlan:
+    """Return the plan of a call that enlarges its operands. It notes the origin of the result."""
     return replace(plan, local=functools.partial(_noted, plan.local, _Again(func, positional, question, result)))
 
 
@@ -91,18 +75,17 @@ class _Again:
         }
         choices: dict[str, Choice] = dict.fromkeys(need.mesh.axis_names, "I" * len(specs))
         choices |= {axis: factor for axis, factor in of_result.items() if factor is not None}
-        laid = layouts_of(factors, choices, specs, question.results, topology(), question.row.empty, None)
+        problem = LayoutProblem(factors, "", specs, question.results, empty=question.row.empty)
+        laid = layouts_of(problem, factors, choices)
         # from empty blocks torch computes no gradient of a table
         if laid is None or laid.results[0] is not need or need.thinnest == 0:
             return None
         rows = enumerate(zip(specs, laid.operands, laid.casts, strict=True))
         time = sum([moves(spec, to, axes, topology(), i in followed).time for i, (spec, to, axes) in rows])
-        time += PASSES * working(factors, laid.operands, laid.results, topology())
+        time += PASSES * working(factors, laid.operands, laid.results)
         if time >= moves(self.result, need, (), topology(), True).time:
             return None
-        outs = tuple([spec.partition for spec in laid.results])
-        best = Strategy(laid.operands, laid.casts, outs, (0.0, 0.0), False, laid.axes, 0.0)
-        return plan_of(self.func, self.positional, question, best)
+        return plan_of(self.func, self.positional, question, laid)
 
 
 def _equal_dims(question: Question, result: TensorSpec) -> frozenset[int]:

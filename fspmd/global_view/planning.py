@@ -22,10 +22,9 @@ from fspmd.cache import cached
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_misfit
-from fspmd.global_view.op_plan import OpPlan, opaque_plan
-from fspmd.global_view.operands import places_of, sharded_values, tensors_of
-from fspmd.global_view.out_arguments import outs_of, written_into
+from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, sharded_values, tensors_of
 from fspmd.global_view.refusals import PASSING, refuse_global, refuse_higher_order, shown
+from fspmd.global_view.results import outs_of, written_into
 from fspmd.global_view.unruled import gathered, unruled
 from fspmd.global_view.variants import propagate
 from fspmd.messages import described
@@ -89,7 +88,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             )
     if kwargs and func is not F.normalize and outs_of(func, kwargs):
         return opaque_plan(functools.partial(written_into, func))
-    if kwargs or not _is_ruled(func) or _is_not_defined(func, args):
+    if kwargs or _is_not_defined(func, args) or not _is_ruled(func):
         plan = _aside(func, args, kwargs, len(tensors))
         if plan is not None:
             return plan

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fspmd.errors import ArgumentError
 from fspmd.global_view.call_keys import keyed
-from fspmd.global_view.flat_dims import ViewedCall, viewed_call
-from fspmd.global_view.kernels import dtype_complaint
+from fspmd.global_view.flat_dims import ViewedCall, regrouped, with_flat_dims_split
+from fspmd.global_view.kernels import GlobalCall, dtype_complaint
+from fspmd.global_view.layouts import LayoutProblem, Strategy, as_they_lie
 from fspmd.global_view.local_calls import untouched
-from fspmd.global_view.refusals import check_dtypes, refuse_global, refuse_shared_memory
+from fspmd.global_view.refusals import refuse_global, refuse_shared_memory, shown
 from fspmd.global_view.result_types import (
     Kind,
     ResultMemory,
@@ -24,16 +26,22 @@ from fspmd.global_view.result_types import (
     strides_known,
     views_any,
 )
-from fspmd.global_view.strategies import Strategy, as_they_lie, best_strategy
+from fspmd.global_view.strategies import best_strategy
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
-from fspmd.redistribution.cost import topology
+from fspmd.ops.traits import name_of
 from fspmd.rules import Factors, Row, Whole, row_of, writes
 from fspmd.rules.factors import elementwise
+from fspmd.rules.views import reshaped
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, is_float
+from fspmd.torch_internals import is_any_autocast_enabled
 
-T = TypeVar("T")
+#: functions whose operands need one dtype, which the meta device does not check
+_OF_ONE_DTYPE: Final = frozenset(
+    ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "linear", "convolution")
+    + ("addmm", "addmv", "baddbmm", "addbmm")
+)
 
 
 class Question(NamedTuple):
@@ -77,18 +85,18 @@ class Question(NamedTuple):
         operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
         return self._replace(operands=operands, products=viewed_call(self.row, self.factors, specs, self.results))
 
-    def solve(self, choose: Callable[..., T], **options: Any) -> T:
-        """Call ``choose`` with factors, specs and options of this call; where dims are `Flat`, with those of views."""
-        factors, specs, results = self._viewed()
-        options |= {"fixed": self.fixed, "empty": self.row.empty, "body": self.row.body, "gradients": self.gradients}
-        options["weighs"] = self.weighs
-        return choose(factors, self.passes_on, specs, results, topology(), **options)
-
-    def _viewed(self) -> tuple[Factors, list[TensorSpec], list[TensorSpec]]:
-        """Return factors, operands and results; where dims are `Flat`, those of views."""
-        if self.products is None:
-            return self.factors, [spec for _, spec in self.operands], self.results
-        return self.products.factors, *self.products.views
+    @property
+    def problem(self) -> LayoutProblem:
+        """The facts that decide the layouts of this call; where dims are `Flat`, those of the call on views."""
+        factors, operands, results = self.factors, [spec for _, spec in self.operands], self.results
+        if self.products is not None:
+            factors, (operands, results) = self.products.factors, self.products.views
+        row, gradients = self.row, self.gradients
+        return LayoutProblem(
+            *(factors, self.passes_on, operands, results, self.fixed, row.empty, row.body),
+            gradients=gradients,
+            weighs=self.weighs,
+        )
 
     def together(self, strategy: Strategy) -> Strategy:
         """Turn a strategy for views into one for the operands and results themselves."""
@@ -101,12 +109,11 @@ class Question(NamedTuple):
         """Return the cheapest strategy, or None if there is none; ``known`` is that of `best_strategy`."""
         if self.products is not None and self.products.regrouped is not None:
             stays = tuple(spec for _, spec in self.operands)
-            return Strategy(stays, ((),), (self.products.regrouped,), (0.0, 0.0), False, {}, 0.0)
-        best = None
-        if not self.gradients:
-            best = as_they_lie(*self._viewed(), fixed=self.fixed, empty=self.row.empty)
+            return Strategy(stays, ((),), (self.results[0].with_partition(self.products.regrouped),), False, {})
+        problem = self.problem
+        best = None if self.gradients else as_they_lie(problem)
         if best is None:
-            best = self.solve(best_strategy, known=known)
+            best = best_strategy(problem, known)
         best = None if best is None else self.together(best)
         moved = best is not None and self.fixed and best.operands[0] is not self.operands[0][1]
         return None if moved else best  # a write into a moved operand would be lost
@@ -129,9 +136,10 @@ def ask(
     shapes = [spec.shape for spec in specs]
     plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     given = [*args, *kwargs.values()]
-    values = [at(given, place) for place, _ in ordered]
-    outcome, known_factors = outcome_of(row, func, args, kwargs, ordered, values)
-    check_dtypes(func, specs)
+    values = [given[place] if type(place) is int else at(given, place) for place, _ in ordered]
+    call = GlobalCall(func, args, kwargs, ordered)
+    outcome, known_factors = outcome_of(row, call, values)
+    _check_dtypes(func, specs)
     if outcome is None:
         return None
     after = [shape for shape, _ in outcome.results]
@@ -144,7 +152,7 @@ def ask(
     if fixed := writes(func):
         refuse_shared_memory(func, values[0], at_once=not row.sets)
     elif row.rule is not elementwise and outcome.bases[0] is None:
-        complaint = dtype_complaint(func, args, kwargs, ordered)
+        complaint = dtype_complaint(call)
         if complaint is not None:
             refuse_global(func, specs, complaint)
     # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
@@ -173,15 +181,41 @@ def ask(
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
         memory=outcome.memory,
         may_alias=copies and results[0].dtype is specs[0].dtype and may_view(func),
-        loose=viewed is not None and not as_is and not views_any(func, args, kwargs, ordered),
+        loose=viewed is not None and not as_is and not views_any(call),
     )
+
+
+def viewed_call(
+    row: Row, factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]
+) -> ViewedCall | None:
+    """Return the call on views, or None if no dim is `Flat`, before or after a reshape."""
+    if row.rule is reshaped and results[0].dtype is operands[0].dtype:
+        reshape = regrouped(operands[0], results[0])
+        if reshape is not None:
+            return reshape
+    if True not in [spec.flat for spec in operands]:
+        return None
+    return with_flat_dims_split(factors, operands, results, row.body is not None)
+
+
+def _check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
+    """Raise for operands of several dtypes where the meta device does not."""
+    if name_of(func).strip("_") not in _OF_ONE_DTYPE or is_any_autocast_enabled():
+        return
+    if len({spec.dtype for spec in specs}) > 1:
+        widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
+        given = ", ".join(spec.text for spec in specs)
+        raise ArgumentError(
+            f"{shown(func)} of {given} has operands of several dtypes; write x.to({widest}), or use torch.autocast"
+        )
 
 
 def _undecided_spec(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
     """Return a result with an arbitrary layout: it is not laid out yet."""
     if (shape, dtype) == (like.shape, like.dtype):
         return like
-    return TensorSpec(like.mesh, P(*(None,) * len(shape)), shape, dtype)
+    fits = len(shape) == like.ndim and not like.flat
+    return TensorSpec(like.mesh, like.partition if fits else P(*(None,) * len(shape)), shape, dtype)
 
 
 def _linearity(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
-
-import torch
 
 from fspmd.errors import ArgumentError, FspmdError, VarianceError
 from fspmd.forms import Strided, overlaps
@@ -15,13 +12,7 @@ from fspmd.ops.operators import OPERATORS
 from fspmd.ops.traits import INSTEAD_OF_COMPILED, name_of
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.torch_internals import CHECKPOINT_EXCEPTIONS, is_any_autocast_enabled
-
-#: functions whose operands need one dtype, which the meta device does not check
-_OF_ONE_DTYPE = frozenset(
-    ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "linear", "convolution")
-    + ("addmm", "addmv", "baddbmm", "addbmm")
-)
+from fspmd.torch_internals import CHECKPOINT_EXCEPTIONS
 
 #: exceptions that pass unchanged: our errors, and those of torch's checkpoints
 PASSING: Final = (FspmdError, *CHECKPOINT_EXCEPTIONS)
@@ -37,18 +28,6 @@ def shown(func: Any) -> str:
     if name.startswith("__"):
         return OPERATORS.get(name.strip("_"), (f"{name}()",))[0]
     return f".{name.removeprefix('get ')}" if name.startswith("get ") else f"{name}()"
-
-
-def check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
-    """Raise for operands of several dtypes where the meta device does not."""
-    if name_of(func).strip("_") not in _OF_ONE_DTYPE or is_any_autocast_enabled():
-        return
-    if len({spec.dtype for spec in specs}) > 1:
-        widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
-        given = ", ".join(spec.text for spec in specs)
-        raise ArgumentError(
-            f"{shown(func)} of {given} has operands of several dtypes; write x.to({widest}), or use torch.autocast"
-        )
 
 
 def refuse_global(func: Any, specs: Sequence[TensorSpec], error: Exception) -> NoReturn:

@@ -14,7 +14,7 @@ from fspmd.cache import cached
 from fspmd.copies import share_memory
 from fspmd.fake_mode import FakeMode, UnknownValues, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, packed
-from fspmd.global_view.kernels import kernel_complaint, ones_of, run_on, strides_of_kernel
+from fspmd.global_view.kernels import GlobalCall, kernel_complaint, ones_of, strides_of_kernel
 from fspmd.global_view.refusals import refuse_global
 from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
@@ -55,19 +55,13 @@ def joined(kind: Kind | None, results: list[Any]) -> Any:
     return results[0] if kind is None else kind(results)
 
 
-def outcome_of(
-    row: Row,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    ordered: Sequence[tuple[Place, TensorSpec]],
-    values: Sequence[Any],
-) -> tuple[Outcome | None, Factors | None]:
+def outcome_of(row: Row, call: GlobalCall, values: Sequence[Any]) -> tuple[Outcome | None, Factors | None]:
     """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them.
 
     Raises:
         ArgumentError: The call fails on the global tensors.
     """
+    func, args, kwargs, ordered = call
     specs, written = [spec for _, spec in ordered], writes(func)
     if all(map(_lies_as_new, values)) and kwargs.get("memory_format") is None:
         if row.kept and (outcome := _like_first(args, kwargs, specs)) is not None:
@@ -78,26 +72,24 @@ def outcome_of(
             if sized is not None:
                 return sized
         if row.rule is elementwise and not written:
-            outcome = _on_one_element(func, args, kwargs, ordered)
+            outcome = _on_one_element(call)
             if outcome is not None:
                 return outcome, None
     try:
-        outcome = on_meta(func, args, kwargs, ordered)
+        outcome = on_meta(call)
     except Exception as error:
         refuse_global(func, specs, error)
-    if row.rule is elementwise and (complaint := kernel_complaint(func, args, kwargs, ordered)) is not None:
+    if row.rule is elementwise and (complaint := kernel_complaint(call)) is not None:
         refuse_global(func, specs, complaint)
     return outcome, None
 
 
-def _on_one_element(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> Outcome | None:
+def _on_one_element(call: GlobalCall) -> Outcome | None:
     """Return the outcome of an elementwise function from a run on one element, or None if that fails.
 
     It is far quicker than a run on the meta device.
     """
-    shape = _broadcast([spec.shape for _, spec in operands])
+    shape = _broadcast([spec.shape for _, spec in call.operands])
     if shape is None or is_any_autocast_enabled():
         return None
     made: list[Tensor] = []
@@ -107,7 +99,7 @@ def _on_one_element(
         return made[-1]
 
     try:
-        out = run_on(make, func, args, kwargs, operands)
+        out = call.run_on(make)
     except Exception:  # the meta device will raise with a better message
         return None
     if not isinstance(out, Tensor) or out.dim() != len(shape) or any(share_memory(out, x) for x in made):
@@ -164,24 +156,18 @@ def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
     return tuple(reversed(shape))
 
 
-def on_meta(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-) -> Outcome | None:
+def on_meta(call: GlobalCall) -> Outcome | None:
     """Return the outcome of a call on tensors without data; None if it gives no tensors, or depends on values."""
-    outcome = _without_data(func, args, kwargs, operands)
+    outcome = _without_data(call)
     if outcome is None or outcome.bases != [None]:
         return outcome
-    given, name = (*args, *kwargs.values()), name_of(func)
-    before = [_laid(at(given, place)) for place, _ in operands]
-    row = row_of(func)
+    given, name, row = call.given, name_of(call.func), row_of(call.func)
+    before = [_laid(at(given, place)) for place, _ in call.operands]
     by_kernel = name in _BY_KERNEL or (row is not None and row.rule is elementwise)
     if not (by_kernel and any(before)) and name not in _BY_OLD_KERNEL:
         return outcome
     ((shape, _),) = outcome.results
-    strides = strides_of_kernel(func, args, kwargs, operands, before, shape)
+    strides = strides_of_kernel(call, before, shape)
     if strides is None:
         return outcome
     as_new = all(n == 1 or step == new for n, step, new in zip(shape, strides, packed(shape), strict=True))
@@ -200,34 +186,27 @@ _BY_OLD_KERNEL: Final = frozenset(
 _BY_DEVICE: Final = frozenset({"scaled_dot_product_attention"})
 
 
-def _without_data(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-) -> Outcome | None:
-    mesh = operands[0][1].mesh
+def _without_data(call: GlobalCall) -> Outcome | None:
+    mesh, func = call.operands[0][1].mesh, call.func
     if name_of(func) in ("vector_norm", "linalg_vector_norm") and _keeps_dims_of_one():
-        func = _norm_without_data
+        call = call._replace(func=_norm_without_data)
     if name_of(func) in _BY_DEVICE and world.available(mesh.device_type):
         with suppress(Exception), FakeMode():  # the meta device will raise with a better message
-            return _outcome(mesh.device_type, func, args, kwargs, operands)
+            return _outcome(mesh.device_type, call)
     try:
         try:
             if not is_any_autocast_enabled():  # the meta device ignores autocast
                 with meta_tensors_as_on(mesh.device_type):
-                    return _outcome("meta", func, args, kwargs, operands)
+                    return _outcome("meta", call)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know
             pass
         with FakeMode():
-            return _outcome(mesh.device_type, func, args, kwargs, operands)
+            return _outcome(mesh.device_type, call)
     except (NotImplementedError, UnknownValues):  # the shape of the result depends on values
         return None
 
 
-def views_any(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> bool:
+def views_any(call: GlobalCall) -> bool:
     """Whether a call gives views of operands with any strides: even with gaps, and dims in another order."""
     made: list[Tensor] = []
 
@@ -237,7 +216,7 @@ def views_any(
         return made[-1]
 
     try:
-        out = run_on(make, func, args, kwargs, operands)
+        out = call.run_on(make)
     except Exception:  # there is no view of these strides
         return False
     return all(any(share_memory(view, x) for x in made) for view in ((out,) if isinstance(out, Tensor) else out))
@@ -257,9 +236,7 @@ def _norm_without_data(
     return x.abs().sum(dim, keepdim, dtype=dtype and torch.empty((), dtype=dtype).abs().dtype)
 
 
-def differentiated(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> frozenset[Place]:
+def differentiated(call: GlobalCall) -> frozenset[Place]:
     """Return the operands that get a gradient if all ask for one: a function may only compare some. All, if unknown."""
     made: list[Tensor] = []
 
@@ -270,25 +247,19 @@ def differentiated(
 
     try:
         with DisableTorchFunction(), torch.enable_grad(), without_saved_tensor_hooks():
-            out = run_on(make, func, args, kwargs, operands)
+            out = call.run_on(make)
             results = [x for x in ((out,) if isinstance(out, Tensor) else out) if x.requires_grad]
             leaves = [x for x in made if x.requires_grad]
             gradients = torch.autograd.grad(results, leaves, list(map(torch.empty_like, results)), allow_unused=True)
     except Exception:
-        return frozenset(place for place, _ in operands)
+        return frozenset(place for place, _ in call.operands)
     unused = {id(x) for x, gradient in zip(leaves, gradients, strict=True) if gradient is None}
-    return frozenset(place for (place, _), x in zip(operands, made, strict=True) if id(x) not in unused)
+    return frozenset(place for (place, _), x in zip(call.operands, made, strict=True) if id(x) not in unused)
 
 
-def _outcome(
-    device: str,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    operands: Sequence[tuple[Place, TensorSpec]],
-) -> Outcome | None:
+def _outcome(device: str, call: GlobalCall) -> Outcome | None:
     made: list[Tensor] = []
-    given = (*args, *kwargs.values())
+    given, operands = call.given, call.operands
     before = [_laid(at(given, place)) for place, _ in operands]
 
     def make(spec: TensorSpec) -> Tensor:
@@ -299,7 +270,7 @@ def _outcome(
             made.append(torch.empty_strided(spec.shape, laid.strides, dtype=spec.dtype, device=device))
         return made[-1]
 
-    out = run_on(make, func, args, kwargs, operands)
+    out = call.run_on(make)
     outs = (out,) if isinstance(out, Tensor) else out
     if not isinstance(outs, (tuple, list)) or not outs or not all(isinstance(result, Tensor) for result in outs):
         return None
@@ -307,7 +278,9 @@ def _outcome(
     viewed = [next((k for k, x in enumerate(made) if share_memory(result, x)), None) for result in outs]
     bases = [None if k is None else operands[k][0] for k in viewed]
     same = all(k == 0 and _is_all_of(result, made[0]) for k, result in zip(viewed, outs, strict=True))
-    unknown = not _is_packing(func, kwargs) and any(laid is not None and laid.strides is None for laid in before)
+    unknown = not _is_packing(call.func, call.kwargs) and any(
+        laid is not None and laid.strides is None for laid in before
+    )
     memory = [_result_memory(result, k, before, operands, unknown) for k, result in zip(viewed, outs, strict=True)]
     as_new = [ResultMemory(Laid(packed(shape))) for shape, _ in results]
     return Outcome(

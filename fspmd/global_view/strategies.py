@@ -15,56 +15,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from math import inf
-from typing import Final, NamedTuple
 
-from fspmd.entries import Entry, axes_within, entry_axes
+from fspmd.entries import axes_within
 from fspmd.global_view.axis_choices import Combination, combinations
-from fspmd.global_view.layouts import CallLayouts, aligned, layouts_of, working
+from fspmd.global_view.layouts import LayoutProblem, Strategy, layouts_of, working
 from fspmd.redistribution.bounds import closely
-from fspmd.redistribution.cost import Topology
+from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.routes import route
 from fspmd.redistribution.straight import are_many
-from fspmd.rules.bodies import Bodied
 from fspmd.rules.factors import Factors
 from fspmd.spec import P, TensorSpec
 
 _ROUNDING = 1e-6  # µs
 _EFFORT, _OF_MANY = 2000, 120  # edges and bounds that a search visits on three axes, and on more
 PASSES = 3  # times that a computation with gradients runs: forward, and backward for each of two operands
-_NONE: Final = frozenset[int]()
 _Move = tuple[int, TensorSpec, tuple[str, ...]]  # an operand, how it must lie, the axes over which it is cast
 
 
-class Strategy(NamedTuple):
-    """The layouts of the operands and results of one call, with their price."""
-
-    operands: tuple[TensorSpec, ...]
-    casts: tuple[tuple[str, ...], ...]  # per operand the axes over which it is cast to varying
-    results: tuple[P, ...]
-    #: the price in µs (an upper bound if a formula gives it); then, to decide between equal prices, the µs that casts
-    #: take in backward and that settling pending sums takes
-    time: tuple[float, float]
-    by_body: bool  # a factor that must be whole is sharded
-    axes: dict[int, tuple[str, ...]]  # of each sharded factor
-    body: float  # µs of the body's collectives, forward
-    back: float = 0.0  # and backward
-
-
-def best_strategy(
-    factors: Factors,
-    linear: str,
-    operands: Sequence[TensorSpec],
-    results: Sequence[TensorSpec],
-    topology: Topology,
-    *,
-    fixed: bool = False,
-    empty: bool = True,
-    body: Bodied | None = None,
-    gradients: frozenset[int] = _NONE,
-    weighs: bool = False,
-    known: list[Combination] | None = None,
-) -> Strategy | None:
+def best_strategy(problem: LayoutProblem, known: list[Combination] | None = None) -> Strategy | None:
     """Return the cheapest strategy; of equal ones the one with the cheapest pending sums, then the preferred one.
 
     The search is best-first: the combination with the least lower bound is priced further, route by route. It ends when
@@ -74,8 +43,8 @@ def best_strategy(
     """
     known = [] if known is None else known
     if not known:
-        known += combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
-    prices = _MovePrices(operands, topology, gradients, weighs)
+        known += combinations(problem)
+    prices, gradients = _MovePrices(problem), problem.gradients
     queue: list[tuple[float, int, Combination, _Pricing | None]] = [
         (each.least, each.place, each, None) for each in known
     ]
@@ -85,20 +54,18 @@ def best_strategy(
         least, place, combination, pricing = heapq.heappop(queue)
         if pricing is None:
             if not (combination.computed or gradients or combination.most == inf):
-                combination.compute(operands, results, topology)
+                combination.compute(problem)
                 least = combination.least
                 if queue and queue[0][0] < least:
                     heapq.heappush(queue, (least, place, combination, None))
                     continue
             if not combination.made:
-                combination.layouts = layouts_of(
-                    combination.factors, combination.choices, operands, results, topology, empty, body
-                )
+                combination.layouts = layouts_of(problem, combination.factors, combination.choices)
                 combination.made = True
-            if combination.layouts is None or (fixed and not _stays(combination.layouts, operands[0])):
+            if combination.layouts is None or not _stays(combination.layouts, problem):
                 continue
             if best is None and not gradients and (not queue or combination.most < queue[0][0] - _ROUNDING):
-                return _strategy(combination.layouts, combination.most)
+                return combination.layouts._replace(time=(combination.most, 0.0))
             pricing = _Pricing(combination.factors, combination.layouts, prices)
         elif pricing.least <= least:  # routes found for other combinations have not raised it
             pricing.refine()
@@ -111,80 +78,21 @@ def best_strategy(
     return None if best is None else best[2]
 
 
-def _strategy(laid: CallLayouts, time: float) -> Strategy:
-    outs = tuple([spec.partition for spec in laid.results])
-    return Strategy(laid.operands, laid.casts, outs, (time, 0.0), laid.by_body, laid.axes, laid.body)
-
-
-def as_they_lie(
-    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], *, fixed: bool, empty: bool
-) -> Strategy | None:
-    """Return the strategy that moves nothing, or None if operands do not lie alike or sums are pending.
-
-    It is the cheapest if no operand has a gradient. Arguments are those of `strategies`.
-    """
-    entries: dict[int | None, Entry] = {}
-    for dims, spec in zip(factors.operands, operands, strict=True):
-        lies = spec.partition
-        if lies.unreduced or lies.reduced or 0 in spec.shape:
-            return None
-        if tuple(map(entries.setdefault, dims, lies.entries)) != lies.entries:
-            return None
-    if entries.get(None) is not None:
-        return None
-    axes_of = {f: entry_axes(entry) for f, entry in entries.items() if f is not None and entry is not None}
-    if not (factors.whole.isdisjoint(axes_of) and factors.summed.isdisjoint(axes_of)):
-        return None
-    used = {axis: factor for factor, axes in axes_of.items() for axis in axes}
-    if len(used) < sum(map(len, axes_of.values())):  # an axis cuts two factors
-        return None
-    if not aligned(factors, axes_of, [*operands, *results], empty, _NONE):
-        return None
-    order = operands[0].mesh.ordered(used)
-    casts = [tuple([axis for axis in order if used[axis] not in dims]) for dims in factors.operands]
-    first, lead = factors.operands[0], operands[0].partition
-    outs = tuple([lead if dims == first else P(*map(entries.get, dims)) for dims in factors.results])
-    if fixed and (casts[0] or outs[0] is not lead):
-        return None
-    return Strategy(tuple(operands), tuple(casts), outs, (0.0, 0.0), False, axes_of, 0.0)
-
-
-def strategies(
-    factors: Factors,
-    linear: str,
-    operands: Sequence[TensorSpec],
-    results: Sequence[TensorSpec],
-    topology: Topology,
-    *,
-    fixed: bool = False,
-    empty: bool = True,
-    body: Bodied | None = None,
-    gradients: frozenset[int] = _NONE,
-    weighs: bool = False,
-) -> list[Strategy]:
-    """Return all strategies of a call.
-
-    Args:
-        fixed: The first operand is not moved, and the result lies as it does.
-        empty: The function takes empty blocks.
-        body: The body that runs where a whole factor is sharded, with its price. None: whole factors are not sharded.
-        gradients: The operands that will have a gradient.
-        weighs: The sums of gradients of whole operands are a part of the price.
-    """
-    every = (
-        (each.factors, layouts_of(each.factors, each.choices, operands, results, topology, empty, body))
-        for each in combinations(factors, linear, operands, body is not None, topology, () if fixed else results)
-    )
+def strategies(problem: LayoutProblem) -> list[Strategy]:
+    """Return all strategies of a call."""
+    every = ((each.factors, layouts_of(problem, each.factors, each.choices)) for each in combinations(problem))
     return [
-        _Pricing(reading, laid, _MovePrices(operands, topology, gradients, weighs)).strategy()
+        _Pricing(reading, laid, _MovePrices(problem)).strategy()
         for reading, laid in every
-        if laid is not None and not (fixed and not _stays(laid, operands[0]))
+        if laid is not None and _stays(laid, problem)
     ]
 
 
-def _stays(laid: CallLayouts, first: TensorSpec) -> bool:
-    """Whether the first operand stays, and the result lies as it does."""
-    cast = laid.casts[0] and not laid.by_body  # a body casts by itself
+def _stays(laid: Strategy, problem: LayoutProblem) -> bool:
+    """Whether the first operand stays, and the result lies as it does, if that must be so."""
+    if not problem.fixed:
+        return True
+    first, cast = problem.operands[0], laid.casts[0] and not laid.by_body  # a body casts by itself
     return laid.operands[0] is first and not cast and laid.results[0].partition is first.partition
 
 
@@ -196,13 +104,12 @@ class _MovePrices:
 
     __slots__ = ("bounds", "gradients", "most", "operands", "prices", "spent", "topology", "weighs")
 
-    def __init__(
-        self, operands: Sequence[TensorSpec], topology: Topology, gradients: frozenset[int], weighs: bool
-    ) -> None:
-        self.operands, self.topology, self.gradients, self.weighs = operands, topology, gradients, weighs
+    def __init__(self, problem: LayoutProblem) -> None:
+        self.operands, self.topology = problem.operands, topology()
+        self.gradients, self.weighs = problem.gradients, problem.weighs
         self.bounds: dict[_Move, float] = {}
         self.prices: dict[_Move, tuple[float, float]] = {}
-        mesh, self.spent = operands[0].mesh, 0
+        mesh, self.spent = problem.operands[0].mesh, 0
         few = sum(n > 1 for n in mesh.shape.values()) < 3
         self.most = inf if few else _OF_MANY if are_many(mesh) else _EFFORT
 
@@ -252,20 +159,20 @@ class _Pricing:
 
     __slots__ = ("base", "casts", "laid", "moved", "needs", "prices")
 
-    def __init__(self, factors: Factors, laid: CallLayouts, prices: _MovePrices) -> None:
+    def __init__(self, factors: Factors, laid: Strategy, prices: _MovePrices) -> None:
         self.laid, self.prices = laid, prices
         self.needs, self.casts = laid.operands, laid.casts
-        operands, topology, gradients = prices.operands, prices.topology, prices.gradients
+        operands, gradients = prices.operands, prices.gradients
         if laid.by_body:  # the body casts by itself
             rows = enumerate(zip(operands, self.needs, self.casts, strict=True))
             self.needs = tuple([cast_where_gathered(*row) if i in gradients else row[1] for i, row in rows])
             self.casts = ((),) * len(self.casts)
         self.base = laid.body + (laid.back if gradients else 0.0)
         if laid.by_body and prices.weighs:
-            stays = [(self.needs[i], self.needs[i], laid.casts[i], topology, True) for i in gradients]
+            stays = [(self.needs[i], self.needs[i], laid.casts[i], prices.topology, True) for i in gradients]
             self.base += sum(moves(*each).casting for each in stays)
         if True in [spec is not need for spec, need in zip(operands, laid.operands, strict=True)]:
-            self.base += working(factors, laid.operands, laid.results, topology) * (PASSES if gradients else 1)
+            self.base += working(factors, laid.operands, laid.results) * (PASSES if gradients else 1)
         self.moved = [self._move(i) for i, spec in enumerate(operands) if spec is not self.needs[i]]
 
     @property
@@ -295,8 +202,8 @@ class _Pricing:
         settling = prices.settling(laid.results)
         if self.moved:  # the result is scattered at least; if operands moved for it, its gradient is gathered too
             time += settling / (1 if prices.gradients and any(map(prices.communicates, self.moved)) else 2)
-        outs, times = tuple([spec.partition for spec in laid.results]), (round(time, 6), round(later + settling, 6))
-        return Strategy(self.needs, self.casts, outs, times, laid.by_body, laid.axes, laid.body, laid.back)
+        times = round(time, 6), round(later + settling, 6)
+        return laid._replace(operands=self.needs, casts=self.casts, time=times)
 
     def _move(self, i: int) -> _Move:
         return i, self.needs[i], self.casts[i]

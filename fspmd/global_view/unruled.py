@@ -14,8 +14,8 @@ from fspmd.copies import refuse_copy
 from fspmd.errors import ShapeError
 from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
-from fspmd.global_view.kernels import dtype_complaint
-from fspmd.global_view.operands import places_of, sharded_values
+from fspmd.global_view.kernels import GlobalCall, dtype_complaint
+from fspmd.global_view.op_plan import places_of, sharded_values
 from fspmd.global_view.refusals import (
     PASSING,
     NoRuleError,
@@ -24,7 +24,7 @@ from fspmd.global_view.refusals import (
     refuse_shared_memory,
     shown,
 )
-from fspmd.global_view.results_of_parts import Followed
+from fspmd.global_view.results import Followed
 from fspmd.ops.traits import autocasts, name_of
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import writes
@@ -91,7 +91,7 @@ def _by_graph(
 ) -> tuple[Run, frozenset[int]]:
     """Return a function that runs a call, and the leaves of the arguments that are constants in its graph."""
     if not (writes(func) or isinstance(func, FunctionType)):
-        complaint = dtype_complaint(func, args, kwargs, places_of(args, kwargs, specs[0].mesh))
+        complaint = dtype_complaint(GlobalCall(func, args, kwargs, places_of(args, kwargs, specs[0].mesh)))
         if complaint is not None:
             refuse_global(func, specs, complaint)
     try:

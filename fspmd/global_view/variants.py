@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
+from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.op_plan import OpPlan, opaque_plan, plan_of
-from fspmd.global_view.origins import with_origin
+from fspmd.global_view.origins import noting_origin
 from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import refuse_shared_memory, refuse_write, shown
-from fspmd.global_view.strategies import Strategy
 from fspmd.ops.signatures import Place, at
 from fspmd.pairs import is_transformed
-from fspmd.redistribution.redistribute import redistribute
-from fspmd.redistribution.shared_moves import ended
+from fspmd.redistribution.redistribute import ended, redistribute
 from fspmd.remembered import has_moves
 from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P, TensorSpec, is_float
@@ -79,8 +78,28 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     if weighed and not (plan.needs_redistribute or ends):
         weighed = bool(floating) and not _same(best, followed.best(known))
     if not (pending or (weighed and floating)):
-        return with_origin(func, positional, question, best, plan)
+        return _with_origin(func, positional, question, best, plan)
     return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)
+
+
+def _with_origin(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
+    """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result."""
+    if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
+        return plan
+    result, specs = plan.results, [spec for _, spec in question.operands]
+    if any(casts and is_float(spec.dtype) for spec, casts in zip(specs, best.casts, strict=True)):
+        return plan
+    floating = [spec for spec in specs if is_float(spec.dtype)]
+    assert isinstance(result, TensorSpec)
+    if question.fixed or not floating or not is_float(result.dtype):
+        return plan
+    if sum(spec.block_bytes for spec in floating) >= result.block_bytes:
+        return plan
+    if any(spec.partition.unreduced or spec.partition.reduced for spec in (*specs, result)):
+        return plan
+    if all(n == 1 or axis in result.partition.mentioned for axis, n in result.mesh.shape.items()):
+        return plan
+    return noting_origin(func, positional, question, plan, result)
 
 
 def _pending(question: Question) -> list[tuple[int, Place, TensorSpec]]:
@@ -92,11 +111,8 @@ def _chosen(plan: OpPlan, choose: Any) -> OpPlan:
 
 
 def _same(strategy: Strategy, other: Strategy | None) -> bool:
-    return other is not None and (strategy.operands, strategy.results, strategy.by_body) == (
-        other.operands,
-        other.results,
-        other.by_body,
-    )
+    alike = ("operands", "results", "by_body")
+    return other is not None and all(getattr(strategy, name) == getattr(other, name) for name in alike)
 
 
 class _ByBlocks:

@@ -26,7 +26,6 @@ from fspmd.cache import cached
 from fspmd.digests import digests, of_bytes
 from fspmd.errors import DeadlineError, LockstepError, PeerError, join_failures
 from fspmd.inspection.agreements import Gathering
-from fspmd.inspection.calls import arguments, kept_rows, numbers_of
 from fspmd.inspection.histories import (
     DIGEST,
     SHOWN,
@@ -38,10 +37,8 @@ from fspmd.inspection.histories import (
     number_of_step,
     ring_text,
 )
-from fspmd.inspection.parting import AT_SITE, NEWS, Parting
-from fspmd.inspection.presence import Presence
-from fspmd.inspection.sites import Rows, Table
-from fspmd.inspection.values import is_told, number_of
+from fspmd.inspection.presence import AT_SITE, NEWS, Presence
+from fspmd.inspection.sites import Rows, Table, arguments, is_told, kept_rows, number_of, numbers_of
 from fspmd.inspection.watch import Communication, Noted
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
@@ -89,10 +86,10 @@ class _Assembly(Gathering):
         return now - self.begin > _SILENT and any(map(self.presence.is_silent, self.ranks))
 
 
-class Comparison(Parting):
+class Comparison(Presence):
     """The collectives of this rank within a block of code, and whether those of other ranks are the same.
 
-    It takes the arguments of `Parting`.
+    It takes the arguments of `Presence`.
     """
 
     outer: Comparison | None

@@ -20,10 +20,12 @@ from fspmd.errors import ArgumentError, FspmdError
 from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.interceptors import intercept_dispatch
+from fspmd.global_view.layouts import Strategy
+from fspmd.global_view.op_plan import places_of
 from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
-from fspmd.global_view.strategies import Strategy, strategies
+from fspmd.global_view.strategies import strategies
 from fspmd.inspection.communication_log import communication_log
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.ops.signatures import required
@@ -218,13 +220,7 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _operands(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, TensorSpec]]:
     """The places of the tensors of a call, and their layouts on all ranks alike."""
-    operands: list[tuple[Any, TensorSpec]] = []
-    for i, arg in enumerate((*args, *kwargs.values())):
-        listed = isinstance(arg, (list, tuple))
-        for k, x in enumerate(arg if listed else (arg,)):
-            if isinstance(x, Tensor):
-                operands.append(((i, k) if listed else i, TensorSpec(mesh, P(), tuple(x.shape), x.dtype)))
-    return operands
+    return [(place, TensorSpec(mesh, P(), x.shape, x.dtype)) for place, x in places_of(args, kwargs, mesh)]
 
 
 def _explained(func: Any, question: Question) -> str:
@@ -241,11 +237,11 @@ def _explained(func: Any, question: Question) -> str:
     for case in _cases(question, letters):
         given = [spec.with_partition(partition) for spec, partition in zip(specs, case.operands, strict=True)]
         example = question.at(given)
-        candidates = map(example.together, example.solve(strategies))
+        candidates = map(example.together, strategies(example.problem))
         strategy = next((strategy for strategy in candidates if _matches(case, strategy, given)), None)
         if strategy is not None:
             layouts = ", ".join(repr(spec.partition.shortened) for spec in strategy.operands)
-            results = ", ".join(repr(partition.shortened) for partition in strategy.results)
+            results = ", ".join(repr(spec.partition.shortened) for spec in strategy.results)
             lines.append(f"  {case.title:14} {layouts} -> {results}{' by a body' if strategy.by_body else ''}")
     return "\n".join(lines)
 

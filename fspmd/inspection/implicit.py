@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.global_view.question import Question, ask
+from fspmd.global_view.kernels import GlobalCall
+from fspmd.global_view.layouts import Strategy
+from fspmd.global_view.question import ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import differentiated
-from fspmd.global_view.strategies import Strategy, strategies
+from fspmd.global_view.strategies import strategies
 from fspmd.inspection.causes import Cause, Trace, expression_at, operands_of
 from fspmd.inspection.watch import communicates, price_of
 from fspmd.meshes.mesh import Mesh, current_mesh
@@ -177,7 +179,7 @@ def _findings(
         return _Findings(["it runs on global tensors, since its result depends on values", *gathered], needs)
     ordered = [operands[place] for place, _ in question.operands]
     question = question._replace(gradients=frozenset(i for i, operand in enumerate(ordered) if operand.has_gradient))
-    cheapest, *others = sorted(map(question.together, question.solve(strategies)), key=lambda strategy: strategy.time)
+    cheapest, *others = sorted(map(question.together, strategies(question.problem)), key=lambda strategy: strategy.time)
     rows = list(_rows(ordered, cheapest))
     bodiless: Needs = ()
     if not rows and cheapest.by_body:
@@ -185,9 +187,7 @@ def _findings(
         bodiless = next((_needs(ordered, strategy) for strategy in others if not strategy.by_body), ())
     idle = not cheapest.by_body and not _forward(ordered, cheapest)
     only_sums = idle and _are_sums(_backward(ordered, cheapest))
-    return _Findings(
-        rows, _needs(ordered, cheapest), _alternatives(question, ordered, others), bodiless, idle, only_sums
-    )
+    return _Findings(rows, _needs(ordered, cheapest), _alternatives(ordered, others), bodiless, idle, only_sums)
 
 
 # --- the operands ---------------------------------------------------------------------------------------------------
@@ -270,7 +270,9 @@ def _operands(
                 )
     if not any(operand.has_gradient for operand in operands.values()):
         return operands
-    places = differentiated(func, args, kwargs, [(place, operand.spec) for place, operand in operands.items()])
+    places = differentiated(
+        GlobalCall(func, args, kwargs, [(place, operand.spec) for place, operand in operands.items()])
+    )
     return {
         place: replace(operand, has_gradient=operand.has_gradient and place in places)
         for place, operand in operands.items()
@@ -396,15 +398,14 @@ def _price(operands: Sequence[_NamedOperand], strategy: Strategy) -> Price:
     return total
 
 
-def _alternatives(question: Question, operands: Sequence[_NamedOperand], others: list[Strategy]) -> list[str]:
+def _alternatives(operands: Sequence[_NamedOperand], others: list[Strategy]) -> list[str]:
     """A line for each strategy, the cheapest first. Its time includes the collectives of a body."""
     alternatives = []
     for strategy in others:
         price = _price(operands, strategy)
         time = price.time + strategy.body
         before = ", ".join(spec.text for spec in strategy.operands)
-        results = zip(question.results, strategy.results, strict=True)
-        after = ", ".join(spec.with_partition(partition).text for spec, partition in results)
+        after = ", ".join(spec.text for spec in strategy.results)
         where = " in a sharded body" if strategy.by_body else ""
         alternatives.append((time, f"{before} → {after} [{price.moved:,.0f} B, {micros(time)}{where}]"))
     return [text for _, text in sorted(alternatives, key=lambda alternative: alternative[0])]

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from fspmd.errors import ArgumentError, LockstepError
+from fspmd.errors import LockstepError
 from fspmd.inspection.causes import trace
 from fspmd.inspection.histories import facts_of, options_text
-from fspmd.inspection.watch import Communication, Watcher, add, remove
+from fspmd.inspection.watch import Communication, Watcher, add, check_seconds, remove
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
-from fspmd.messages import counted, described
+from fspmd.messages import counted
 from fspmd.pairs import PAIRS
 from fspmd.remembered import hear_writes
 from fspmd.spec import describe, short_dtype
@@ -190,8 +190,7 @@ def lockstep(seconds: float = 60) -> Iterator[None]:
     >>> with lockstep():
     ...     total = float(x.sum())
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
-        raise ArgumentError(f"lockstep got seconds={described(seconds)}; give it a number above 0")
+    check_seconds("lockstep", seconds)
     watcher = _Lockstep(seconds)
     add(watcher)
     before = hear_writes(watcher.wrote)

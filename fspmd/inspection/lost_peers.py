@@ -8,8 +8,7 @@ from typing import Final
 
 from fspmd.errors import FspmdError, LockstepError, PeerError, join_failures
 from fspmd.inspection.causes import position
-from fspmd.inspection.lives import ended
-from fspmd.inspection.long_waits import ADVICE, STORE_ENDED, wait_long, wait_whole, waits, waits_told_by
+from fspmd.inspection.long_waits import ADVICE, STORE_ENDED, ended, wait_long, wait_whole, waits, waits_told_by
 from fspmd.inspection.replays import compare_long, has_replays
 from fspmd.meshes import world
 from fspmd.transport.pending import explain_with, go_on_with

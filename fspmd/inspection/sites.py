@@ -1,23 +1,192 @@
-"""Sites: the lines at which a rank passes global values and layouts, and what it has passed there.
+"""Sites: the lines at which a rank passes global values and layouts, and what it has passed there, as numbers.
 
 A rank may make a call alone that does not communicate: it prints, for example. So calls are not numbered, as
 collectives are. Ranks compare what they have passed at the same line, where both have come to it equally often.
+The numbers are the same on all processes, though the memory and the hashes of Python are not.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, NamedTuple
 
-from fspmd.digests import of_bytes
+import torch
+from torch import Tensor
+
+from fspmd.cache import cached
+from fspmd.digests import digests, of_bytes
 from fspmd.errors import join_failures
-from fspmd.inspection.histories import SHOWN, VALUES, key_of
+from fspmd.global_view.refusals import shown
+from fspmd.inspection.histories import DIGEST, SHOWN, VALUES, key_of
 from fspmd.meshes.mesh import Mesh
+from fspmd.ops.signatures import parameters
 from fspmd.ops.traits import name_of
-from fspmd.transport.known_values import ArgumentRow
+from fspmd.sharded import Sharded
+from fspmd.spec import P, TensorSpec, describe
+from fspmd.torch_internals import transforms_active
+from fspmd.transport.known_values import ArgumentRow, layout_row
 from fspmd.user_code import UserLine
+
+#: types whose texts tell their values
+_TOLD: Final = (
+    *(type(None), type(...), bool, int, float, complex, str, bytes, bytearray, range, slice),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, P, TensorSpec, Mesh, Sharded),
+)
+_DEPTH: Final = 24  # of containers in containers
+
+
+def number_of(value: Any) -> int:
+    """A 64-bit number for a value. Other values have other numbers, unless only their types are known.
+
+    Tensors count by their bits, and containers and objects by their parts. A function counts by its line. Of an object
+    that is equal to itself alone, or that cannot be pickled, only the type counts.
+
+    >>> number_of({"b": 1.0, "a": {"x", "y"}}) == number_of({"b": 1.0, "a": {"y", "x"}})
+    True
+    >>> number_of(1) == number_of(True), number_of((1, 2)) == number_of([1, 2]), number_of(0.0) == number_of(-0.0)
+    (False, False, False)
+    """
+    return of_bytes(_value_text(value, _DEPTH).encode())
+
+
+def is_told(x: Tensor) -> bool:
+    """Whether the bits of a tensor count: it is a plain one, and has any."""
+    return type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta and x.layout is torch.strided
+
+
+def _value_text(value: Any, depth: int) -> str:
+    kind: Any = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind in _TOLD:
+        return f"{name} {value!r}"
+    if isinstance(value, Tensor):
+        return f"{name} {describe(value.dtype, value.shape)} {digests([value])[0] if is_told(value) else ''}"
+    if isinstance(value, Enum):
+        return f"{name} {value.name}"
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__} {value.__code__.co_firstlineno}"
+    if isinstance(value, BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    if not depth:
+        return name
+    if isinstance(value, torch.nn.Module):
+        return _joined(name, [part for named in value.named_parameters() for part in named], depth)
+    if isinstance(value, (set, frozenset)):
+        return f"{name}({', '.join(sorted(_value_text(part, depth - 1) for part in value))})"
+    if isinstance(value, dict):
+        return _joined(name, [part for item in value.items() for part in item], depth)
+    if isinstance(value, (tuple, list)):
+        return _joined(name, value, depth)
+    if kind.__eq__ is object.__eq__:
+        return name
+    try:
+        made_of = value.__reduce_ex__(4)
+    except Exception:  # it cannot be pickled
+        return name
+    if isinstance(made_of, str):
+        return f"{name} {made_of}"
+    return _joined(name, [list(part) if hasattr(part, "__next__") else part for part in made_of], depth)
+
+
+def _joined(name: str, parts: Iterable[Any], depth: int) -> str:
+    return f"{name}({', '.join(_value_text(part, depth - 1) for part in parts)})"
+
+
+_NUMBERS: Final = frozenset((bool, int, float, complex))
+_number_of: Final = cached(typed=True)(number_of)
+
+
+def arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a call, and in the place of a list its entries."""
+    given: list[Any] = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if type(x) is list or type(x) is tuple:
+            given += x
+        else:
+            given.append(x)
+    return given
+
+
+def numbers_of(given: Sequence[Any]) -> tuple[int, ...]:
+    """Return a number for each argument. Processes that have equal arguments have equal numbers."""
+    plain = [x for x in given if isinstance(x, Tensor) and type(x) is not Sharded]
+    if not plain:
+        return tuple([_number(x) for x in given])
+    told = [] if transforms_active() else [x for x in plain if is_told(x)]
+    found = dict(zip(map(id, told), digests(told), strict=True))
+    known = {id(x): found.get(id(x), 0) for x in plain}
+    return tuple([known[id(x)] if id(x) in known else _number(x) for x in given])
+
+
+def _number(x: Any) -> int:
+    """Return the number of an argument that is no plain tensor."""
+    kind = type(x)
+    if kind is Sharded:
+        return _number_of(x.spec)
+    if kind in _NUMBERS and x:  # 0.0 == -0.0
+        return _number_of(x)
+    return number_of(x)
+
+
+class _Shown(NamedTuple):
+    """What is shown of a tensor that is no `Sharded`."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+def kept_rows(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numbers: tuple[int, ...]
+) -> Callable[[], list[ArgumentRow]]:
+    """Return a function that tells the arguments of a call in words. It keeps no tensor."""
+    return partial(_rows, func, [_without_tensors(x) for x in (*args, *kwargs.values())], [*kwargs], numbers)
+
+
+def _rows(func: Any, args: list[Any], names: list[str], numbers: tuple[int, ...]) -> list[ArgumentRow]:
+    to = shown(func)
+    return [
+        layout_row(label, to, x)
+        if type(x) is TensorSpec
+        else ArgumentRow(f"{label} of {to}", _argument_text(x, number), False)
+        for label, x, number in zip(_labels(func, args, names), arguments(args, {}), numbers, strict=True)
+    ]
+
+
+def _without_tensors(x: Any) -> Any:
+    """Return what is shown of an argument: of a `Sharded` its layout, and of a list that of its entries."""
+    kind = type(x)
+    if kind is Sharded:
+        return x.spec
+    if kind in _NUMBERS:
+        return x
+    if kind is list or kind is tuple:
+        return [_without_tensors(each) for each in x]
+    return _Shown(x.dtype, x.shape) if isinstance(x, Tensor) else None
+
+
+def _labels(func: Any, args: list[Any], names: list[str]) -> Iterator[str]:
+    known = parameters(func)
+    places = [known[i] if i < len(known) else f"argument {i + 1}" for i in range(len(args) - len(names))]
+    for name, x in zip((*places, *names), args, strict=True):
+        if type(x) is list or type(x) is tuple:
+            yield from (f"{name}[{i}]" for i in range(len(x)))
+        else:
+            yield name
+
+
+def _argument_text(x: Any, number: int) -> str:
+    if type(x) in _NUMBERS:
+        return f", {x!r}"
+    kind = f", {describe(*x)}" if type(x) is _Shown else ""
+    return f"{kind}, {DIGEST} {number & (1 << 64) - 1:016x}"
+
 
 #: of each site: how often this rank has come, and the hash of what it has passed
 Table = dict[str, list[int]]

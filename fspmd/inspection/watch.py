@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from fspmd.errors import ArgumentError
 from fspmd.inspection.causes import Cause, Trace, trace
 from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
+from fspmd.messages import described
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
 from fspmd.redistribution.cost import Price, Topology, moves, price
 from fspmd.torch_internals import current_autograd_node, profiler
@@ -29,6 +31,12 @@ from fspmd.user_code import UserLine, line_of, user_frame, user_line
 _lock: Final = threading.Lock()
 _watchers: tuple[Watcher, ...] = ()
 _note: Note | None = None
+
+
+def check_seconds(caller: str, seconds: Any, otherwise: str = "") -> None:
+    """Raise an error for a time that is no number above 0."""
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ArgumentError(f"{caller} got seconds={described(seconds)}; give it a number above 0{otherwise}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.calls import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
-from fspmd.global_view.operands import places_of, tensors_of
+from fspmd.global_view.kernels import GlobalCall
+from fspmd.global_view.op_plan import places_of, tensors_of
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import joined, on_meta
@@ -263,7 +264,7 @@ class Recorder(DispatchMode):
         if writes(func):
             return args[0]
         operands = places_of(args, kwargs, self.graph.mesh)
-        outcome = on_meta(func, args, kwargs, operands)
+        outcome = on_meta(GlobalCall(func, args, kwargs, operands))
         if outcome is None:
             raise RecordError(
                 f"auto_spec cannot record {shown(func)}: its result depends on values; leave it out of the function"

@@ -17,11 +17,9 @@ from math import inf
 import torch
 from torch import Tensor
 
-from fspmd.layout_search import integer_program
 from fspmd.layout_search.call_layouts import CallChoice
-from fspmd.layout_search.cost_model import CostModel
-from fspmd.layout_search.elimination import Solved, TooWide, eliminate, order
-from fspmd.layout_search.symmetries import Ties, alike, renamed
+from fspmd.layout_search.cost_model import CostModel, Ties, alike, renamed
+from fspmd.layout_search.solvers import Solved, TooWide, eliminate, order, solve_integer_program
 from fspmd.spec import TensorSpec
 
 TIE = 1e-12  # µs for each byte: chooses the plan with the fewest bytes among equally quick plans
@@ -237,9 +235,9 @@ class Search:
         known: Sequence[LayoutPlan] = (),
         nodes: int | None = None,
     ) -> LayoutPlan | None:
-        """The cheapest plan by the integer program (`integer_program.solve`), with all its moves priced."""
+        """The cheapest plan by the integer program (`solve_integer_program`), with all its moves priced."""
         while True:
-            solution = integer_program.solve(self.model, price, kept, limit, [plan.chosen for plan in known], nodes)
+            solution = solve_integer_program(self.model, price, kept, limit, [plan.chosen for plan in known], nodes)
             if solution is None:
                 return None
             chosen, bound = solution

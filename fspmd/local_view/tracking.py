@@ -46,7 +46,7 @@ from fspmd.torch_internals import ENDED, level_of, transforms_active
 from fspmd.transport import known_values
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
-from fspmd.transport.rank_draws import draw_per_rank
+from fspmd.transport.simulation import draw_per_rank
 from fspmd.variance import (
     ATTRIBUTE,
     BORROWED,

@@ -19,9 +19,8 @@ from weakref import WeakSet, WeakValueDictionary
 
 from fspmd.cache import forget
 from fspmd.errors import AxisError, MeshError, ShapeError
-from fspmd.meshes.axes import check_different, check_names, infer_sizes, integers
+from fspmd.meshes.axes import RankMap, Ranks, check_different, check_names, infer_sizes, integers, same_map
 from fspmd.meshes.layout import Layout, compose, concat, fit, row_major
-from fspmd.meshes.ranks import RankMap, Ranks, same_map
 
 __all__ = ["Grid", "lay_out"]
 

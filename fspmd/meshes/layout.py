@@ -22,7 +22,7 @@ from itertools import repeat
 
 from fspmd.errors import ShapeError
 
-__all__ = ["Layout", "coalesce", "complement", "compose", "concat", "divide", "fit", "row_major"]
+__all__ = ["Layout", "compose", "concat", "fit", "row_major"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -180,11 +180,6 @@ def concat(*layouts: Layout) -> Layout:
     return Layout([n for a in layouts for n in a.shape], [d for a in layouts for d in a.stride])
 
 
-def coalesce(layout: Layout) -> Layout:
-    """The same function in the fewest modes, see :meth:`Layout.coalesce`."""
-    return layout.coalesce()
-
-
 def compose(outer: Layout, inner: Layout) -> Layout:
     """The layout of ``index -> outer(inner(index))``.
 
@@ -236,43 +231,6 @@ def _step_through(outer: Layout, count: int, step: int, room: list[int]) -> list
     room[i] -= (here - 1) * unit
     slower = _step_through(outer, count // here, math.prod(outer.shape[i:]), room)
     return None if slower is None else [*slower, (here, unit * outer.stride[i])]
-
-
-def complement(layout: Layout, size: int) -> Layout:
-    """What ``layout`` leaves out: sums of one offset of each give every integer below ``size`` once.
-
-    >>> complement(Layout(2, 3), 12)
-    Layout((2, 3):(6, 1))
-
-    Raises:
-        ShapeError: the layout repeats offsets, or its strides do not divide ``size`` into whole blocks.
-    """
-    modes: list[tuple[int, int]] = []
-    filled = 1
-    for step, count in sorted((step, count) for count, step in layout.modes if count > 1):
-        if step < filled or step % filled:
-            raise ShapeError(
-                f"complement({layout}, {size}): stride {step} is no multiple of {filled}, which smaller strides fill"
-            )
-        modes.append((step // filled, filled))
-        filled = count * step
-    if size % filled:
-        raise ShapeError(f"complement({layout}, {size}): {size} is no multiple of {filled}, which the layout spans")
-    modes.append((size // filled, filled))
-    return Layout([n for n, _ in reversed(modes)], [d for _, d in reversed(modes)]).coalesce()
-
-
-def divide(layout: Layout, tiler: Layout | int) -> tuple[Layout, Layout]:
-    """``(tile, rest)``: the layout's offsets under the tiler's indices, and from tile to tile.
-
-    >>> divide(Layout(12, 10), 3)  # tiles of 3
-    (Layout((3,):(10,)), Layout((4,):(30,)))
-
-    Raises:
-        ShapeError: the tiles do not cover the layout evenly.
-    """
-    tile = Layout(tiler) if isinstance(tiler, int) else tiler
-    return compose(layout, tile), compose(layout, complement(tile, layout.size))
 
 
 def fit(offsets: Iterable[int]) -> tuple[int, Layout] | None:

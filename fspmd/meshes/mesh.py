@@ -20,10 +20,9 @@ import torch
 from fspmd.errors import MeshError
 from fspmd.first_use import begin
 from fspmd.meshes import device_mesh, process_groups, world
-from fspmd.meshes.axes import check_names, check_ranks, check_sizes, integers
+from fspmd.meshes.axes import RankMap, Ranks, check_names, check_ranks, check_sizes, integers
 from fspmd.meshes.grid import Grid, lay_out
 from fspmd.meshes.layout import Layout, concat
-from fspmd.meshes.ranks import RankMap, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,8 +20,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, counted, described, quoted, refuse
 from fspmd.modules.paths import matches, near, prefixes
 from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput, Style, laid_out, several
-from fspmd.redistribution.redistribute import to_blocks
-from fspmd.redistribution.shared_moves import redistribute_once
+from fspmd.redistribution.redistribute import redistribute_once, to_blocks
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec
 from fspmd.user_code import wraps

@@ -89,8 +89,6 @@ def by_signature(
 
 def stand_in_order(local: Any, positional: int, names: tuple[str, ...]) -> bool:
     """Whether keyword arguments can be passed as positional ones, which is quicker, in all overloads."""
-    if not names:
-        return True
     end, agree = positional + len(names), False
     for before, after in _parameters_of(local):
         if len(before) >= end or not {*names}.isdisjoint((*before, *after)):

@@ -15,8 +15,8 @@ from fspmd.foreign import misfit, refuse_foreign, refuse_misfit
 from fspmd.local_view.measured_layouts import spec_of_blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
+from fspmd.placement.broadcast import source_of
 from fspmd.placement.scatter import check_leaves, description, scatter_from
-from fspmd.placement.source_rank import source_of
 from fspmd.redistribution.redistribute import borrowed_blocks, from_blocks, redistribute
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec, complain, short_dtype

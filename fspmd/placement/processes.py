@@ -18,9 +18,9 @@ from fspmd.local_view.measured_layouts import spec_of_layouts
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted
+from fspmd.placement.broadcast import hear_all
 from fspmd.placement.device_put import device_get, put
 from fspmd.placement.scatter import check_leaves
-from fspmd.placement.source_rank import hear_all
 from fspmd.sharded import Sharded
 from fspmd.spec import P
 from fspmd.transport import Options, transport_named

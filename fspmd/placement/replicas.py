@@ -21,7 +21,7 @@ from fspmd.inspection.replays import compare_replays, replay_hashes
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, groups_along, make_mesh
 from fspmd.messages import Failure, counted, described, refuse
-from fspmd.placement.source_rank import hear_all
+from fspmd.placement.broadcast import hear_all
 from fspmd.sharded import Sharded
 from fspmd.spec import describe
 from fspmd.transport import Options, transport_named

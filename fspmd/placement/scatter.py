@@ -14,9 +14,10 @@ from torch import Tensor
 from fspmd.errors import ArgumentError, SpecError, TreeError
 from fspmd.foreign import misfit
 from fspmd.inspection.watch import announce
+from fspmd.meshes.axes import place_at
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, described, holds_all_ranks, refuse
-from fspmd.placement.source_rank import Source
+from fspmd.placement.broadcast import Source
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, complain, describe
 from fspmd.transport import transport_named
@@ -43,11 +44,7 @@ class ScatterRoute:
 
     def coordinate(self, position: int) -> tuple[int, ...]:
         """The mesh coordinate of a position."""
-        coordinate = []
-        for size in reversed(tuple(self.spec.mesh.shape.values())):
-            position, index = divmod(position, size)
-            coordinate.append(index)
-        return tuple(reversed(coordinate))
+        return place_at(position, tuple(self.spec.mesh.shape.values()))
 
     def window(self, position: int) -> tuple[slice, ...]:
         """The slices of the global tensor that are the block of a position."""
@@ -233,7 +230,7 @@ def _scattered(row: AnnouncedLeaf, leaf: Any, source: Source) -> Any:
     x_full = leaf
     if leaf is None:
         x_full = torch.empty(0, dtype=row.dtype, device=mesh.device, requires_grad=row.has_gradient)
-    return Sharded(_Scatter.apply(x_full, route), spec)
+    return Sharded(_Scatter.apply(x_full, route, False), spec)
 
 
 def scatter(x_full: Tensor, route: ScatterRoute) -> Tensor:
@@ -277,22 +274,13 @@ def collect(block: Tensor, route: ScatterRoute) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_full: Tensor, route: ScatterRoute) -> Tensor:
-        ctx.route = route
-        return scatter(x_full, route)
+    """`scatter`, or `collect` if ``back``. Each is the gradient of the other."""
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Collect.apply(g, ctx.route), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Tensor, route: ScatterRoute) -> Tensor:
-        ctx.route = route
-        return collect(block, route)
+    def forward(ctx: Any, x: Tensor, route: ScatterRoute, back: bool) -> Tensor:
+        ctx.route, ctx.back = route, back
+        return (collect if back else scatter)(x, route)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        return _Scatter.apply(g, ctx.route), None
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return _Scatter.apply(g, ctx.route, not ctx.back), None, None

@@ -116,10 +116,10 @@ def _scattering_backward(steps: Sequence[Call], casts: tuple[str, ...]) -> tuple
 def casts(need: TensorSpec, axes: tuple[str, ...], gathered: frozenset[str] = frozenset()) -> tuple[Call, ...]:
     """Return the casts to varying over ``axes``, of which some were just ``gathered`` to reduced."""
     mesh = need.mesh
-    reduced = tuple(axis for axis in axes if axis in need.partition.reduced | gathered)
-    others = tuple(axis for axis in axes if axis not in reduced)
+    reduced = tuple([axis for axis in axes if axis in need.partition.reduced or axis in gathered])
+    others = tuple([axis for axis in axes if axis not in reduced])
     if mesh.transport == "simulation":
         rows = [("reduced_to_varying", reduced), ("invariant_to_varying", others)]
     else:  # each rank has its own block: the first cast does nothing, nor does the other where one rank has all
-        rows = [("invariant_to_varying", tuple(axis for axis in others if mesh.shape[axis] > 1))]
-    return tuple(call(name, mesh, over) for name, over in rows if over)
+        rows = [("invariant_to_varying", tuple([axis for axis in others if mesh.shape[axis] > 1]))]
+    return tuple([call(name, mesh, over) for name, over in rows if over])

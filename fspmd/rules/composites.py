@@ -18,9 +18,8 @@ from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import argument
 from fspmd.ops.traits import is_torch, name_of
 from fspmd.rules.attention import with_dropout
-from fspmd.rules.embeddings import EMBEDDINGS
 from fspmd.rules.grouped import grouped_mm
-from fspmd.rules.layers import multi_head_attention
+from fspmd.rules.layers import EMBEDDINGS, multi_head_attention
 from fspmd.rules.losses import ELEMENTWISE, LOSSES, WEIGHED, smoothed, smoothed_of_linear
 from fspmd.rules.normalizations import NORMALIZATIONS
 from fspmd.rules.softmaxes import cross_entropy, has_labels
@@ -317,7 +316,8 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 @cached
 def may_be_composite(func: Any) -> bool:
     """Whether `composite_of` may return a composite for a call of a function."""
-    return _is_function(func) and any(func in table or name_of(func) in table for table in (COMPOSITES, CHOICES))
+    name = name_of(func)
+    return any(func in table or name in table for table in (COMPOSITES, CHOICES)) and _is_function(func)
 
 
 def has_composite(func: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Contractions: functions that sum products, such as matmul."""
+"""Contractions, such as matmul, which sum products; and functions of trailing dims, batched over the leading ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from fspmd.rules.factors import NO_RULE, Factors, Rule, Shape, Whole, match, parse
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, Whole, match, parse
 from fspmd.rules.halos import near
 
 _MATMUL: Final = {
@@ -96,3 +96,43 @@ def with_added(text: str, place: int) -> Rule:
         return factors._replace(operands=operands, added=frozenset({place}))
 
     return rule
+
+
+def batched(*trailing: int) -> Rule:
+    """Return a rule in which ``trailing`` dims of each operand must be whole, and the leading dims broadcast.
+
+    The last number also holds for all further operands.
+    """
+
+    def rule(whole: Whole) -> Factors:
+        counts = [*trailing, *(trailing[-1],) * len(whole.shapes)][: len(whole.shapes)]
+        if any(len(shape) < count for shape, count in zip(whole.shapes, counts, strict=True)):
+            return NO_RULE
+        text = ", ".join("... " + " ".join(f"[{i}.{k}]" for k in range(n)) for i, n in enumerate(counts))
+        batch = match(parse(f"{text} -> ..."), whole.shapes)
+        return batch._replace(results=tuple((*batch.results[0], *_whole_dims(whole, i, batch)) for i in _each(whole)))
+
+    return rule
+
+
+def solved(whole: Whole) -> Factors:
+    """The rule of ``linalg.solve``: the columns of the right-hand side may be sharded (rows if ``left=False``)."""
+    left, (a, b) = whole.argument(2, "left", True), whole.shapes
+    vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
+    out, given = ("... 1", "... [p]") if vectors else ("... 1 k", "... [p] k") if left else ("... k 1", "... k [p]")
+    return match(parse(f"... [n] [m], {given} -> {out}, ... 1 1, ... 1, ..."), whole.shapes)
+
+
+def _each(whole: Whole) -> range:
+    return range(len(whole.results))
+
+
+def _whole_dims(whole: Whole, result: int, batch: Factors) -> Dims:
+    return (None,) * (len(whole.results[result]) - len(batch.results[0]))
+
+
+def gathered(whole: Whole) -> Factors:
+    """The rule of a function that takes whole operands: no dim may be sharded."""
+    return Factors(
+        tuple((None,) * len(shape) for shape in whole.shapes), tuple((None,) * len(shape) for shape in whole.results)
+    )

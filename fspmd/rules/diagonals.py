@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.entries import entry_axes
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import Dims, Factors, Whole
-from fspmd.rules.gather_scatter import check_source
+from fspmd.rules.lookups import check_source
 from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
 from fspmd.spec import TensorSpec
 from fspmd.transport.carriers import as_words

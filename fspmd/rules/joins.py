@@ -1,6 +1,9 @@
-"""Slices, joins and shifts along sharded dims: each rank fetches the rows of its new block that it lacks.
+"""Slices, joins, shifts and reshapes along sharded dims: each rank fetches the rows of its new block that it lacks.
 
 An int index takes a row that one rank has. The result is a pending sum, and nothing moves.
+
+A reshape moves elements if a sharded dim is not the first of its group, or if blocks change. The elements of a group of
+dims are split into rows, as long as the boundaries of all blocks allow.
 """
 
 from __future__ import annotations
@@ -8,16 +11,20 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fspmd.entries import entry_axes
 from fspmd.rules.bodies import Bodied, Site
-from fspmd.rules.regroups import regrouped
+from fspmd.rules.views import groups
 from fspmd.rules.windows import (
     Places,
     block_places,
+    exchanged,
     fetched,
     in_pieces,
     moved_in_turn,
@@ -28,6 +35,80 @@ from fspmd.rules.windows import (
     still,
     taken,
 )
+from fspmd.spec import TensorSpec
+from fspmd.transport.carriers import where
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeats:
+    """The blocks of a group of dims, in its elements: ``times`` periods of ``width`` elements, each cut into parts."""
+
+    times: int
+    width: int
+    parts: tuple[tuple[int, int], ...]  # (offset, length) of each block in a period
+    sizes: tuple[int, ...]  # of the dims of a block; -1 for the cut dim
+
+    @classmethod
+    def of(cls, site: Site, spec: TensorSpec, dims: Sequence[int], axes: tuple[str, ...], key: int) -> _Repeats:
+        sizes = [spec.shape[d] for d in dims]
+        place = next(i for i, d in enumerate(dims) if entry_axes(spec.partition[d]) == axes)
+        inner = prod(sizes[place + 1 :])
+        parts = tuple((start * inner, length * inner) for start, length in site.blocks(sizes[place], key))
+        width = sizes[place] * inner
+        sizes[place] = -1
+        return cls(prod(sizes[:place]), width, parts, tuple(sizes))
+
+    @property
+    def unit(self) -> int:
+        """The greatest length that divides all offsets and lengths of blocks."""
+        return gcd(self.width, *(start for start, _ in self.parts))
+
+    def rows(self, unit: int, at: int) -> Tensor:
+        """Return the rows of ``unit`` elements that a block has, in order."""
+        start, length = self.parts[at]
+        within = torch.arange(start // unit, (start + length) // unit)
+        return (torch.arange(self.times)[:, None] * (self.width // unit) + within).flatten()
+
+
+def regrouped(site: Site, x: Tensor, source: Sequence[int], target: Sequence[int], shift: int = 0) -> Tensor:
+    """Reshape the dims ``source`` into the dims ``target``; ``shift``: all elements first move on by so many places."""
+    before, after, at = site.operands[0], site.results[0], target[0]
+    flat = x.flatten(at, at + len(source) - 1)
+    sizes: Sequence[int] = [after.shape[d] for d in target]
+    if (cut := next((d for d in source if before.partition[d] is not None), None)) is not None:
+        axes = site.axes[cut]
+        old, new = (_Repeats.of(site, spec, dims, axes, cut) for spec, dims in ((before, source), (after, target)))
+        unit, count = gcd(old.unit, new.unit, shift), old.times * old.width
+        sizes = new.sizes
+        if not site.once(("aligned", at), lambda: not shift and _alike(old, new, unit)):
+            flat = exchanged(
+                site,
+                ("rows", at),
+                flat.unflatten(at, (-1, unit)),
+                at,
+                axes,
+                lambda at: old.rows(unit, at),
+                lambda at: (new.rows(unit, at) - shift // unit) % (count // unit),
+            ).flatten(at, at + 1)
+    out: Tensor = flat.unflatten(at, sizes)
+    return out
+
+
+def _alike(old: _Repeats, new: _Repeats, unit: int) -> bool:
+    return all(torch.equal(old.rows(unit, at), new.rows(unit, at)) for at in range(len(old.parts)))
+
+
+@passing
+def reshape(site: Site, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The body of reshapes: group by group; dims of size 1 appear or vanish."""
+    for source, target in groups(site.operands[0].shape, site.results[0].shape):
+        if not target:
+            x = x.squeeze(len(x.shape) - (len(site.operands[0].shape) - source[0]))
+        elif not source:
+            x = x.unsqueeze(target[0])
+        elif len(source) > 1 or len(target) > 1:
+            x = regrouped(site, x, source, target)
+    return x
 
 
 def _size(site: Site, d: int) -> int:
@@ -194,19 +275,8 @@ def pad(site: Site, x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
             outside = functools.partial(_outside, rows, site.blocks(after, d))
             empty = per_rank(site, ("empty", d), site.axes[d], outside)
             filling = torch.full((), value, dtype=x.dtype, device=x.device)
-            x = _chosen(empty.view(-1, *(1,) * (x.dim() - 1 - d)), filling, x)
+            x = where(empty.view(-1, *(1,) * (x.dim() - 1 - d)), filling, x)
     return torch.constant_pad_nd(x, local, value)
-
-
-def _chosen(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """``torch.where``, also for unsigned integers, which torch 2.11 does not take: on their bits."""
-    signed = _SIGNED.get(y.dtype)
-    if signed is None:
-        return torch.where(condition, x, y)
-    return torch.where(condition, x.view(signed), y.view(signed)).view(y.dtype)
-
-
-_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def _mirrored(before: int, behind: int, size: int, i: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Layers of torch: multi-head attention, with separate dims for batch and heads, and recurrent layers.
+"""Layers of torch: embeddings, multi-head attention, with separate dims for batch and heads, and recurrent layers.
+
+Embeddings are calls of other functions where torch's own cannot run on blocks, or an option is about gradients.
 
 torch flattens batch and heads into one dim, along which heads cannot be sharded. Here queries, keys and values are
 [B, H, S, K] throughout, so batch and heads stay sharded. In a recurrent layer (``nn.LSTM``, ``nn.GRU``, ``nn.RNN``)
@@ -7,16 +9,127 @@ each rank runs the sequences of its part of the batch.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import optree
 import torch
 from torch.nn import functional as F
 
+from fspmd.errors import ArgumentError
+from fspmd.ops.linearity import argument
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import NO_RULE, Dims, Factors, Whole
 from fspmd.rules.windows import still
+from fspmd.sharded import Sharded
+
+
+def _renormed(
+    places: Any,
+    table: Any,
+    padding_idx: Any = None,
+    max_norm: float = 1.0,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    """``F.embedding`` with ``max_norm``: first scales down the rows that are looked up, in place."""
+    with torch.no_grad():
+        norms = torch.linalg.vector_norm(table, norm_type, dim=1)
+        used = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, places.flatten(), True)
+        table.mul_(torch.where(used & (norms > max_norm), max_norm / (norms + 1e-7), 1.0)[:, None])
+    return F.embedding(places, table, padding_idx, None, norm_type, *args, **kw)
+
+
+def _indexed(places: Any, table: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Any:
+    """``F.embedding`` as an index of the table, where some block is empty.
+
+    torch's own has no second derivatives without indices, and on a GPU its gradient writes past a table of no columns.
+    """
+    ints, rows = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (places, table))
+    F.embedding(ints, rows, padding_idx)  # raises what torch does
+    size = table.shape[0]
+    padding = None if padding_idx is None else places == padding_idx % size
+    out = table[(torch.where(places < 0, size, places),)]  # a negative index is out of range
+    return out if padding is None else torch.where(padding[..., None], out.detach(), out)
+
+
+def _scaled(
+    places: Any,
+    table: Any,
+    padding_idx: int | None = None,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """``F.embedding`` with options of the gradient.
+
+    With ``scale_grad_by_freq`` the gradient of a row is divided by the number of its look-ups on all ranks.
+    """
+    followed = torch.is_grad_enabled() and table.requires_grad
+    if sparse:
+        _refuse_sparse_gradient("embedding", table)
+    out = F.embedding(places, table, padding_idx)
+    if not scale_grad_by_freq or not followed:
+        return out
+    with torch.no_grad():
+        counts = torch.zeros_like(table[:, 0], dtype=torch.int64)
+        counts = counts.index_put((places,), torch.ones_like(counts[0]), accumulate=True)[(places,)]
+    out = out.clone()
+    out.register_hook(lambda gradient: gradient / counts[..., None])
+    return out
+
+
+def _refuse_sparse_gradient(name: str, table: Any) -> None:
+    if torch.is_grad_enabled() and table.requires_grad:
+        raise ArgumentError(
+            f"{name}() got sparse=True for {table!r}, but gradients of Sharded values are dense; leave sparse=True "
+            "out, or give it a weight that requires no gradient"
+        )
+
+
+def _sparse_bag(func: Any, place: int, *args: Any, sparse: bool = True, **kwargs: Any) -> Any:
+    """An embedding bag with ``sparse=True``, which is about gradients and is refused if there are any."""
+    _refuse_sparse_gradient("embedding_bag", args[1 if func is F.embedding_bag else 0])
+    return func(*args[:place], *(False for _ in args[place : place + 1]), *args[place + 1 :], **kwargs)
+
+
+def _table_first(composite: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a composite of ``F.embedding`` for ``torch.embedding``, which takes the table first."""
+
+    def embedding(weight: Any, indices: Any, padding_idx: int = -1, *options: Any, **named: Any) -> Any:
+        padding = padding_idx if padding_idx >= 0 else None
+        return composite(indices, weight, padding, None, 2.0, *options, **named)
+
+    return embedding
+
+
+def _embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    if func is F.embedding and argument(args, kwargs, 3, "max_norm", None) is not None:
+        return _renormed
+    indexed, scaled, options = _indexed, _scaled, 5
+    if func is not F.embedding:
+        indexed, scaled, options = _table_first(_indexed), _table_first(_scaled), 3
+    if any(args[options:]) or kwargs.get("scale_grad_by_freq") or kwargs.get("sparse"):
+        return scaled
+    operands = (*args[:2], *kwargs.values())
+    # if some rank has no indices, or nothing of the table
+    return indexed if any(isinstance(x, Sharded) and x.spec.thinnest == 0 for x in operands) else None
+
+
+def _bag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    place = 7 if func is F.embedding_bag else 5
+    return functools.partial(_sparse_bag, func, place) if argument(args, kwargs, place, "sparse", False) else None
+
+
+#: torch function -> its composite for the arguments of a call, or None
+EMBEDDINGS: Final[dict[Any, Callable[..., Callable[..., Any] | None]]] = {
+    **dict.fromkeys((F.embedding, torch.embedding), _embedding),
+    **dict.fromkeys((F.embedding_bag, torch.embedding_bag), _bag),
+}
 
 
 def multi_head_attention(

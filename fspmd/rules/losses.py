@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.errors import ShapeError
-from fspmd.rules.batches import gathered
+from fspmd.rules.contractions import gathered
 from fspmd.rules.factors import Factors, Whole, match, parse
 from fspmd.rules.reductions import along
 from fspmd.rules.softmaxes import reduction_of

@@ -62,21 +62,6 @@ def _normed(
     return (out if shift is None else out + shift.view(shape)).to(x.dtype), mean, var
 
 
-def _torch_batch_norm(
-    x: Any,
-    weight: Any,
-    bias: Any,
-    running_mean: Any,
-    running_var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    _: bool,
-) -> Any:
-    """``torch.batch_norm``, whose arguments are in another order."""
-    return _batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-
-
 def _check_batch(shape: tuple[int, ...]) -> None:
     """Raise torch's error for one value per channel, which has no variance."""
     if math.prod(shape) == shape[1]:
@@ -156,11 +141,11 @@ def _instance_norm(
     return _per_channel(F.layer_norm(x, tuple(x.shape[2:]), eps=eps), weight, bias)
 
 
-def _torch_instance_norm(
-    x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use: bool, momentum: float, eps: float, _: bool
-) -> Any:
-    """``torch.instance_norm``, whose arguments are in another order."""
-    return _instance_norm(x, running_mean, running_var, weight, bias, use, momentum, eps)
+def _by_place(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a norm for ``torch.batch_norm`` or ``torch.instance_norm``, whose arguments are in another order."""
+    return lambda x, weight, bias, mean, var, flag, momentum, eps, _: norm(
+        x, mean, var, weight, bias, flag, momentum, eps
+    )
 
 
 def _norm_and_moments(
@@ -196,10 +181,10 @@ def _norm_with_update(
 #: torch function, or name of functions -> composite
 NORMALIZATIONS: Final[dict[Any, Callable[..., Any]]] = {
     F.batch_norm: _batch_norm,
-    torch.batch_norm: _torch_batch_norm,
+    torch.batch_norm: _by_place(_batch_norm),
     "group_norm": _group_norm,
     F.instance_norm: _instance_norm,
-    torch.instance_norm: _torch_instance_norm,
+    torch.instance_norm: _by_place(_instance_norm),
     "native_batch_norm": _norm_and_moments,
     "_native_batch_norm_legit": _legit_norm,
     "_batch_norm_with_update": _norm_with_update,

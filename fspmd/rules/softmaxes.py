@@ -7,6 +7,7 @@ constant. The gradient is ``softmax(x) - one_hot(t)``; each rank computes it for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from fspmd.collectives import pmax, psum
 from fspmd.rules.bodies import Bodied, BodyLayout, Dim, Site, dims_of, padded, reducing, widened
 from fspmd.rules.factors import Factors, Whole
-from fspmd.rules.gather_scatter import filled, in_block, own
+from fspmd.rules.lookups import filled, in_block, own
 from fspmd.sharded import call_torch
 
 
@@ -41,41 +42,36 @@ def _shifted(site: Site, x: Tensor, dim: int | None, options: tuple[Any, ...]) -
     return x, psum(x.exp().sum(d, keepdim=True), site.over((d,)))
 
 
-@reducing(2, 1)
-def softmax(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
-    """The body of ``softmax``: two all-reduces of one number per row forward, one backward."""
-    x, total = _shifted(site, x, dim, (*options, *named.values()))
-    return (x.exp() / total).to(site.results[0].dtype)
+def _softmax(finish: Callable[[Tensor, Tensor], Tensor]) -> Bodied:
+    """Return a body with two all-reduces of one number per row forward, and one backward.
+
+    ``finish`` takes the shifted elements, and the sum of their exponentials.
+    """
+
+    def body(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
+        return finish(*_shifted(site, x, dim, (*options, *named.values()))).to(site.results[0].dtype)
+
+    return reducing(2, 1)(body)
 
 
-@reducing(1)
-def softmax_backward(site: Site, grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The gradient of `softmax`, given its result: one all-reduce of one number per row forward, one backward."""
-    weighed = widened(grad) * output
-    total = psum(weighed.sum(dim, keepdim=True), site.over((dim % grad.dim(),)))
-    return (weighed - output * total).to(dtype)
+softmax = _softmax(lambda x, total: x.exp() / total)
+log_softmax = _softmax(lambda x, total: x - total.log())
+#: zeros where all elements are minus infinity
+safe_softmax = _softmax(lambda x, total: x.exp() / total.where(total != 0, 1))
 
 
-@reducing(1)
-def log_softmax_backward(site: Site, grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The same for `log_softmax`."""
-    grad = widened(grad)
-    total = psum(grad.sum(dim, keepdim=True), site.over((dim % grad.dim(),)))
-    return (grad - output.exp() * total).to(dtype)
+def _softmax_backward(in_log: bool) -> Bodied:
+    """Return the gradient of a softmax, given its result: one all-reduce of one number per row, also backward."""
+
+    def body(site: Site, grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        weighed = widened(grad) if in_log else widened(grad) * output
+        total = psum(weighed.sum(dim, keepdim=True), site.over((dim % grad.dim(),)))
+        return (weighed - (output.exp() if in_log else output) * total).to(dtype)
+
+    return reducing(1)(body)
 
 
-@reducing(2, 1)
-def safe_softmax(site: Site, x: Tensor, dim: int, *options: Any, **named: Any) -> Tensor:
-    """As `softmax`, but zeros where all elements are minus infinity."""
-    x, total = _shifted(site, x, dim, (*options, *named.values()))
-    return (x.exp() / total.where(total != 0, 1)).to(site.results[0].dtype)
-
-
-@reducing(2, 1)
-def log_softmax(site: Site, x: Tensor, dim: int | None = None, *options: Any, **named: Any) -> Tensor:
-    """The body of ``log_softmax``: two all-reduces of one number per row forward, one backward."""
-    x, total = _shifted(site, x, dim, (*options, *named.values()))
-    return (x - total.log()).to(site.results[0].dtype)
+softmax_backward, log_softmax_backward = _softmax_backward(False), _softmax_backward(True)
 
 
 @reducing(2, 0)

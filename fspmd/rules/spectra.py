@@ -47,13 +47,17 @@ def _gathered_once(x: Any, dims: Sequence[int]) -> Any:
     return call_torch(gathered_along, (x, list(dims)))
 
 
-def _check(function: Callable[..., Any], x: Any, *args: Any) -> None:
-    """Raise torch's error for these arguments, if there is one."""
+def _places_and_sizes(name: str, x: Any, s: Any, dim: Any, norm: Any) -> tuple[list[int], list[int]]:
+    """Return the dims of a transform and their sizes, -1 for the size of x. Arguments that torch refuses raise."""
     try:
-        function(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args)
+        getattr(torch.fft, name)(torch.empty(x.shape, dtype=x.dtype, device="meta"), s, dim, norm)
     except RuntimeError as error:
         if not str(error).startswith("setStorage"):  # torch 2.11 fails so on the meta device if dims are out of order
             raise
+    s, dim = ((v,) if isinstance(v, int) else v for v in (s, dim))
+    dims = range(-(x.dim() if s is None else len(s)), 0) if dim is None else dim
+    places = [d % x.dim() for d in dims]
+    return places, [-1] * len(places) if s is None else list(s)
 
 
 def _along_each(name: str, default: tuple[int, ...] | None) -> Callable[..., Any]:
@@ -61,15 +65,11 @@ def _along_each(name: str, default: tuple[int, ...] | None) -> Callable[..., Any
     along = torch.fft.ifft if name.startswith("i") else torch.fft.fft
 
     def transform(x: Any, s: Any = None, dim: Any = default, norm: Any = None) -> Any:
-        _check(getattr(torch.fft, name), x, s, dim, norm)
-        s, dim = ((v,) if isinstance(v, int) else v for v in (s, dim))
-        dims = range(-(x.dim() if s is None else len(s)), 0) if dim is None else dim
-        places = [d % x.dim() for d in dims]
-        sizes = [None] * len(places) if s is None else [None if n == -1 else n for n in s]
+        places, sizes = _places_and_sizes(name, x, s, dim, norm)
         x = _gathered_once(x, places)
         steps = sorted(zip(places, sizes, strict=True), key=lambda step: bool(x.spec.partition[step[0]]))
         for d, n in steps:
-            x = along(x, n, d, norm)
+            x = along(x, None if n == -1 else n, d, norm)
         return x
 
     return transform
@@ -85,11 +85,7 @@ def _of_reals(name: str) -> Callable[..., Any]:
     others = getattr(torch.fft, "ifftn" if name.startswith("i") else "fftn")
 
     def transform(x: Any, s: Any = None, dim: Any = (-2, -1) if two else None, norm: Any = None) -> Any:
-        _check(getattr(torch.fft, name), x, s, dim, norm)
-        s, dim = ((v,) if isinstance(v, int) else v for v in (s, dim))
-        dims = range(-(x.dim() if s is None else len(s)), 0) if dim is None else dim
-        *places, end = [d % x.dim() for d in dims]
-        *sizes, length = [-1] * (len(places) + 1) if s is None else s
+        (*places, end), (*sizes, length) = _places_and_sizes(name, x, s, dim, norm)
         for d, n in zip(places, sizes, strict=True):
             x = x.narrow(d, 0, n) if -1 < n < x.shape[d] else x
         x = _gathered_once(x, [*places, end])

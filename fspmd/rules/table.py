@@ -17,41 +17,38 @@ from fspmd.ops.traits import is_tagged, is_torch, name_of, plain_name
 from fspmd.rules import (
     attention,
     diagonals,
-    gather_scatter,
     halos,
     joins,
     layers,
     lookups,
-    norms,
     pools,
     reductions,
-    regroups,
     softmaxes,
-    variances,
     views,
 )
-from fspmd.rules.batches import batched, gathered, solved
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import has_composite
 from fspmd.rules.contractions import (
+    batched,
     convolution,
     convolution_of_blocks,
     distances,
     distances_within,
     einsum,
+    gathered,
     matmul,
+    solved,
     with_added,
 )
-from fspmd.rules.extremes import EXTREMES
+from fspmd.rules.extremes import EXTREMES, SCANS
 from fspmd.rules.factors import Rule, elementwise, elementwise_over, notation
 from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import ELEMENTWISE, alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.normalizations import sums_of_groups
 from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, Kinds, free
-from fspmd.rules.reductions import extreme, mean_of_blocks, over
+from fspmd.rules.reductions import max_or_min, mean_of_blocks, over
 from fspmd.rules.resizes import RESIZES
-from fspmd.rules.scans import SCANS
 from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
 from fspmd.rules.spectra import SPECTRA, gathered_along
 from fspmd.rules.views import joined, parts, permuted
@@ -169,19 +166,19 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "einsum": Row(einsum),
     "linalg_cross": Row(elementwise_over(2, "dim", -1)),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
-    "_cdist_forward": Row(distances, body=norms.distances),
-    "_pdist_forward": Row(distances_within, body=norms.distances_within),
+    "_cdist_forward": Row(distances, body=reductions.distances_body),
+    "_pdist_forward": Row(distances_within, body=reductions.distances_within_body),
     "bilinear": Row(with_added("... i, ... j, o i j -> ... o", 3), empty=False),
     "_trilinear": Row(gathered),
     "sum": Row(reductions.summed),
     "mean": Row(reductions.summed, local=mean_of_blocks),
     **{name: Row(over()) for name in _names("median nanmedian")},
     "count_nonzero": Row(reductions.summed),
-    "prod": Row(reductions.product, local=reductions.product_of_blocks, body=norms.prod),
-    **{name: Row(over(), body=body) for name, body in norms.COUNTS.items()},
-    "linalg_vector_norm": Row(over(2, "dim"), body=norms.vector_norm),
+    "prod": Row(reductions.product_rule, local=reductions.product_of_blocks, body=reductions.prod_body),
+    **{name: Row(over(), body=body) for name, body in reductions.COUNTS.items()},
+    "linalg_vector_norm": Row(over(2, "dim"), body=reductions.vector_norm),
     **{name: Row(over(), body=EXTREMES[name]) for name in _names("amax amin aminmax argmax argmin")},
-    **{name: Row(extreme, body=EXTREMES[name]) for name in _names("max min")},
+    **{name: Row(max_or_min, body=EXTREMES[name]) for name in _names("max min")},
     "topk": Row(over(2, "dim", -1), body=EXTREMES["topk"]),
     **{name: Row(over(*where), local=SPECTRA.get(name)) for name, where in _ALONG.items()},
     **{name: Row(over(kept=True), kept=True, body=softmaxes.softmax) for name in _names("softmax _softmax")},
@@ -199,17 +196,17 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "tril": Row(views.triangle, body=joins.tril),
     "triu": Row(views.triangle, body=joins.triu),
     **{name: Row(views.unfolded, local=views.unfold, body=joins.unfold) for name in _names("unfold unfold_copy")},
-    **{name: Row(over(), body=body) for name, body in variances.MOMENTS.items()},
-    "layer_norm": Row(reductions.layer_norm, kept=True, body=variances.layer_norm),
-    "native_layer_norm": Row(reductions.layer_norm, body=variances.native_layer_norm),
-    "rms_norm": Row(reductions.layer_norm, kept=True, body=variances.rms_norm),
-    "embedding": Row(lookups.torch_embedding, body=gather_scatter.torch_embedding),
+    **{name: Row(over(), body=body) for name, body in reductions.MOMENTS.items()},
+    "layer_norm": Row(reductions.layer_norm_rule, kept=True, body=reductions.layer_norm),
+    "native_layer_norm": Row(reductions.layer_norm_rule, body=reductions.native_layer_norm),
+    "rms_norm": Row(reductions.layer_norm_rule, kept=True, body=reductions.rms_norm),
+    "embedding": Row(lookups.torch_embedding, body=lookups.torch_embedding_body),
     **{name: Row(permuted(views.transposed)) for name in _names("transpose transpose_copy swapaxes swapdims")},
     **{name: Row(permuted(views.in_order)) for name in _names("permute permute_copy")},
     **{name: Row(permuted(views.moved)) for name in _names("movedim moveaxis")},
     **{name: Row(permuted(views.last_swapped)) for name in _names("t mT mH t_copy")},
     **{name: Row(permuted(views.reversed_dims)) for name in _names("T H")},
-    **{name: Row(views.reshaped, blocks=views.reshape_blocks, body=regroups.reshape, as_is=True) for name in _RESHAPES},
+    **{name: Row(views.reshaped, blocks=views.reshape_blocks, body=joins.reshape, as_is=True) for name in _RESHAPES},
     **{name: Row(views.squeezed, blocks=views.reshape_blocks) for name in _names("squeeze squeeze_copy")},
     **{name: Row(views.unsqueezed) for name in _names("unsqueeze unsqueeze_copy")},
     **{name: Row(views.expanded, blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
@@ -227,8 +224,8 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(diagonals.diagonal, body=diagonals.take) for name in _names("diagonal diagonal_copy")},
     "diag_embed": Row(diagonals.embedded, body=diagonals.embed),
     "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
-    "slice_scatter": Row(gather_scatter.slice_scattered, body=gather_scatter.set_slice),
-    "select_scatter": Row(gather_scatter.select_scattered, body=gather_scatter.set_row),
+    "slice_scatter": Row(lookups.slice_scattered, body=lookups.set_slice),
+    "select_scatter": Row(lookups.select_scattered, body=lookups.set_row),
     "renorm": Row(reductions.all_but(2, "dim")),
     "select": Row(parts(1, "dim", gone=True), body=joins.select),
     **{name: Row(parts(1, "dim", gone=True)) for name in _names("unbind unbind_copy")},
@@ -260,25 +257,25 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "col2im": Row(halos.folded, empty=False, body=halos.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     **{name: Row(layers.sequences, free=NONE, empty=False, body=body) for name, body in layers.LAYERS.items()},
-    "gather": Row(lookups.gather, body=gather_scatter.gather, weighs=True),
+    "gather": Row(lookups.gather, body=lookups.gather_body, weighs=True),
     **{
-        name: Row(lookups.scatter, body=gather_scatter.setting(getattr(torch, name)), sets=name != "scatter_reduce")
+        name: Row(lookups.scatter, body=lookups.setting(getattr(torch, name)), sets=name != "scatter_reduce")
         for name in _SCATTERS
     },
-    "index_select": Row(lookups.select, body=gather_scatter.index_select),
+    "index_select": Row(lookups.select, body=lookups.index_select_body),
     **{
         name: Row(
             lookups.put_slices,
-            body=gather_scatter.setting(getattr(torch, name)),
+            body=lookups.setting(getattr(torch, name)),
             weighs=True,
             sets=name != "index_reduce",
         )
         for name in _SLICE_WRITES
     },
-    "index_fill": Row(lookups.put_slices, body=gather_scatter.setting(torch.index_fill, wraps=True), sets=True),
-    **{name: Row(lookups.index, body=gather_scatter.index) for name in _names("index _unsafe_index")},
+    "index_fill": Row(lookups.put_slices, body=lookups.setting(torch.index_fill, wraps=True), sets=True),
+    **{name: Row(lookups.index, body=lookups.index_body) for name in _names("index _unsafe_index")},
     **{
-        name: Row(lookups.index_put, body=gather_scatter.index_put, sets=True)
+        name: Row(lookups.index_put, body=lookups.index_put_body, sets=True)
         for name in _names("index_put _unsafe_index_put")
     },
     "take": Row(lookups.take_by_element),
@@ -304,7 +301,7 @@ def _rows(by_dims: dict[str, Row]) -> dict[str, Row]:
 ROWS: Final = _rows(_BY_DIMS)
 #: rows by function, for functions that share a name with another
 _BY_FUNCTION: Final[dict[Any, Row]] = {
-    F.embedding: Row(lookups.embedding, body=gather_scatter.embedding),
+    F.embedding: Row(lookups.embedding, body=lookups.embedding_body),
     F.embedding_bag: Row(lookups.embedding_bag, empty=False),
     torch.ops.aten.view.dtype: Row(views.bits),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -228,12 +228,35 @@ def indexed(whole: Whole) -> Factors:
     return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=ints, whole=frozenset(cut) | ints, near=ints)
 
 
-def sliced(whole: Whole) -> Factors:
-    """The rule of ``slice``: the dim must be whole unless all of it is taken."""
-    dim = whole.argument(1, "dim", 0) % whole.ndim
-    every = tuple(range(whole.ndim))
-    cut = () if whole.results[0] == whole.shapes[0] else (dim,)
-    return Factors((every,), (every,), whole=frozenset(cut))
+def keeping(dims: Callable[[Whole], Iterable[int]]) -> Rule:
+    """Return the rule of a function of one operand whose result has the same dims. Those of ``dims`` must be whole."""
+
+    def rule(whole: Whole) -> Factors:
+        every = tuple(range(whole.ndim))
+        return Factors((every,), (every,), whole=frozenset(dims(whole)))
+
+    return rule
+
+
+def _sliced_dims(whole: Whole) -> tuple[int, ...]:
+    return () if whole.results[0] == whole.shapes[0] else (whole.argument(1, "dim", 0) % whole.ndim,)
+
+
+def _padded_dims(whole: Whole) -> list[int]:
+    return [whole.ndim - 1 - i // 2 for i, size in enumerate(whole.argument(1, "pad")) if size]
+
+
+def _flipped_dims(whole: Whole) -> list[int]:
+    dims = whole.argument(1, "dims")
+    touched = whole.dims(1, "dims") if isinstance(dims, int) or dims else ()
+    return [d for d in touched if whole.ndim and whole.shapes[0][d] > 1]
+
+
+sliced, padded, flipped = keeping(_sliced_dims), keeping(_padded_dims), keeping(_flipped_dims)
+#: channels must be whole
+shuffled = keeping(lambda _: (1,))
+#: the rule of ``tril`` and ``triu``: the last two dims must be whole
+triangle = keeping(lambda whole: range(max(0, whole.ndim - 2), whole.ndim))
 
 
 def repeated(whole: Whole) -> Factors:
@@ -242,12 +265,6 @@ def repeated(whole: Whole) -> Factors:
     new, every = len(after) - len(before), tuple(range(len(before)))
     grown = frozenset(d for d in every if before[d] != after[d + new])
     return Factors((every,), ((*(None,) * new, *every),), whole=grown)
-
-
-def padded(whole: Whole) -> Factors:
-    """The rule of ``pad``: dims that are padded must be whole."""
-    pad, every = whole.argument(1, "pad"), tuple(range(whole.ndim))
-    return Factors((every,), (every,), whole=frozenset(whole.ndim - 1 - i // 2 for i, size in enumerate(pad) if size))
 
 
 def wrapped(whole: Whole) -> Factors:
@@ -293,18 +310,6 @@ def roll_blocks(shape: Shape, x: Tensor, shifts: int | Sequence[int], dims: int 
     return x.roll([*moved.values()], [*moved]) if moved else x.clone()
 
 
-def shuffled(whole: Whole) -> Factors:
-    """The rule of ``channel_shuffle``: channels must be whole."""
-    every: Dims = tuple(range(whole.ndim))
-    return Factors((every,), (every,), whole=frozenset({1}))
-
-
-def triangle(whole: Whole) -> Factors:
-    """The rule of ``tril`` and ``triu``: the last two dims must be whole."""
-    every: Dims = tuple(range(whole.ndim))
-    return Factors((every,), (every,), whole=frozenset(range(max(0, whole.ndim - 2), whole.ndim)))
-
-
 def unfolded(whole: Whole) -> Factors:
     """The rule of ``unfold``: the dim of the windows must be whole. The elements of a window are a new dim."""
     every: Dims = tuple(range(whole.ndim))
@@ -322,14 +327,6 @@ def unfolded(whole: Whole) -> Factors:
 def unfold(_: Shape, x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     """Run ``unfold`` on blocks. Windows of one element work for empty blocks too, which torch refuses."""
     return x.unsqueeze(-1) if size == step == 1 and x.dim() else x.unfold(dimension, size, step)
-
-
-def flipped(whole: Whole) -> Factors:
-    """The rule of ``flip``: dims that are flipped must be whole."""
-    every: Dims = tuple(range(whole.ndim))
-    dims = whole.argument(1, "dims")
-    touched = whole.dims(1, "dims") if isinstance(dims, int) or dims else ()
-    return Factors((every,), (every,), whole=frozenset(d for d in touched if every and whole.shapes[0][d] > 1))
 
 
 def parts(place: int, name: str, *, gone: bool = False, copied: bool = False) -> Rule:

@@ -102,7 +102,8 @@ def exchanged(
 ) -> Tensor:
     """Move the rows of a dim: the rank at place ``at`` has the rows ``old_rows(at)``, and gets ``new_rows(at)``.
 
-    ``old_rows`` are in ascending order. If each rank has its new rows already, nothing moves.
+    ``old_rows`` are in ascending order. If each rank has its new rows already, nothing moves; the result is a view of x
+    if their order does not change.
     """
 
     def made() -> Call | None:
@@ -117,34 +118,11 @@ def exchanged(
         ranks = frame(site.mesh, axes) if site.mesh.transport == "simulation" else None
         return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, ranks, busiest)))
 
-    call = site.once(key, made)
-    if call is None:
-        return _rearranged(site, key, x, d, axes, old_rows, new_rows)
-    with DisableTorchFunction():
-        return set_variance(apply(x, call), join(get_variance(x), Variance(varying=axes)))
-
-
-def _lacked(old: Tensor, new: Tensor) -> Tensor:
-    """Return the new rows that a rank does not have."""
-    return new[(new >= 0) & ~torch.isin(new, old)]
-
-
-def _rearranged(
-    site: Site,
-    key: Any,
-    x: Tensor,
-    d: int,
-    axes: tuple[str, ...],
-    old_rows: Callable[[int], Tensor],
-    new_rows: Callable[[int], Tensor],
-) -> Tensor:
-    """Rearrange the rows of a dim without communication; return a view of x if their order does not change."""
+    if (call := site.once(key, made)) is not None:
+        with DisableTorchFunction():
+            return set_variance(apply(x, call), join(get_variance(x), Variance(varying=axes)))
     places = range(site.mesh.axis_size(axes))
-
-    def is_same() -> bool:
-        return all(torch.equal(old_rows(at), new_rows(at)) for at in places)
-
-    if site.once((key, "same"), is_same):
+    if site.once((key, "same"), lambda: all(torch.equal(old_rows(at), new_rows(at)) for at in places)):
         return x[...]
 
     def index(at: int) -> Tensor:
@@ -155,6 +133,11 @@ def _rearranged(
     bits = as_words(x)  # torch indexes words of all dtypes
     out = (longer(bits, d) if has_zeros else bits).index_select(d, per_rank(site, (key, "rows"), axes, index))
     return out if bits is x else out.view(x.dtype)
+
+
+def _lacked(old: Tensor, new: Tensor) -> Tensor:
+    """Return the new rows that a rank does not have."""
+    return new[(new >= 0) & ~torch.isin(new, old)]
 
 
 def _route(site: Site, old: Sequence[Tensor], new: Sequence[Tensor], at: int) -> RankRoute:

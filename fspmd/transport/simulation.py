@@ -1,20 +1,24 @@
-"""Collectives of simulated ranks: arithmetic on lists of shards."""
+"""Collectives of simulated ranks: arithmetic on lists of shards; and random functions, with a stream for each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.meshes.mesh import Mesh
-from fspmd.tracing import constant, outside_transforms
+from fspmd.torch_internals import aten_zero_tensor
+from fspmd.tracing import DispatchMode, constant, outside_transforms, step
 from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits, neutral_like
 from fspmd.transport.frame import Frame, frame, groups, spread, union
-from fspmd.transport.local_tensor import LocalTensor, expand, frame_of, local_tensor, shards_of
+from fspmd.transport.local_tensor import LocalTensor, call_per_rank, expand, frame_of, local_tensor, shards_of
 from fspmd.transport.pending import Pending
+from fspmd.transport.randomness import streams
 from fspmd.transport.windows import coordinates, parts
 
 Table = tuple[tuple[int, ...], ...]
@@ -296,3 +300,44 @@ def _one_per_rank(results: list[Tensor], held: Frame, table: Table) -> Pending:
 
 def _split(x: Tensor, dim: int, sizes: tuple[int, ...] | None, n: int) -> tuple[Tensor, ...]:
     return x.split(sizes, dim) if sizes is not None else x.split(x.shape[dim] // n, dim) if x.shape[dim] else (x,) * n
+
+
+@contextmanager
+def draw_per_rank(held: Frame, seed: int) -> Iterator[None]:
+    """Let random ops in a ``with`` block draw from the streams of ``seed`` over the coordinates of ``held``.
+
+    This includes ops that make tensors from sizes alone, as dropout under ``torch.func`` does.
+    """
+    with streams(held, seed), _MakePerRank(held):
+        yield
+
+
+class _MakePerRank(DispatchMode):
+    """Gives tensors that are made from no other tensors one copy per rank."""
+
+    def __init__(self, held: Frame) -> None:
+        super().__init__()
+        self.frame = held
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _makes_tensor(func):
+            return func(*args, **kwargs)
+        return _call_per_rank(func, args, kwargs, self.frame, draws=True)
+
+
+_call_per_rank: Final = step(call_per_rank)
+
+
+#: op -> `_makes_tensor`; zero tangents have no memory, and no rank draws them
+_MAKES: dict[Any, bool] = {aten_zero_tensor: False}
+
+
+def _makes_tensor(func: Any) -> bool:
+    """Return whether an op returns a tensor and takes none."""
+    known = _MAKES.get(func)
+    if known is None:
+        schema = func._schema
+        takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+        known = _MAKES[func] = not takes and [str(r.type) for r in schema.returns] == ["Tensor"]
+    return known

@@ -1,6 +1,7 @@
-"""``requires_grad`` and strides of the results of a call that runs as several calls: as torch says of the function.
+"""The results of a call that runs as several calls: strides and ``requires_grad``, as torch says; and ``out=``.
 
 ``torch.fill(x, 1.0)`` runs as a call that makes new ones. For torch its result depends on x, with a gradient of zeros.
+With ``out=`` the result is computed as usual, and then written into ``out``, which keeps its layout.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.copies import as_copies, share_memory
-from fspmd.global_view.op_plan import OpPlan, opaque_plan
-from fspmd.global_view.operands import places_of, tensors_of
+from fspmd.cache import cached
+from fspmd.copies import as_copies, refuse_copy, share_memory
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.global_view.kernels import GlobalCall
+from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, sharded_values, tensors_of
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import Outcome, memory_of, on_meta
 from fspmd.local_view.empty_blocks import zero_depending_on
 from fspmd.ops.signatures import at
+from fspmd.redistribution.redistribute import redistribute
 from fspmd.rules import ENGINE, writes
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
-from fspmd.sharded import Sharded, alike, laid, lies, relay
-from fspmd.torch_internals import DisableTorchFunction, plain_apply, transforms_active
+from fspmd.sharded import Sharded, alike, call_torch, laid, lies, relay
+from fspmd.spec import P
+from fspmd.torch_internals import DisableTorchFunction, OpOverload, plain_apply, transforms_active
 from fspmd.tracing import hidden, outside_transforms
 
 
@@ -53,7 +58,7 @@ def _outcome(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outcom
         return None
     operands = places_of(args, kwargs, next(x for x in tensors if type(x) is Sharded).spec.mesh)
     try:
-        return on_meta(func, args, kwargs, operands) if len(operands) == len(tensors) else None
+        return on_meta(GlobalCall(func, args, kwargs, operands)) if len(operands) == len(tensors) else None
     except Exception:  # the call itself will raise
         return None
 
@@ -144,3 +149,74 @@ class _Tied(torch.autograd.Function):
 
 
 _tied = plain_apply(_Tied)
+
+
+def outs_of(func: Any, kwargs: dict[str, Any]) -> list[str]:
+    """Return the names of the arguments that take the results of a call.
+
+    >>> outs_of(torch.mm, {"out": torch.eye(2)}), outs_of(torch.mm, {})
+    (['out'], [])
+    >>> outs_of(torch.ops.aten.topk.values, {"values": torch.ones(1), "indices": torch.ones(1)})
+    ['values', 'indices']
+    """
+    return [name for name in _names_of(func) if kwargs.get(name) is not None]
+
+
+@cached
+def _names_of(func: Any) -> tuple[str, ...]:
+    return tuple(arg.name for arg in func._schema.arguments if arg.is_out) if _is_aten(func) else ("out",)
+
+
+def _is_aten(func: Any) -> bool:
+    return isinstance(func, OpOverload) and func.namespace == "aten"
+
+
+def written_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call and write its results into ``out``, a tensor or a tuple of tensors.
+
+    An overload of an aten op that must have ``out``, such as ``aten.mm.out``, computes as the op without it does.
+
+    Raises:
+        ArgumentError: An operand or ``out`` requires grad, which torch does not support here; or the dtype of the
+            result cannot be cast to that of ``out``.
+        ShapeError: ``out`` has another shape. (torch would give it new memory.)
+    """
+    outs = outs_of(func, kwargs)
+    target = kwargs[outs[0]] if len(outs) == 1 else tuple([kwargs[name] for name in outs])
+    named = {name: value for name, value in kwargs.items() if name not in outs}
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args, kwargs)):
+        raise ArgumentError(
+            f"{shown(func)} got out= and a value that requires grad: functions with out= do not support automatic "
+            "differentiation; take the result instead, or write within torch.no_grad()"
+        )
+    compute = func.overloadpacket if _is_aten(func) else func
+    results = call_torch(compute, args, named) if sharded_values(args, named) else compute(*args, **named)
+    pairs = [(target, results)] if isinstance(target, Tensor) else list(zip(target, results, strict=True))
+    for out, result in pairs:
+        _check(func, out, result)
+    for out, result in pairs:
+        _write(out, result)
+    return target if isinstance(target, Tensor) else type(results)([out for out, _ in pairs])
+
+
+def _check(func: Any, out: Any, result: Any) -> None:
+    if tuple(out.shape) != tuple(result.shape):
+        raise ShapeError(
+            f"{shown(func)} got out={out!r} for a result of shape {tuple(result.shape)}; give it a tensor of that "
+            "shape, or take the result instead"
+        )
+    if not torch.can_cast(result.dtype, out.dtype):
+        raise ArgumentError(
+            f"{shown(func)} got out={out!r}: a result of {result.dtype} cannot be cast to it; take the result instead"
+        )
+    if isinstance(out, Sharded):
+        refuse_copy(out.local, shown(func))
+
+
+def _write(out: Any, result: Any) -> None:
+    if isinstance(out, Sharded):
+        call_torch(Tensor.copy_, (out, result), {})
+    elif isinstance(result, Sharded):
+        out.copy_(redistribute(result.local, result.spec, result.spec.with_partition(P())))
+    else:
+        out.copy_(result)
