@@ -71,6 +71,30 @@ def test_what_takes_tensors_takes_it(x: Any) -> None:
     torch.testing.assert_close(x.reshape(-1), PLAIN.reshape(-1))
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray, PLAIN.new_tensor], ids=repr)
+def test_copies_of_data_obey_device(x: Any, make: Callable[..., Any]) -> None:
+    """Torch asks the shell for its device, which is a meta device, so ``device="meta"`` looked like no device."""
+    assert torch.equal(device_get(make(x)), PLAIN)
+    assert torch.equal(device_get(make(x, device="cpu")), PLAIN)
+    if x.spec.partition.mentioned:
+        with pytest.raises(ArgumentError, match=r"Sharded .* to .meta.*; write device_get\(x\).to\(.meta.\)"):
+            make(x, device="meta")
+    else:
+        assert make(x, device="meta").device.type == "meta"
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_new_tensor_of_a_sharded_is_a_copy_of_it(x: Any) -> None:
+    copied = x.new_tensor(x, requires_grad=True)
+    assert torch.equal(device_get(copied).detach(), PLAIN)
+    assert copied.spec == x.spec
+    assert copied.requires_grad
+    (copied * copied).sum().backward()
+    assert torch.equal(device_get(copied.grad), 2 * PLAIN)
+    assert x.long().new_tensor(x).dtype == torch.int64
+
+
 def test_no_gradient_is_lost_below_torch_functions() -> None:
     w = device_put(PLAIN, P("x"), mesh=LINE).requires_grad_()
     with pytest.raises(ArgumentError, match=r"aten._to_copy.default got Sharded .*where autograd does not follow it"):
