@@ -217,9 +217,9 @@ DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeEx
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 #: makes a tensor of a subclass, with the memory of another tensor
 make_subclass: Any = torch.Tensor._make_subclass
-#: functions of tensors that no mode sees, of which the first makes an ``nn.Parameter``; instead: none
+#: functions of tensors that no mode sees: ``torch.Tensor(x)``, the maker of an ``nn.Parameter``, …; instead: none
 UNSEEN: tuple[tuple[Any, str], ...] = (
-    *((torch.Tensor, name) for name in ("_make_subclass", "as_subclass", "set_")),
+    *((torch.Tensor, name) for name in ("__new__", "_make_subclass", "as_subclass", "set_")),
     *((torch.nested, name) for name in ("nested_tensor", "as_nested_tensor")),
     *((owner, "to_dlpack") for owner in (torch, torch.utils.dlpack)),
 )
@@ -245,6 +245,11 @@ TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 #: torch's own pytrees; their nodes are registered with optree
 torch_trees = torch.utils._pytree
+
+
+def untyped_storage(storage: Any) -> Any:
+    """The bytes of a storage that may have a type; instead: `TypedStorage.untyped`, which warns."""
+    return getattr(storage, "_untyped_storage", storage)
 
 
 def plain_apply(function: Any) -> Any:

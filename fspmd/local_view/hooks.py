@@ -46,6 +46,7 @@ from fspmd.torch_internals import (
     pop_transform,
     transforms_active,
     transforms_module,
+    untyped_storage,
     vmap_module,
     wrap_script_module,
 )
@@ -368,9 +369,12 @@ def _wrap_unseen() -> None:
     def wrap(original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             tracker = state.tracker
-            if tracker is None or not is_active(tracker):
-                return original(*args, **kwargs)
-            return tracker.__torch_function__(original, (), args, kwargs)
+            is_seen = tracker is not None and is_active(tracker)
+            if name in _TAKE_STORAGES:
+                _check_storages(name, (*args, *kwargs.values()), is_seen)
+            return tracker.__torch_function__(original, (), args, kwargs) if is_seen else original(*args, **kwargs)
+
+        name = original.__name__
 
         functools.update_wrapper(run, original)
         if getattr(original, "__module__", None) is None:  # of methods in C
@@ -382,6 +386,34 @@ def _wrap_unseen() -> None:
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         wrapper = wrap(getattr(owner, name))
         setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
+
+
+_TAKE_STORAGES = ("__new__", "set_")
+
+
+def _check_storages(name: str, operands: tuple[Any, ...], types_values: bool) -> None:
+    """Raise for a storage among the operands that a value with a type gave, or that has no memory.
+
+    Raises:
+        VarianceError: The body types values, and has typed the owner of the storage.
+        ArgumentError: The storage is that of a value of simulated ranks.
+    """
+    storage = next((x for x in operands if isinstance(x, (torch.UntypedStorage, torch.TypedStorage))), None)
+    if storage is None:
+        return
+    storage = untyped_storage(storage)
+    shown = "torch.Tensor(storage)" if name == "__new__" else "x.set_(storage)"
+    write = "write y.view_as(y) for a tensor with the memory of y, or x.set_(y) with the tensor y itself"
+    if types_values and (variance := getattr(storage, ATTRIBUTE, None)) is not None:
+        raise VarianceError(f"{shown} got the storage of a value {variance!r}, and would lose this type; {write}")
+    if storage.device.type == "meta":
+        return
+    try:
+        storage.data_ptr()
+    except RuntimeError as error:  # torch: "invalid python storage"
+        raise ArgumentError(
+            f"{shown} got the storage of a value of simulated ranks, which has no memory of its own; {write}"
+        ) from error
 
 
 def _check_frozen(method: Any, operands: Any) -> None:
