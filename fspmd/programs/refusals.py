@@ -91,6 +91,7 @@ _PLACED: Final[dict[Any, str]] = {
 #: conversions of one element to Python, which constructors such as torch.FloatTensor hide from dispatch
 _NUMBERS: Final = frozenset({_T.__bool__, _T.__int__, _T.__index__, _T.__float__, _T.__complex__})
 _NUMBER: Final = "a branch or x.item(), which makes a Python value of a tensor"
+_INSTEAD_OF_PLACES: Final = ", x.index_select(d, i + torch.arange(n)) instead of x.narrow(d, i, n) or x[i:i + n]"
 _GRADIENTS: Final = {_T.grad.__get__: "reads", _T.grad.__set__: "sets", _T.grad.__delete__: "deletes"}
 _GIVING: Final = frozenset({*_LEAVING, *_READING, *_PLACED})
 _CHECKED: Final = frozenset({*_GIVING, *_NUMBERS, *_WRITING, *_GRADIENTS, _T.data_ptr})
@@ -172,7 +173,7 @@ class RefusingMode(TorchFunctionMode):
         """Raise `RecordError` where the single element of a tensor becomes a Python number."""
         x = unwrapped(x)
         if x.numel() == 1 and not self.recorder.is_constant(x):
-            raise self.recorder.refusal(constant_of(_NUMBER))
+            raise self.recorder.refusal(constant_of(_NUMBER, _INSTEAD_OF_PLACES))
 
     def values(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Raise `RecordError` where Python would read values that are not constant."""
@@ -204,7 +205,7 @@ def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
     """Raise `RecordError` where a call depends on values, or writes, in a way that a record cannot hold."""
     if facts.gives_values:
         name = _name_of(func)
-        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which makes a Python value of a tensor"))
+        raise recorder.refusal(constant_of(_VALUES.format(_NAMES.get(name, name)), _INSTEAD_OF_PLACES))
     if facts.shape_of_values(args, kwargs):
         raise recorder.refusal(shape_of_values(func))
     if facts.inplace_view and any(args[0] is x for x in recorder.given):

@@ -34,6 +34,8 @@ def _getitem(records: Any, x: Any, index: Any) -> Any:
     if (parts := _with_dims(records, x, index)) is None:
         return NotImplemented
     entries, dim, _ = parts
+    if dim is None:
+        return x[entries]
     out = x[entries].squeeze(dim)
     records.copied(_local(out), _local(x))
     return out
@@ -55,19 +57,22 @@ def _narrow(records: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
 def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
     if (parts := _with_dims(records, x, index)) is None:
         return NotImplemented
-    entries, _, after = parts
-    if isinstance(value, _VALUES):
+    entries, dim, after = parts
+    if isinstance(value, _VALUES) and dim is not None:
         value = value.to(x.dtype)
         value = value.unsqueeze(value.dim() - after) if value.dim() >= after else value
     x[entries] = value
     return None
 
 
-def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int] | None:
+def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int | None, int] | None:
     """The index with its numbers as tensors of one dim, the place of that dim in the result, and the dims after it.
 
-    Returns None if no number in the index is a value of the record, or if the index has other entries than numbers,
-    slices, Ellipsis and None.
+    Beside lists and tensors of integers the new dims broadcast with theirs, and the place is None. Torch takes numbers
+    first: ``x[:, k][i]``. Without other entries between them ``x[i, k[None]]`` is the same.
+
+    Returns None if no number in the index is a value of the record, or if the index has entries of other kinds, or
+    lists or tensors that do not stand together with the numbers.
     """
     entries = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, _VALUES) or not any(_is_number(records, entry) for entry in entries):
@@ -79,10 +84,18 @@ def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, 
     for entry in entries:
         if _is_number(records, entry):
             places.append(dims)
-        elif not (entry is None or entry is Ellipsis or type(entry) is slice or _is_int(entry)):
+        elif not (entry is None or entry is Ellipsis or type(entry) is slice or _is_int(entry) or _is_array(entry)):
             return None
-        extended.append(entry.long().unsqueeze(0) if isinstance(entry, _VALUES) else entry)
+        extended.append(entry.long().unsqueeze(0) if _is_number(records, entry) else entry)
         dims += rest if entry is Ellipsis else not _is_int(entry)
+    arrays = [i for i, entry in enumerate(extended) if _is_array(entry)]  # lists and tensors, and the numbers
+    if len(arrays) > len(places):
+        between = extended[arrays[0] : arrays[-1]]
+        return (
+            None
+            if any(not _is_array(entry) and not _is_int(entry) for entry in between)
+            else (tuple(extended), None, 0)
+        )
     together = places[-1] - places[0] < len(places)
     dim = places[0] if together else 0
     after = dims + (0 if any(entry is Ellipsis for entry in entries) else rest) - len(places) - dim
@@ -91,6 +104,13 @@ def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, 
 
 def _is_number(records: Any, x: Any) -> bool:
     return isinstance(x, _VALUES) and not x.dim() and x.dtype in INTEGERS and _is_value(records, x)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether an entry of an index is a list or a tensor of integers that has dims."""
+    if isinstance(x, _VALUES):
+        return x.dim() > 0 and x.dtype in INTEGERS
+    return type(x) is list and bool(x) and all(map(_is_int, x))
 
 
 def _is_int(x: Any) -> bool:
