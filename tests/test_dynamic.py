@@ -61,8 +61,9 @@ def filled(index: Any, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def put_of_others(index: Any, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    y = x * 1
-    y[index(i, j)] = (x[0, 0, 0, 0] * 9).float()
+    y, place = x * 1, index(i, j)
+    arrays = isinstance(place, tuple) and any(isinstance(k, list) or (isinstance(k, Tensor) and k.dim()) for k in place)
+    y[place] = x[0, 0, 0, 0] * 9 if arrays else (x[0, 0, 0, 0] * 9).float()  # torch casts a value for numbers alone
     return y
 
 
