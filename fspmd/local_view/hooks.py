@@ -370,6 +370,8 @@ def _wrap_unseen() -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             tracker = state.tracker
             is_seen = tracker is not None and is_active(tracker)
+            if name in _TAKE_NO_SHARDED:
+                _check_not_sharded(name, args)
             if name in _TAKE_STORAGES:
                 _check_storages(name, (*args, *kwargs.values()), is_seen)
             return tracker.__torch_function__(original, (), args, kwargs) if is_seen else original(*args, **kwargs)
@@ -386,6 +388,24 @@ def _wrap_unseen() -> None:
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         wrapper = wrap(getattr(owner, name))
         setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
+
+
+_TAKE_NO_SHARDED = {
+    "_make_subclass": "a subclass of torch.Tensor, such as the ExpandedWeight of per-sample gradients; write "
+    "fspmd.vmap(fspmd.grad(loss), in_dims=(None, 0))(params, batch) for gradients of each sample, or give it",
+    **dict.fromkeys(
+        ("nested_tensor", "as_nested_tensor"),
+        "a nested tensor, which has no layout on a mesh; pad the tensors, torch.nn.utils.rnn.pad_sequence([x, y]), or "
+        "give it",
+    ),
+}
+
+
+def _check_not_sharded(name: str, args: tuple[Any, ...]) -> None:
+    """Raise `ArgumentError` for a Sharded of which torch would make a tensor of another kind, of its shell."""
+    given = [x for arg in args for x in (arg if type(arg) in (list, tuple) else (arg,))]
+    if (x := next((x for x in given if type(x) is Sharded), None)) is not None:
+        raise ArgumentError(f"{name}() of {x!r} would make {_TAKE_NO_SHARDED[name]} device_get(x)")
 
 
 _TAKE_STORAGES = ("__new__", "set_")
