@@ -23,7 +23,7 @@ from fspmd.pickled_blocks import Place, check_block, check_blocks, checked_rest,
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
-from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, followed, level_of, make_wrapper_subclass, to_copy
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
@@ -92,6 +92,9 @@ class Sharded(WithOperators):
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if is_aten and (not needs_gradient or func is torch.ops.aten.detach.default):
             return call_torch(func, args, kwargs)
+        if func is to_copy:  # torch.as_tensor(x, dtype=...): the blocks carry the gradient
+            with followed():
+                return call_torch(func, args, kwargs)
         raise ArgumentError(
             f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where autograd "
             "does not follow it; write x.local for this rank's block, device_get(x) for the whole tensor"
