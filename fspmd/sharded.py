@@ -23,7 +23,7 @@ from fspmd.pickled_blocks import Place, check_block, check_blocks, checked_rest,
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
-from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, followed, level_of, make_wrapper_subclass, to_copy
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
@@ -87,11 +87,14 @@ class Sharded(WithOperators):
                 f"{func} got {wrapped[0]!r} below the level of torch functions, within a transform such as grad or "
                 "vmap; instead of torch.tensor(x) write x.clone(), or return device_get(x) from the function"
             )
-        if kwargs and kwargs.get("device") == META:  # torch.tensor(x) has read it off the shell
+        if kwargs and kwargs.get("device") == OF_SHELLS:  # torch.tensor(x) has read it off the shell
             kwargs = {**kwargs, "device": given[0].device}
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         if is_aten and (not needs_gradient or func is torch.ops.aten.detach.default):
             return call_torch(func, args, kwargs)
+        if func is to_copy:  # torch.as_tensor(x, dtype=...): the blocks carry the gradient
+            with followed():
+                return call_torch(func, args, kwargs)
         raise ArgumentError(
             f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where autograd "
             "does not follow it; write x.local for this rank's block, device_get(x) for the whole tensor"
@@ -517,12 +520,13 @@ _GETITEM: Final[Any] = Tensor.__getitem__
 #: refuses to make it the memory of another tensor (``plain.data = x``), which would read where no data is.
 shell: Final[Callable[..., Sharded]] = make_wrapper_subclass
 _STRIDED: Final = torch.strided
-META: Final = torch.device("meta")
+#: "meta" with an index, so that ``torch.tensor(x)``, which reads it, differs from ``torch.tensor(x, device="meta")``
+OF_SHELLS: Final = torch.device("meta", 1)
 
 
 def pair(local: Any, spec: TensorSpec) -> Sharded:
     """Return ``Sharded(local, spec)`` without the checks. The shell takes positional arguments: names cost 200 ns."""
-    x = shell(Sharded, spec.shape, None, None, None, spec.dtype, _STRIDED, META)
+    x = shell(Sharded, spec.shape, None, None, None, spec.dtype, _STRIDED, OF_SHELLS)
     x.block = local
     x.spec = spec
     x.form = spec
@@ -533,7 +537,7 @@ def shell_of(spec: TensorSpec, lies: Laid | None) -> tuple[Any, ...]:
     """Return the arguments of `shell` for a value that torch would keep as ``lies`` says; None: as a new tensor."""
     strides = None if lies is None else lies.strides or packed(spec.shape)
     start = None if lies is None else lies.start or None  # None is quicker for torch than 0
-    return Sharded, spec.shape, strides, start, None, spec.dtype, _STRIDED, META
+    return Sharded, spec.shape, strides, start, None, spec.dtype, _STRIDED, OF_SHELLS
 
 
 def laid(local: Any, spec: TensorSpec, lies: Laid) -> Sharded:

@@ -217,9 +217,9 @@ DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeEx
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 #: makes a tensor of a subclass, with the memory of another tensor
 make_subclass: Any = torch.Tensor._make_subclass
-#: functions of tensors that no mode sees, of which the first makes an ``nn.Parameter``; instead: none
+#: functions of tensors that no mode sees: ``torch.Tensor(x)``, the maker of an ``nn.Parameter``, …; instead: none
 UNSEEN: tuple[tuple[Any, str], ...] = (
-    *((torch.Tensor, name) for name in ("_make_subclass", "as_subclass", "set_")),
+    *((torch.Tensor, name) for name in ("__new__", "_make_subclass", "as_subclass", "set_")),
     *((torch.nested, name) for name in ("nested_tensor", "as_nested_tensor")),
     *((owner, "to_dlpack") for owner in (torch, torch.utils.dlpack)),
 )
@@ -231,6 +231,22 @@ swap_memory: Any = torch._C._swap_tensor_impl
 has_bfloat16_products: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
 #: how many tensors have a storage
 storage_uses: Any = torch._C._storage_Use_Count
+
+# Below autograd
+
+#: what `torch.as_tensor` and `torch.tensor` call to convert a tensor
+to_copy: Any = torch.ops.aten._to_copy.default
+#: the parts of the dispatcher that torch leaves out within ``__torch_dispatch__``
+_GRADIENT_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.ADInplaceOrView
+)
+
+
+def followed() -> Any:
+    """Within, autograd follows calls that ``__torch_dispatch__`` makes; instead: none."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded - _GRADIENT_KEYS)
+
 
 # torch.compile
 
@@ -245,6 +261,11 @@ TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 #: torch's own pytrees; their nodes are registered with optree
 torch_trees = torch.utils._pytree
+
+
+def untyped_storage(storage: Any) -> Any:
+    """The bytes of a storage that may have a type; instead: `TypedStorage.untyped`, which warns."""
+    return getattr(storage, "_untyped_storage", storage)
 
 
 def plain_apply(function: Any) -> Any:

@@ -96,6 +96,21 @@ class Reversed(torch.autograd.Function):
         return -g
 
 
+class Gated(torch.autograd.Function):
+    """Returns the gradient of a factor as it lies in the product; torch sums it over the dims that were broadcast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, v: Tensor, power: int = 1) -> Tensor:
+        ctx.save_for_backward(x, v)
+        ctx.power = power
+        return x * v**power
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, v = ctx.saved_tensors
+        return g * v**ctx.power, g * x * ctx.power * v ** (ctx.power - 1), None
+
+
 Loss = Callable[[Any, Any, Any], Any]
 
 LOSSES: dict[str, Loss] = {
@@ -107,6 +122,8 @@ LOSSES: dict[str, Loss] = {
     "last of several": lambda x, w, v: (Several.apply(x, v)[2] ** 2).sum(),
     "scaled": lambda x, w, v: (Scaled.apply(x) ** 2).sum() + (Scaled.apply(x @ w, 3.0) ** 2).sum(),
     "reversed": lambda x, w, v: (Reversed.apply(x * v) ** 2).sum() + (Reversed.apply(x) ** 3).sum(),
+    "arguments by name": lambda x, w, v: (Product.apply(x, scale=2.0, w=w) ** 2).sum(),
+    "broadcast": lambda x, w, v: (Gated.apply(x, v, power=2) ** 2).sum() + Gated.apply(x, v[:1]).sum(),
     "chain": lambda x, w, v: (Activation.apply(Product.apply(Activation.apply(x), w, 0.5)) ** 2).sum(),
     "checkpoint": lambda x, w, v: (
         checkpoint(lambda x: Product.apply(Activation.apply(x), w, 1.0), x, use_reentrant=False) ** 2

@@ -54,6 +54,19 @@ def test_nothing_moves_that_need_not() -> None:
     assert not list(log)
 
 
+def test_arguments_that_forward_does_not_take() -> None:
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *, scale: float = 2.0) -> Tensor:
+            return x * scale
+
+    x = device_put(torch.ones(8, 4), P("x"), mesh=MESH).requires_grad_()
+    with pytest.raises(ArgumentError, match=r"Named.apply got arguments that forward does not take: .*'scales'"):
+        Named.apply(x, scales=3.0)
+    with pytest.raises(ArgumentError, match=r"Named.forward takes 'scale' by keyword alone, .* leave the \* out"):
+        Named.apply(x, scale=3.0)
+
+
 def test_a_plain_argument_has_a_gradient() -> None:
     """It would be lost, if a Function took the shell of the Sharded beside it."""
 

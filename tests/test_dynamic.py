@@ -34,6 +34,12 @@ INDICES: dict[str, Callable[[Any, Any], Any]] = {
     ":, i, 1, j": lambda i, j: (slice(None), i, 1, j),
     "i, i, i, j": lambda i, j: (i, i, i, j),
     ":, :, i, j": lambda i, j: (slice(None), slice(None), i, j),
+    "list, i": lambda i, j: ([3, 0, 1], i),
+    ":, i, list, j": lambda i, j: (slice(None), i, [4, 0], j),
+    "tensor, 1, i": lambda i, j: (torch.tensor([[3, 0], [1, 2]]), 1, i),
+    "i, list": lambda i, j: (i, [0, 1, 2]),
+    "None, i, tensor": lambda i, j: (None, i, torch.tensor([2, 0])),
+    "..., list, j": lambda i, j: (..., [2, 0], j),
 }
 PLACES = [(torch.tensor(i), torch.tensor(j)) for i, j in ((0, 1), (2, 0), (1, 1))]
 
@@ -55,8 +61,9 @@ def filled(index: Any, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def put_of_others(index: Any, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    y = x * 1
-    y[index(i, j)] = (x[0, 0, 0, 0] * 9).float()
+    y, place = x * 1, index(i, j)
+    arrays = isinstance(place, tuple) and any(isinstance(k, list) or (isinstance(k, Tensor) and k.dim()) for k in place)
+    y[place] = x[0, 0, 0, 0] * 9 if arrays else (x[0, 0, 0, 0] * 9).float()  # torch casts a value for numbers alone
     return y
 
 
@@ -132,6 +139,24 @@ def test_writes_that_a_view_would_see(f: Callable[..., Any]) -> None:
     for run in jit(f), jit(f).lower:
         with pytest.raises(RecordError, match=r"^jit cannot record \w+_\(\), .* x\[i\] = x\[i\] \+ 1"):
             run(X * 1, torch.tensor(1))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, i: x[i, :, [0, 1]],
+        lambda x, i: x[i : i + 2],
+        lambda x, i: x.narrow(0, i, 2),
+        lambda x, i: x.select(0, 1).narrow(1, i, 1),
+    ],
+)
+def test_places_that_are_refused_have_another_way(f: Callable[..., Any]) -> None:
+    with pytest.raises(
+        RecordError, match=r"x.index_select\(d, i \+ torch.arange\(n\)\) instead of x.narrow\(d, i, n\)"
+    ):
+        jit(f)(X, torch.tensor(1))
+    rows = jit(lambda x, i: x.index_select(0, i + torch.arange(2)))
+    assert torch.equal(rows(X, torch.tensor(1)), X[1:3])
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,)])

@@ -27,6 +27,8 @@ from fspmd import (
     communication_log,
     device_get,
     device_put,
+    grad,
+    jit,
     make_mesh,
 )
 
@@ -71,12 +73,62 @@ def test_what_takes_tensors_takes_it(x: Any) -> None:
     torch.testing.assert_close(x.reshape(-1), PLAIN.reshape(-1))
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray, PLAIN.new_tensor], ids=repr)
+def test_copies_of_data_obey_device(x: Any, make: Callable[..., Any]) -> None:
+    """Torch asks the shell for its device, which is a meta device, so ``device="meta"`` looked like no device."""
+    assert torch.equal(device_get(make(x)), PLAIN)
+    assert torch.equal(device_get(make(x, device="cpu")), PLAIN)
+    if x.spec.partition.mentioned:
+        with pytest.raises(ArgumentError, match=r"Sharded .* to .meta.*; write device_get\(x\).to\(.meta.\)"):
+            make(x, device="meta")
+    else:
+        assert make(x, device="meta").device.type == "meta"
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_new_tensor_of_a_sharded_is_a_copy_of_it(x: Any) -> None:
+    copied = x.new_tensor(x, requires_grad=True)
+    assert torch.equal(device_get(copied).detach(), PLAIN)
+    assert copied.spec == x.spec
+    assert copied.requires_grad
+    (copied * copied).sum().backward()
+    assert torch.equal(device_get(copied.grad), 2 * PLAIN)
+    assert x.long().new_tensor(x).dtype == torch.int64
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_copies_of_data_under_jit(x: Any) -> None:
+    for make in torch.tensor, torch.as_tensor, x.new_tensor:
+        recorded = jit(lambda x, make=make: make(x, dtype=torch.float64) * 2)
+        for y in x, x + 1:
+            assert torch.equal(device_get(recorded(y)), 2 * device_get(y).double())
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_no_gradient_is_lost_below_torch_functions() -> None:
     w = device_put(PLAIN, P("x"), mesh=LINE).requires_grad_()
-    with pytest.raises(ArgumentError, match=r"aten._to_copy.default got Sharded .*where autograd does not follow it"):
-        torch.as_tensor(w, dtype=torch.float64)
+    with pytest.raises(ArgumentError, match=r"aten.alias.default got Sharded .*where autograd does not follow it"):
+        torch.Tensor(w)
     with torch.no_grad():
-        assert torch.equal(device_get(torch.as_tensor(w, dtype=torch.float64)), PLAIN.double())
+        assert torch.equal(device_get(torch.Tensor(w)), PLAIN)
+    assert not torch.tensor(w).requires_grad
+
+
+@pytest.mark.parametrize("make", [torch.as_tensor, torch.asarray], ids=repr)
+def test_conversions_of_data_have_gradients(x: Any, make: Callable[..., Any]) -> None:
+    """Distributions convert the value so: ``Gamma(a, b).log_prob(x)``."""
+
+    def loss(x: Any) -> Any:
+        return (make(x, dtype=torch.float64, device="cpu") ** 3).sum() + (make(x, device="cpu") ** 2).sum()
+
+    expected = 3 * PLAIN**2 + 2 * PLAIN
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    assert torch.equal(device_get(leaf.grad), expected)
+    assert torch.equal(device_get(jit(grad(loss))(x.clone())), expected)
+    second = torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0].sum()
+    assert torch.equal(device_get(torch.autograd.grad(second, leaf)[0]), 6 * PLAIN + 2)
 
 
 def test_derivatives_of_torch_func(x: Any) -> None:

@@ -25,7 +25,19 @@ from tracking_programs import (
 )
 
 import fspmd
-from fspmd import P, VarianceError, axis_index, device_get, make_mesh, pcast, psum, shard_map, typeof
+from fspmd import (
+    ArgumentError,
+    P,
+    VarianceError,
+    axis_index,
+    device_get,
+    device_put,
+    make_mesh,
+    pcast,
+    psum,
+    shard_map,
+    typeof,
+)
 from fspmd.transport.simulation import SimulationTransport
 from fspmd.variance import INVARIANT, get_variance
 
@@ -77,6 +89,15 @@ def test_a_result_of_reduced_operands_is_reduced(name: str) -> None:
 @pytest.mark.parametrize("name", WAYS)
 def test_every_way_to_call_torch_is_seen(name: str) -> None:
     assert types_of_way(name, MESH) == {"{V:x}"}
+
+
+def test_storage_of_simulated_ranks_is_no_memory() -> None:
+    """Torch crashes when it reads a tensor that was set to such a storage."""
+    x = device_put(torch.arange(8.0), P("x"), mesh=make_mesh((4,), ("x",), transport="simulation"))
+    with pytest.raises(ArgumentError, match=r"x\.set_\(storage\) got the storage of a value of simulated ranks"):
+        torch.zeros(2).set_(x.local.untyped_storage())
+    plain = torch.arange(3.0)
+    assert torch.equal(torch.zeros(0).set_(plain.untyped_storage()), plain)
 
 
 @pytest.mark.parametrize("name", REFUSED_WAYS)

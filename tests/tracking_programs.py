@@ -87,6 +87,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     )(w),
     "state of a module": lambda x, w: nn.ParameterDict({"w": x}).state_dict()["w"],
     "as_subclass": lambda x, w: x.as_subclass(Tensor),
+    "Tensor of a tensor": lambda x, w: Tensor(x),
     "apply_": lambda x, w: (x * w).apply_(math.floor),
     "stop_gradient": lambda x, w: fspmd.stop_gradient(x),
 }
@@ -94,6 +95,11 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 #: calls that would hand on the memory of a value, without its type -> a part of the error
 REFUSED_WAYS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "set_": (lambda x: torch.zeros(2, dtype=F64).set_(x), "set_.. would write a value that varies over 'x'"),
+    "set_ to a storage": (
+        lambda x: torch.zeros(2, dtype=F64).set_(x.untyped_storage()),
+        "the storage of a value {V:x}",
+    ),
+    "Tensor of a storage": (lambda x: Tensor(x.float().untyped_storage()), "the storage of a value {V:x}"),
     "dlpack": (torch.from_dlpack, "x.__dlpack__.. needs one Python value"),
     "dlpack of a function": (torch.utils.dlpack.to_dlpack, "needs one Python value"),
 }

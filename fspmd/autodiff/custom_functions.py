@@ -45,14 +45,28 @@ def apply_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     (Sharded f32[4@x] on mesh(x=4), tensor([ 0.,  3., 12., 27.]))
     """
     if kwargs or _sets_context(function):
-        bound = inspect.signature(function.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        args = bound.args
+        args = _in_order(function, args, kwargs)
     context = _FunctionContext(function, args)
     blocks = [local_of(x) for x in args if isinstance(x, Tensor)]
     outs = _OfBlocks.apply(context, *blocks)
     row = tuple(map(_like, context.results, outs))
     return row if context.several else row[0]
+
+
+def _in_order(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of forward in its order, with its defaults, and without ``ctx``."""
+    context = () if _sets_context(function) else (None,)
+    try:
+        bound = inspect.signature(function.forward).bind(*context, *args, **kwargs)
+    except TypeError as error:
+        raise ArgumentError(f"{function.__name__}.apply got arguments that forward does not take: {error}") from error
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise ArgumentError(
+            f"{function.__name__}.forward takes {', '.join(map(repr, bound.kwargs))} by keyword alone, but backward "
+            "returns a gradient for each argument, in order; leave the * out of its signature"
+        )
+    return bound.args[len(context) :]
 
 
 def _sets_context(function: Any) -> bool:
@@ -92,6 +106,11 @@ class _Known:
         partition = P() if self.form is None else self._spec.dual.partition
         to = TensorSpec(gradient.spec.mesh, partition, gradient.shape, gradient.dtype)
         return redistribute(gradient.local, gradient.spec, to)
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    """Whether a tensor of a shape broadcasts to another shape."""
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _known(x: Any) -> Any:
@@ -178,6 +197,8 @@ class _FunctionContext:
     def _gradient(gradient: Any, x: _Known, name: str) -> Tensor | None:
         if gradient is None:
             return None
+        if isinstance(gradient, Tensor) and gradient.shape != x.shape and _broadcasts(x.shape, gradient.shape):
+            gradient = gradient.sum_to_size(x.shape)  # as torch does
         if not isinstance(gradient, Tensor) or gradient.shape != x.shape:
             raise ArgumentError(f"{name} returned {described(gradient)} as the gradient of {x!r}; return one like it")
         return x.block_of(gradient)

@@ -48,6 +48,7 @@ from fspmd.torch_internals import (
     pop_transform,
     transforms_active,
     transforms_module,
+    untyped_storage,
     vmap_module,
     wrap_script_module,
     wrapped_by,
@@ -376,9 +377,14 @@ def _wrap_unseen() -> None:
     def wrap(original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             tracker = state.tracker
-            if tracker is None or not is_active(tracker):
-                return original(*args, **kwargs)
-            return tracker.__torch_function__(original, (), args, kwargs)
+            is_seen = tracker is not None and is_active(tracker)
+            if name in _TAKE_NO_SHARDED:
+                _check_not_sharded(name, args)
+            if name in _TAKE_STORAGES:
+                _check_storages(name, (*args, *kwargs.values()), is_seen)
+            return tracker.__torch_function__(original, (), args, kwargs) if is_seen else original(*args, **kwargs)
+
+        name = original.__name__
 
         functools.update_wrapper(run, original)
         if getattr(original, "__module__", None) is None:  # of methods in C
@@ -390,6 +396,52 @@ def _wrap_unseen() -> None:
         is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
         wrapper = wrap(getattr(owner, name))
         setattr(owner, name, staticmethod(wrapper) if is_static else wrapper)
+
+
+_TAKE_NO_SHARDED = {
+    "_make_subclass": "a subclass of torch.Tensor, such as the ExpandedWeight of per-sample gradients; write "
+    "fspmd.vmap(fspmd.grad(loss), in_dims=(None, 0))(params, batch) for gradients of each sample, or give it",
+    **dict.fromkeys(
+        ("nested_tensor", "as_nested_tensor"),
+        "a nested tensor, which has no layout on a mesh; pad the tensors, torch.nn.utils.rnn.pad_sequence([x, y]), or "
+        "give it",
+    ),
+}
+
+
+def _check_not_sharded(name: str, args: tuple[Any, ...]) -> None:
+    """Raise `ArgumentError` for a Sharded of which torch would make a tensor of another kind, of its shell."""
+    given = [x for arg in args for x in (arg if type(arg) in (list, tuple) else (arg,))]
+    if (x := next((x for x in given if type(x) is Sharded), None)) is not None:
+        raise ArgumentError(f"{name}() of {x!r} would make {_TAKE_NO_SHARDED[name]} device_get(x)")
+
+
+_TAKE_STORAGES = ("__new__", "set_")
+
+
+def _check_storages(name: str, operands: tuple[Any, ...], types_values: bool) -> None:
+    """Raise for a storage among the operands that a value with a type gave, or that has no memory.
+
+    Raises:
+        VarianceError: The body types values, and has typed the owner of the storage.
+        ArgumentError: The storage is that of a value of simulated ranks.
+    """
+    storage = next((x for x in operands if isinstance(x, (torch.UntypedStorage, torch.TypedStorage))), None)
+    if storage is None:
+        return
+    storage = untyped_storage(storage)
+    shown = "torch.Tensor(storage)" if name == "__new__" else "x.set_(storage)"
+    write = "write y.view_as(y) for a tensor with the memory of y, or x.set_(y) with the tensor y itself"
+    if types_values and (variance := getattr(storage, ATTRIBUTE, None)) is not None:
+        raise VarianceError(f"{shown} got the storage of a value {variance!r}, and would lose this type; {write}")
+    if storage.device.type == "meta":
+        return
+    try:
+        storage.data_ptr()
+    except RuntimeError as error:  # torch: "invalid python storage"
+        raise ArgumentError(
+            f"{shown} got the storage of a value of simulated ranks, which has no memory of its own; {write}"
+        ) from error
 
 
 def _check_frozen(method: Any, operands: Any) -> None:

@@ -42,7 +42,7 @@ from fspmd.local_view.uneven import (
 from fspmd.ops.traits import OPS, Traits, learn, tensors_in
 from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
-from fspmd.torch_internals import ENDED, level_of, transforms_active
+from fspmd.torch_internals import ENDED, level_of, transforms_active, untyped_storage
 from fspmd.transport import known_values
 from fspmd.transport.frame import UNEVEN, Frame, frame
 from fspmd.transport.randomness import draw_seed, one_stream
@@ -388,6 +388,8 @@ def annotate(out: Any, variance: Variance) -> None:
     elif isinstance(out, (tuple, list)):
         for x in out:
             annotate(x, variance)
+    elif isinstance(out, (torch.UntypedStorage, torch.TypedStorage)):
+        setattr(untyped_storage(out), ATTRIBUTE, variance)  # torch gives one object to all who ask
 
 
 def mark_invariant(out: Any) -> None:

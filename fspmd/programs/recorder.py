@@ -28,6 +28,7 @@ from fspmd.programs.recorded_values import Values
 from fspmd.programs.refusals import REPLACEMENTS, RefusingMode, check, check_writes, not_compiled, shape_of_values
 from fspmd.programs.steps import CASTS, Routed, runner, transposed_routes
 from fspmd.remembered import forgetting
+from fspmd.sharded import Sharded
 from fspmd.torch_internals import (
     DisableTorchFunction,
     HigherOrderOperator,
@@ -78,6 +79,9 @@ class ProgramRecorder(Values):
         if func is _DEVICE:  # C++ asks a fake tensor for its device
             return args[0].device
         kwargs = kwargs or {}
+        if any(type(x) is Sharded for x in args):  # torch.tensor(x): the steps are those on the blocks
+            with self:
+                return Sharded.__torch_dispatch__(func, types, args, kwargs)
         if self.paused or func.namespace == "prim":  # questions that the tensor answers
             return func(*args, **kwargs)
         if func is _LIFT:

@@ -99,6 +99,7 @@ _PLACED: Final[dict[Any, str]] = {
 #: conversions of one element to Python, which constructors such as torch.FloatTensor hide from dispatch
 _NUMBERS: Final = frozenset({_T.__bool__, _T.__int__, _T.__index__, _T.__float__, _T.__complex__})
 _NUMBER: Final = "a branch or x.item(), which makes a Python value of a tensor"
+_INSTEAD_OF_PLACES: Final = ", x.index_select(d, i + torch.arange(n)) instead of x.narrow(d, i, n) or x[i:i + n]"
 _GRADIENTS: Final = {_T.grad.__get__: "reads", _T.grad.__set__: "sets", _T.grad.__delete__: "deletes"}
 _GIVING: Final = frozenset({*_LEAVING, *_READING, *_PLACED})
 _CHECKED: Final = frozenset({*_GIVING, *_NUMBERS, *_WRITING, *_GRADIENTS, _T.data_ptr})
@@ -176,7 +177,7 @@ class RefusingMode(TorchFunctionMode):
         """Raise `RecordError` where the single element of a tensor becomes a Python number."""
         x = unwrapped(x)
         if x.numel() == 1 and not self.recorder.is_constant(x):
-            raise self.recorder.refusal(constant_of(_NUMBER))
+            raise self.recorder.refusal(constant_of(_NUMBER, _INSTEAD_OF_PLACES))
 
     def values(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Raise `RecordError` where Python would read values that are not constant."""
@@ -208,7 +209,7 @@ def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
     """Raise `RecordError` where a call depends on values, or writes, in a way that a record cannot hold."""
     if facts.gives_values:
         name = _name_of(func)
-        raise recorder.refusal(constant_of(f"{_NAMES.get(name, name)}, which makes a Python value of a tensor"))
+        raise recorder.refusal(constant_of(_VALUES.format(_NAMES.get(name, name)), _INSTEAD_OF_PLACES))
     if facts.shape_of_values(args, kwargs):
         raise recorder.refusal(shape_of_values(func))
     if facts.inplace_view and any(args[0] is x for x in recorder.given):
@@ -311,6 +312,8 @@ def _getitem(records: Any, x: Any, index: Any) -> Any:
     if (parts := _with_dims(records, x, index)) is None:
         return NotImplemented
     entries, dim, _ = parts
+    if dim is None:
+        return x[entries]
     out = x[entries].squeeze(dim)
     records.copied(_local(out), _local(x))
     return out
@@ -332,19 +335,22 @@ def _narrow(records: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
 def _setitem(records: Any, x: Any, index: Any, value: Any) -> Any:
     if (parts := _with_dims(records, x, index)) is None:
         return NotImplemented
-    entries, _, after = parts
-    if isinstance(value, Tensor):
+    entries, dim, after = parts
+    if isinstance(value, Tensor) and dim is not None:
         value = value.to(x.dtype)
         value = value.unsqueeze(value.dim() - after) if value.dim() >= after else value
     x[entries] = value
     return None
 
 
-def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, int] | None:
+def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int | None, int] | None:
     """The index with its numbers as tensors of one dim, the place of that dim in the result, and the dims after it.
 
-    Returns None if no number in the index is a value of the record, or if the index has other entries than numbers,
-    slices, Ellipsis and None.
+    Beside lists and tensors of integers the new dims broadcast with theirs, and the place is None. Torch takes numbers
+    first: ``x[:, k][i]``. Without other entries between them ``x[i, k[None]]`` is the same.
+
+    Returns None if no number in the index is a value of the record, or if the index has entries of other kinds, or
+    lists or tensors that do not stand together with the numbers.
     """
     entries = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Tensor) or not any(_is_number(records, entry) for entry in entries):
@@ -356,10 +362,14 @@ def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, 
     for entry in entries:
         if _is_number(records, entry):
             places.append(dims)
-        elif not (entry is None or entry is Ellipsis or type(entry) is slice or _is_int(entry)):
+        elif not (entry is None or entry is Ellipsis or type(entry) is slice or _is_int(entry) or _is_array(entry)):
             return None
-        extended.append(entry.long().unsqueeze(0) if isinstance(entry, Tensor) else entry)
+        extended.append(entry.long().unsqueeze(0) if _is_number(records, entry) else entry)
         dims += rest if entry is Ellipsis else not _is_int(entry)
+    arrays = [i for i, entry in enumerate(extended) if _is_array(entry)]  # lists and tensors, and the numbers
+    if len(arrays) > len(places):
+        stand_together = all(_is_array(entry) or _is_int(entry) for entry in extended[arrays[0] : arrays[-1]])
+        return (tuple(extended), None, 0) if stand_together else None
     together = places[-1] - places[0] < len(places)
     dim = places[0] if together else 0
     after = dims + (0 if any(entry is Ellipsis for entry in entries) else rest) - len(places) - dim
@@ -368,6 +378,13 @@ def _with_dims(records: Any, x: Any, index: Any) -> tuple[tuple[Any, ...], int, 
 
 def _is_number(records: Any, x: Any) -> bool:
     return isinstance(x, Tensor) and not x.dim() and x.dtype in INTEGERS and _is_value(records, x)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether an entry of an index is a list or a tensor of integers that has dims."""
+    if isinstance(x, Tensor):
+        return x.dim() > 0 and x.dtype in INTEGERS
+    return type(x) is list and bool(x) and all(map(_is_int, x))
 
 
 def _is_int(x: Any) -> bool:

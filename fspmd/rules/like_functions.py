@@ -112,6 +112,8 @@ def _new_by_type(x: Sharded, *args: Any, **options: Any) -> Sharded:
 def _new_tensor(x: Sharded, data: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Sharded:
     with DisableTorchFunction():
         made = torch.tensor(data, dtype=dtype or x.dtype, device=_device(x, options))
+    if isinstance(made, Sharded):  # a copy of a Sharded keeps its layout
+        return made.requires_grad_() if options.get("requires_grad") else made
     value = Sharded(made, TensorSpec(x.spec.mesh, P(), tuple(made.shape), made.dtype))
     return value.requires_grad_() if options.get("requires_grad") else value
 

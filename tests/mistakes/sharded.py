@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from fspmd import (
     ArgumentError,
@@ -33,6 +34,25 @@ def torch_tensor_within_a_transform(m: Setting) -> None:
     such as grad or vmap; instead of torch.tensor(x) write x.clone(), or return device_get(x) from the function
     """
     torch.func.grad(lambda x: torch.tensor(x).sum())(rows(m))
+
+
+@mistake(ArgumentError)
+def nested_tensors(m: Setting) -> None:
+    """as_nested_tensor() of Sharded f32[8@x] on mesh(x=4) would make a nested tensor, which has no layout on a mesh; \
+    pad the tensors, torch.nn.utils.rnn.pad_sequence([x, y]), or give it device_get(x)
+    """
+    torch.nested.as_nested_tensor([rows(m), torch.ones(3)])
+
+
+@mistake(ArgumentError)
+def expanded_weights(m: Setting) -> None:
+    """_make_subclass() of Sharded f32[8, 8@x] on mesh(x=4) would make a subclass of torch.Tensor, such as the \
+    ExpandedWeight of per-sample gradients; write fspmd.vmap(fspmd.grad(loss), in_dims=(None, 0))(params, batch) for \
+    gradients of each sample, or give it device_get(x)
+    """
+    module = torch.nn.Linear(8, 8)
+    module.weight = torch.nn.Parameter(device_put(torch.ones(8, 8), P(None, "x"), mesh=m.line))
+    call_for_per_sample_grads(module)(torch.ones(2, 8))
 
 
 @mistake(RecordError)
