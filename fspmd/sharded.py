@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, Protocol
 import optree
 import torch
 from torch import Tensor
+from torch.overrides import enable_reentrant_dispatch
 
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_misfit
@@ -23,7 +24,7 @@ from fspmd.pickled_blocks import Place, check_block, check_blocks, checked_rest,
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
-from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, followed, level_of, make_wrapper_subclass, to_copy
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
@@ -76,7 +77,7 @@ class Sharded(WithOperators):
         """Run an aten function that reached the shell as a call of the global view.
 
         Raises:
-            ArgumentError: A gradient would be lost, the function is not aten's, or a transform wraps the block.
+            ArgumentError: The function is not aten's, or a transform wraps the block.
         """
         is_aten = func.namespace == "aten"
         if is_aten and len(args) == 1 and facts_of(func).gives_values:
@@ -89,15 +90,14 @@ class Sharded(WithOperators):
             )
         if kwargs and kwargs.get("device") == OF_SHELLS:  # torch.tensor(x) has read it off the shell
             kwargs = {**kwargs, "device": given[0].device}
-        needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        if is_aten and (not needs_gradient or func is torch.ops.aten.detach.default):
-            return call_torch(func, args, kwargs)
-        if func is to_copy:  # torch.as_tensor(x, dtype=...): the blocks carry the gradient
-            with followed():
+        if is_aten:
+            if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+                return call_torch(func, args, kwargs)
+            with enable_reentrant_dispatch():  # the blocks carry the gradient
                 return call_torch(func, args, kwargs)
         raise ArgumentError(
-            f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where autograd "
-            "does not follow it; write x.local for this rank's block, device_get(x) for the whole tensor"
+            f"{func} got {given[0] if given else 'a Sharded'!r} below the level of torch functions, where fspmd has no "
+            "rule for it; write x.local for this rank's block, device_get(x) for the whole tensor"
         )
 
     @property

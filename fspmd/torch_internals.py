@@ -232,22 +232,6 @@ has_bfloat16_products: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supporte
 #: how many tensors have a storage
 storage_uses: Any = torch._C._storage_Use_Count
 
-# Below autograd
-
-#: what `torch.as_tensor` and `torch.tensor` call to convert a tensor
-to_copy: Any = torch.ops.aten._to_copy.default
-#: the parts of the dispatcher that torch leaves out within ``__torch_dispatch__``
-_GRADIENT_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.ADInplaceOrView
-)
-
-
-def followed() -> Any:
-    """Within, autograd follows calls that ``__torch_dispatch__`` makes; instead: none."""
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    return torch._C._ForceDispatchKeyGuard(included, excluded - _GRADIENT_KEYS)
-
-
 # torch.compile
 
 #: switches Dynamo for this thread; instead: `torch.compiler.set_stance`, for all threads
