@@ -36,7 +36,7 @@ LINE = make_mesh((4,), ("x",), transport="simulation")
 PLAIN = torch.arange(15.0).view(5, 3)
 
 
-@pytest.fixture(params=[P("x"), P(None, "x"), P(), P(unreduced={"x"})], ids=repr)
+@pytest.fixture(params=[P("x"), P(None, "x"), P(), P(unreduced={"x"})], ids=lambda make: make.__name__)
 def x(request: pytest.FixtureRequest) -> Any:
     return device_put(PLAIN, request.param, mesh=LINE)
 
@@ -74,7 +74,7 @@ def test_what_takes_tensors_takes_it(x: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray, PLAIN.new_tensor], ids=repr)
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray, PLAIN.new_tensor], ids=lambda make: make.__name__)
 def test_copies_of_data_obey_device(x: Any, make: Callable[..., Any]) -> None:
     """Torch asks the shell for its device, which is a meta device, so ``device="meta"`` looked like no device."""
     assert torch.equal(device_get(make(x)), PLAIN)
@@ -191,7 +191,7 @@ def test_data_shares_memory(x: Any) -> None:
     assert (leaf * 2).grad_fn is not None
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(), P(reduced={"x"})], ids=repr)
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(), P(reduced={"x"})], ids=lambda make: make.__name__)
 def test_backward_adds_to_a_gradient_that_was_set(x: Any, spec: P) -> None:
     x.requires_grad_().grad = device_put(PLAIN, spec, mesh=LINE)
     assert torch.equal(device_get(x.grad * 1), PLAIN)
