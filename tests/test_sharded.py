@@ -74,7 +74,9 @@ def test_what_takes_tensors_takes_it(x: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray, PLAIN.new_tensor], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [torch.tensor, torch.as_tensor, torch.asarray, PLAIN.new_tensor], ids=lambda make: make.__name__
+)
 def test_copies_of_data_obey_device(x: Any, make: Callable[..., Any]) -> None:
     """Torch asks the shell for its device, which is a meta device, so ``device="meta"`` looked like no device."""
     assert torch.equal(device_get(make(x)), PLAIN)
