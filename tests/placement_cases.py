@@ -178,7 +178,7 @@ def _gradients(case: Placement, mesh: Mesh, spec: TensorSpec, source: int, at_so
     if mesh.transport != "simulation":  # in a simulation device_put does not scatter
         route = ScatterRoute(spec, case.source, _place(mesh), mesh.device)
         anchor = (case.whole if at_source else torch.zeros(0, dtype=spec.dtype)).requires_grad_()
-        block = _Scatter.apply(anchor, route)
+        block = _Scatter.apply(anchor, route, False)
         cotangent = torch.ones_like(block).requires_grad_()
         (gradient,) = torch.autograd.grad(block, anchor, cotangent, create_graph=True)
         second = [torch.autograd.grad(gradient, cotangent, v if at_source else torch.zeros(0, dtype=spec.dtype))[0]]

@@ -36,7 +36,7 @@ LINE = make_mesh((4,), ("x",), transport="simulation")
 PLAIN = torch.arange(15.0).view(5, 3)
 
 
-@pytest.fixture(params=[P("x"), P(None, "x"), P(), P(unreduced={"x"})], ids=lambda make: make.__name__)
+@pytest.fixture(params=[P("x"), P(None, "x"), P(), P(unreduced={"x"})], ids=repr)
 def x(request: pytest.FixtureRequest) -> Any:
     return device_put(PLAIN, request.param, mesh=LINE)
 
