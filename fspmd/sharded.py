@@ -89,8 +89,14 @@ class Sharded(WithOperators):
             )
         if kwargs and kwargs.get("device") == OF_SHELLS:  # torch.tensor(x) has read it off the shell
             kwargs = {**kwargs, "device": given[0].device}
+        if func is to_copy and _is_conversion_to_itself(args[0], kwargs or {}):
+            return args[0]
         needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        if is_aten and (not needs_gradient or func is torch.ops.aten.detach.default):
+        if func is torch.ops.aten.detach.default:  # torch.tensor(x) detaches x, and then copies it
+            out = call_torch(func, args, kwargs)
+            setattr(out, _IS_COPIED, True)
+            return out
+        if is_aten and not needs_gradient:
             return call_torch(func, args, kwargs)
         if func is to_copy:  # torch.as_tensor(x, dtype=...): the blocks carry the gradient
             with followed():
@@ -511,6 +517,7 @@ class ShardedTypeError(ArgumentError, TypeError):
 
 
 _GRAD: Final = "_fspmd_grad"
+_IS_COPIED: Final = "_fspmd_is_copied"
 _DATA: Final[Any] = Tensor.data
 _STRIDE: Final[Any] = Tensor.stride
 _IS_CONTIGUOUS: Final[Any] = Tensor.is_contiguous
@@ -522,6 +529,16 @@ shell: Final[Callable[..., Sharded]] = make_wrapper_subclass
 _STRIDED: Final = torch.strided
 #: "meta" with an index, so that ``torch.tensor(x)``, which reads it, differs from ``torch.tensor(x, device="meta")``
 OF_SHELLS: Final = torch.device("meta", 1)
+
+
+def _is_conversion_to_itself(x: Any, options: dict[str, Any]) -> bool:
+    """Whether ``torch.as_tensor(x, **options)`` is x: torch reads the device of the shell, and asks for a copy."""
+    return (
+        type(x) is Sharded
+        and not hasattr(x, _IS_COPIED)
+        and options.get("dtype") in (None, x.dtype)
+        and options.get("device") in (None, x.device)
+    )
 
 
 def pair(local: Any, spec: TensorSpec) -> Sharded:
