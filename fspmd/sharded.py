@@ -24,7 +24,7 @@ from fspmd.pickled_blocks import Place, check_block, check_blocks, checked_rest,
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
-from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass, to_copy
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
@@ -90,6 +90,12 @@ class Sharded(WithOperators):
             )
         if kwargs and kwargs.get("device") == OF_SHELLS:  # torch.tensor(x) has read it off the shell
             kwargs = {**kwargs, "device": given[0].device}
+        if func is to_copy and _is_conversion_to_itself(args[0], kwargs or {}):
+            return args[0]
+        if func is torch.ops.aten.detach.default:  # torch.tensor(x) detaches x, and then copies it
+            out = call_torch(func, args, kwargs)
+            setattr(out, _IS_COPIED, True)
+            return out
         if is_aten:
             if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
                 return call_torch(func, args, kwargs)
@@ -511,6 +517,7 @@ class ShardedTypeError(ArgumentError, TypeError):
 
 
 _GRAD: Final = "_fspmd_grad"
+_IS_COPIED: Final = "_fspmd_is_copied"
 _DATA: Final[Any] = Tensor.data
 _STRIDE: Final[Any] = Tensor.stride
 _IS_CONTIGUOUS: Final[Any] = Tensor.is_contiguous
@@ -522,6 +529,16 @@ shell: Final[Callable[..., Sharded]] = make_wrapper_subclass
 _STRIDED: Final = torch.strided
 #: "meta" with an index, so that ``torch.tensor(x)``, which reads it, differs from ``torch.tensor(x, device="meta")``
 OF_SHELLS: Final = torch.device("meta", 1)
+
+
+def _is_conversion_to_itself(x: Any, options: dict[str, Any]) -> bool:
+    """Whether ``torch.as_tensor(x, **options)`` is x: torch reads the device of the shell, and asks for a copy."""
+    return (
+        type(x) is Sharded
+        and not hasattr(x, _IS_COPIED)
+        and options.get("dtype") in (None, x.dtype)
+        and options.get("device") in (None, x.device)
+    )
 
 
 def pair(local: Any, spec: TensorSpec) -> Sharded:

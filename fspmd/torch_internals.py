@@ -232,6 +232,9 @@ has_bfloat16_products: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supporte
 #: how many tensors have a storage
 storage_uses: Any = torch._C._storage_Use_Count
 
+#: what `torch.as_tensor` and `torch.tensor` call to convert a tensor
+to_copy: Any = torch.ops.aten._to_copy.default
+
 # torch.compile
 
 #: switches Dynamo for this thread; instead: `torch.compiler.set_stance`, for all threads

@@ -1321,6 +1321,10 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda x: x + torch.rand(3, generator=OTHER.manual_seed(3)),
         r"^jit cannot record a function that sets",
     ),
+    "distribution": (
+        lambda x: torch.distributions.Categorical(logits=x).log_prob(x[0].long()),
+        r"^jit cannot record a branch or x.item\(\), .* Normal\(mean, scale, validate_args=False\) for a distribution",
+    ),
     "caught": (_caught, r"^jit cannot record a branch or x.item\(\)"),
     "data": (_through_data, r"^jit cannot record a branch or x.item\(\)"),
     "other data": (_another_data, r"^jit cannot record x.data = y, which writes"),

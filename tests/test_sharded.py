@@ -100,6 +100,18 @@ def test_new_tensor_of_a_sharded_is_a_copy_of_it(x: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_conversions_to_the_same_dtype_and_device_are_no_copies(x: Any) -> None:
+    for make in torch.as_tensor, torch.asarray:
+        assert make(x) is x
+        assert make(x, device="cpu") is x
+        assert make(x, dtype=x.dtype, device=x.device) is x
+        assert make(x, dtype=torch.float64) is not x
+    for copied in torch.tensor(x), torch.tensor(x, device="cpu"), PLAIN.new_tensor(x), torch.asarray(x, copy=True):
+        copied.zero_()
+        assert torch.equal(device_get(x), PLAIN)
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 def test_copies_of_data_under_jit(x: Any) -> None:
     for make in torch.tensor, torch.as_tensor, x.new_tensor:
         recorded = jit(lambda x, make=make: make(x, dtype=torch.float64) * 2)
@@ -193,7 +205,7 @@ def test_data_shares_memory(x: Any) -> None:
     assert (leaf * 2).grad_fn is not None
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(), P(reduced={"x"})], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P(), P(reduced={"x"})], ids=repr)
 def test_backward_adds_to_a_gradient_that_was_set(x: Any, spec: P) -> None:
     x.requires_grad_().grad = device_put(PLAIN, spec, mesh=LINE)
     assert torch.equal(device_get(x.grad * 1), PLAIN)

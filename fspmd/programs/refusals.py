@@ -7,10 +7,12 @@ both are in use.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -177,7 +179,7 @@ class RefusingMode(TorchFunctionMode):
         """Raise `RecordError` where the single element of a tensor becomes a Python number."""
         x = unwrapped(x)
         if x.numel() == 1 and not self.recorder.is_constant(x):
-            raise self.recorder.refusal(constant_of(_NUMBER, _INSTEAD_OF_PLACES))
+            raise self.recorder.refusal(constant_of(_NUMBER, _advice()))
 
     def values(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Raise `RecordError` where Python would read values that are not constant."""
@@ -185,6 +187,16 @@ class RefusingMode(TorchFunctionMode):
         if not all(map(self.recorder.is_constant, tensors)):
             raise self.recorder.refusal(constant_of(_VALUES.format(name)))
         self.recorder.note_read(tensors)
+
+
+def _advice() -> str:
+    """What to write in place of a Python value. Distributions ask whether all values are valid."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributions.distribution":
+            return ", Normal(mean, scale, validate_args=False) for a distribution"
+        frame = frame.f_back
+    return _INSTEAD_OF_PLACES
 
 
 @contextmanager
@@ -209,7 +221,7 @@ def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
     """Raise `RecordError` where a call depends on values, or writes, in a way that a record cannot hold."""
     if facts.gives_values:
         name = _name_of(func)
-        raise recorder.refusal(constant_of(_VALUES.format(_NAMES.get(name, name)), _INSTEAD_OF_PLACES))
+        raise recorder.refusal(constant_of(_VALUES.format(_NAMES.get(name, name)), _advice()))
     if facts.shape_of_values(args, kwargs):
         raise recorder.refusal(shape_of_values(func))
     if facts.inplace_view and any(args[0] is x for x in recorder.given):
