@@ -83,12 +83,14 @@ class FakeMode(fake_tensor.FakeTensorMode):
         operands = [x for x in args if isinstance(x, torch.Tensor)]
         like = _LIKE.get(len(operands))
         is_expanded = any(0 in x.stride() for x in operands)
-        if not is_expanded or like is None or any(x is out or x.dtype is not out.dtype for x in operands):
+        is_alike = all(x is not out and x.dtype is out.dtype and x.shape == out.shape for x in operands)
+        if not is_expanded or like is None or not is_alike:
             return out
         with self:
-            wide = (torch.empty_strided(x.shape, x.stride(), dtype=_WIDE, device=x.device) for x in operands)
+            wide = [torch.empty_strided(x.shape, x.stride(), dtype=_WIDE, device=x.device) for x in operands]
             strides = like(*wide).stride()
-            if strides == out.stride():
+            # where operands lie otherwise, their order decides, and a kernel may have another one than its function
+            if strides == out.stride() or strides != like(*reversed(wide)).stride():
                 return out
             return torch.empty_strided(out.shape, strides, dtype=out.dtype, device=out.device)
 

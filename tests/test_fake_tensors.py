@@ -182,3 +182,13 @@ def test_strides_of_expanded_operands_are_those_of_kernels(name: str, dtype: tor
             found = function(*fakes, **options)
         assert found.stride() == function(*given, **options).stride(), [y.stride() for y in given]
         assert found.dtype is dtype
+
+
+def test_strides_of_a_kernel_with_its_operands_in_another_order() -> None:
+    """That of relu takes the value first, and its function the gradient."""
+    laid = torch.randn(4, 1, 3).expand(4, 5, 3), torch.randn(3, 5, 4).permute(2, 1, 0)
+    mode = CachingFakeMode()
+    fakes = [mode.from_tensor(x) for x in laid]
+    with mode:
+        found = aten.threshold_backward(*fakes, 0)
+    assert found.stride() == aten.threshold_backward(*laid, 0).stride()

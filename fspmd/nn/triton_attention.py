@@ -68,7 +68,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     results, launch = _results(query, key, value), _Launch(query, key, value, allowed, causal, scale)
     blocks = launch.cuts.forward if allowed is None else launch.cuts.masked_forward
-    launch.run(_forward_kernel, query, blocks, launch.operands, results)
+    launch.run(_forward_kernel, query, blocks.queries, blocks, launch.operands, results)
     return results
 
 
@@ -77,8 +77,9 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     grads, launch = _gradients(out_grad, query, key, value), _Launch(query, key, value, *options)
     operands = *launch.operands, out_grad, lse, drop, out_grad.stride()[:3]
-    launch.run(_key_gradients_kernel, key, launch.cuts.key_gradients, operands, grads[1:])
-    launch.run(_query_gradients_kernel, query, launch.cuts.query_gradients, operands, grads[:1])
+    of_keys, of_queries = launch.cuts.key_gradients, launch.cuts.query_gradients
+    launch.run(_key_gradients_kernel, key, of_keys.keys, of_keys, operands, grads[1:])
+    launch.run(_query_gradients_kernel, query, of_queries.queries, of_queries, operands, grads[:1])
     return grads
 
 
@@ -99,9 +100,10 @@ class _Launch:
         self.rest = *sizes, *widths, causal, allowed is not None
         self.cuts = CUTS[max(64, *widths)]
 
-    def run(self, kernel: Any, rows: Tensor, blocks: Blocks, operands: tuple[Any, ...], results: Any) -> None:
-        """One program for each block of the rows of each head."""
-        length = blocks.queries if rows is self.operands[0] else blocks.keys
+    def run(
+        self, kernel: Any, rows: Tensor, length: int, blocks: Blocks, operands: tuple[Any, ...], results: Any
+    ) -> None:
+        """One program for each block of ``length`` rows of each head."""
         programs = triton.cdiv(rows.shape[2], length) * rows.shape[0] * rows.shape[1]
         with torch.cuda.device_of(rows):
             kernel[(programs,)](
@@ -234,7 +236,7 @@ def _forward_kernel(
         v = _rows(value, v_strides[2], first, m, value_width, KEYS, VALUE_WIDTH)
         sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None])
         top = new
-    seen_any = total > 0
+    seen_any = total != 0  # NaN is seen
     sums = sums / tl.where(seen_any, total, 1.0)[:, None]
     _put(out + at * n * value_width, sums, start, n, value_width, QUERIES, VALUE_WIDTH)
     row = start + tl.arange(0, QUERIES)
