@@ -83,8 +83,10 @@ class FakeMode(fake_tensor.FakeTensorMode):
         operands = [x for x in args if isinstance(x, torch.Tensor)]
         like = _LIKE.get(len(operands))
         is_expanded = any(0 in x.stride() for x in operands)
-        is_alike = all(x is not out and x.dtype is out.dtype and x.shape == out.shape for x in operands)
-        if not is_expanded or like is None or not is_alike:
+        is_alike = all(x is not out and x.dtype is out.dtype for x in operands)
+        if not is_expanded or like is None or not is_alike or all(x.shape != out.shape for x in operands):
+            return out
+        if any(x.dim() != out.dim() or not {*x.shape} <= {1, *out.shape} for x in operands):
             return out
         with self:
             wide = [torch.empty_strided(x.shape, x.stride(), dtype=_WIDE, device=x.device) for x in operands]
