@@ -163,14 +163,17 @@ def _runs_triton(device: torch.device) -> bool:
     if is_old or not _HAS_TRITON:
         return False
     try:
-        return hidden(_is_right)(device)
-    except Exception as error:  # from Triton, from its compilers, from the driver
-        warnings.warn(
-            f"Triton cannot run its kernels of attention on {device}, so parts are rounded to 16 bits; it needs a C "
-            f"compiler and the headers of Python. It said: {type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        return False
+        if hidden(_is_right)(device):
+            return True
+        error = "a result is wrong"
+    except Exception as raised:  # from Triton, from its compilers, from the driver
+        error = f"{type(raised).__name__}: {raised}"
+    warnings.warn(
+        f"Triton cannot run its kernels of attention on {device}, so parts are rounded to 16 bits; it needs a C "
+        f"compiler and the headers of Python. The reason: {error}",
+        stacklevel=2,
+    )
+    return False
 
 
 def _is_right(device: torch.device) -> bool:
