@@ -70,23 +70,24 @@ class FakeMode(fake_tensor.FakeTensorMode):
             raise UnknownValues(error.func, False) from error
         except DynamicOutputShapeException as error:
             raise UnknownValues(error.func, True) from error
-        if isinstance(out, torch.Tensor) and torch.Tag.pointwise in func.tags and (func, out.dtype) not in _RIGHT:
+        if isinstance(out, Tensor) and torch.Tag.pointwise in func.tags and (func, out.dtype) not in _RIGHT:
             return self._laid_out(args, out)
         return out
 
-    def _laid_out(self, args: Any, out: torch.Tensor) -> torch.Tensor:
+    def _laid_out(self, args: Any, out: Tensor) -> Tensor:
         """The result of a function of elements, laid out as its kernel does.
 
         Torch computes some such results by several functions, or in float32 for operands of 16 bits. An expanded
         operand is then laid out anew. No kernel does that.
         """
-        operands = [x for x in args if isinstance(x, torch.Tensor)]
+        operands = [x for x in args if isinstance(x, Tensor)]
         like = _LIKE.get(len(operands))
-        is_expanded = any(0 in x.stride() for x in operands)
-        is_alike = all(x is not out and x.dtype is out.dtype for x in operands)
-        if not is_expanded or like is None or not is_alike or all(x.shape != out.shape for x in operands):
-            return out
-        if any(x.dim() != out.dim() or not {*x.shape} <= {1, *out.shape} for x in operands):
+        is_expanded = any(0 in x.stride() for x in operands) and any(x.shape == out.shape for x in operands)
+        is_alike = all(
+            x is not out and x.dtype is out.dtype and x.dim() == out.dim() and {*x.shape} <= {1, *out.shape}
+            for x in operands
+        )
+        if like is None or not is_expanded or not is_alike:
             return out
         with self:
             wide = [torch.empty_strided(x.shape, x.stride(), dtype=_WIDE, device=x.device) for x in operands]
