@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fspmd.nn import kernels
 from fspmd.nn.kernels import Allowed, mask_of, scale_of
-from fspmd.nn.parts import PartialAttention, nothing, wide
+from fspmd.nn.parts import PartialAttention, closed, nothing, wide
 from fspmd.torch_internals import forward_ad, transforms_active
 
 
@@ -29,11 +29,9 @@ def forward(
     top = scores.detach().amax(-1, keepdim=True)
     top = top.where(top != -torch.inf, 0)
     weights = (scores - top).exp() if with_tangents else scores.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True)
-    seen = total != 0
-    total = total.where(seen, 1)
-    out = _grouped(weights @ value[..., None, :, :]) / total.flatten(-4, -3)
-    return PartialAttention(out, _grouped((top + total.log()).where(seen, -torch.inf))[..., 0])
+    divisor, lse = closed(top, weights.sum(-1, keepdim=True))
+    out = _grouped(weights @ value[..., None, :, :]) / _grouped(divisor)
+    return PartialAttention(out, _grouped(lse)[..., 0])
 
 
 def backward(

@@ -46,11 +46,9 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     top = torch.maximum(a.lse, b.lse).detach()
     top = top.where(top != -torch.inf, 0)
     weight_a, weight_b = (a.lse - top).exp(), (b.lse - top).exp()
-    total = weight_a + weight_b
-    seen = total != 0
-    total = total.where(seen, 1)
+    total, lse = closed(top, weight_a + weight_b)
     out = a.out * (weight_a / total)[..., None] + b.out * (weight_b / total)[..., None]
-    return PartialAttention(out, (top + total.log()).where(seen, -torch.inf))
+    return PartialAttention(out, lse)
 
 
 def shares(lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -58,10 +56,15 @@ def shares(lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     top = lse.detach().amax(dim, keepdim=True)
     top = top.where(top != -torch.inf, 0)
     weights = (lse - top).exp()
-    total = weights.sum(dim, keepdim=True)
+    total, lse_of_all = closed(top, weights.sum(dim, keepdim=True))
+    return weights / total, lse_of_all.squeeze(dim)
+
+
+def closed(top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """What divides a sum of weights ``exp(score - top)``, and its ``lse``. Where no key is seen, 1 and -inf."""
     seen = total != 0
-    total = total.where(seen, 1)
-    return weights / total, (top + total.log()).where(seen, -torch.inf).squeeze(dim)
+    divisor = total.where(seen, 1)
+    return divisor, (top + divisor.log()).where(seen, -torch.inf)
 
 
 def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAttention:
@@ -81,9 +84,8 @@ def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAt
     top = top.where(top != -torch.inf, 0)
     weight = (part.lse - top).exp()
     out, total = psum((part.out * weight[..., None], weight), axis)
-    seen = total != 0
-    total = total.where(seen, 1)
-    return PartialAttention(out / total[..., None], (top + total.log()).where(seen, -torch.inf))
+    divisor, lse = closed(top, total)
+    return PartialAttention(out / divisor[..., None], lse)
 
 
 def wide(x: Tensor) -> torch.dtype:
