@@ -112,7 +112,8 @@ def ulysses_attention(
 
     Args:
         ring: A second axis, over which the sequence is cut first: ``P(..., ("ring", "heads"))``. Along it the keys and
-            values pass in a ring, as in `ring_attention`; ``layout`` then says which positions its ranks have.
+            values pass in a ring, as in `ring_attention`.
+        layout: Which positions the ranks of all these axes have, or those of ``ring`` alone.
 
     Communication: an `all_to_all` of each operand and one of the result, forward; the same of gradients, backward.
 
