@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fspmd
-from fspmd import P
-from fspmd.nn import Causal, Precision, SequenceLayout, experts, gathered, grouped_matmul, ring_attention, route
+from fspmd import P, nn
 
 Params = dict[str, Any]
 BATCH = ("dp", "fsdp", "ep")  # the axes that cut the batch
 TOKENS = (*BATCH, "cp")  # and those that cut tokens
 IDS, HIDDEN, LOGITS = P(BATCH, "cp"), P(BATCH, "cp", None), P(BATCH, "cp", "tp")
-EPSILON = 1e-6
+ATTENTION = {"ring": nn.ring_attention, "gathered": nn.gathered_attention, "ulysses": nn.ulysses_attention}
+CAUSAL, EPSILON = nn.Causal(), 1e-6
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ class Config:
     experts: int = 0
     chosen: int = 2  # experts of a token
     capacity: int | None = None  # tokens for each rank and expert; the default drops none
-    precision: Precision | None = None  # the dtypes of the computation, and of sums of gradients; None: of parameters
+    precision: nn.Precision | None = None  # of the computation and of sums of gradients; the default is the parameters'
+    mask: nn.Mask = CAUSAL  # which tokens a token sees
+    attention: str = "ring"  # how the ranks of cp share it: a key of ATTENTION
 
     @property
     def K(self) -> int:
@@ -58,9 +60,10 @@ class Config:
         return sum(math.prod(leaf.shape) for leaf in optree.tree_leaves(leaves(self)))
 
     def flops(self) -> float:
-        """FLOPs of the model for a token, forward and backward. A token sees half of the sequence, on average."""
+        """FLOPs of the model for a token, forward and backward."""
         mlp = 3 * self.D * self.F * (self.chosen if self.experts else 1) + self.D * self.experts
-        attention = 2 * self.D * (self.H + self.G) * self.K + self.S * self.H * self.K
+        seen = nn.contiguous(self.S, 1).work(self.mask)[0] / self.S
+        attention = 2 * self.D * (self.H + self.G) * self.K + 2 * seen * self.H * self.K
         return 6.0 * (self.layers * (mlp + attention) + self.D * self.V)
 
 
@@ -85,10 +88,10 @@ def leaves(c: Config) -> Params:
 
     stack = {
         "norm1": layer((c.D,), "fsdp"),
-        "wq": layer((c.D, c.H, c.K), "fsdp", "tp", scale=up),
-        "wk": layer((c.D, c.G, c.K), "fsdp", "tp", scale=up),
-        "wv": layer((c.D, c.G, c.K), "fsdp", "tp", scale=up),
-        "wo": layer((c.H, c.K, c.D), "tp", None, "fsdp", scale=up * down),
+        "wq": layer((c.D, c.H * c.K), "fsdp", "tp", scale=up),
+        "wk": layer((c.D, c.G * c.K), "fsdp", "tp", scale=up),
+        "wv": layer((c.D, c.G * c.K), "fsdp", "tp", scale=up),
+        "wo": layer((c.H * c.K, c.D), "tp", "fsdp", scale=up * down),
         "norm2": layer((c.D,), "fsdp"),
         "gate": layer((*many, c.D, c.F), *over, "fsdp", "tp", scale=up),
         "up": layer((*many, c.D, c.F), *over, "fsdp", "tp", scale=up),
@@ -104,14 +107,9 @@ def leaves(c: Config) -> Params:
     }
 
 
-def stage_specs(c: Config) -> Any:
-    """The layouts of the parameters in a stage."""
-    return optree.tree_map(lambda leaf: leaf.spec, leaves(c))
-
-
-def param_specs(c: Config, mesh: fspmd.Mesh) -> Params:
-    """The layouts of all parameters: layers are cut over pp as well."""
-    specs, over = stage_specs(c), "pp" if mesh.shape["pp"] > 1 else None
+def param_specs(c: Config, over: str | None = None) -> Any:
+    """The layouts of the parameters: of a stage, or of all of them with "pp" as the axis ``over`` which layers lie."""
+    specs = optree.tree_map(lambda leaf: leaf.spec, leaves(c))
     return {**specs, "layers": {name: P(over, *spec.entries[1:]) for name, spec in specs["layers"].items()}}
 
 
@@ -123,7 +121,7 @@ def use(c: Config, params: Params, specs: Params) -> Params:
 
     def one(w: Tensor, spec: P) -> Any:
         axes = tuple(axis for axis in TOKENS if axis != "ep" or "ep" not in spec.axes)
-        return gathered(w, axes, spec, dtype=c.precision)
+        return nn.gathered(w, axes, spec, dtype=c.precision)
 
     return {name: one(w, specs[name]) for name, w in params.items()}
 
@@ -144,20 +142,22 @@ def mlp(c: Config, p: Params, x: Tensor) -> Tensor:
         return y
 
     def of_rows(rows: Tensor, counts: Tensor) -> Tensor:
-        gate, up = (grouped_matmul(rows, p[name], counts) for name in ("gate", "up"))
-        return grouped_matmul(F.silu(gate) * up, p["down"], counts)
+        gate, up = (nn.grouped_matmul(rows, p[name], counts) for name in ("gate", "up"))
+        return nn.grouped_matmul(F.silu(gate) * up, p["down"], counts)
 
     rows = x.flatten(0, 1)
-    return experts(rows, route(rows @ p["router"], c.chosen), of_rows, axis="ep", capacity=c.capacity)[0].view_as(x)
+    return nn.experts(rows, nn.route(rows @ p["router"], c.chosen), of_rows, axis="ep", capacity=c.capacity)[0].view_as(
+        x
+    )
 
 
-def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: SequenceLayout) -> Tensor:
+def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: nn.SequenceLayout) -> Tensor:
     """x [b, s, D] -> [b, s, D]."""
     p = use(c, params, specs)
     h, at = F.rms_norm(x, (c.D,), p["norm1"], EPSILON), layout.positions("cp")
-    q, k, v = (torch.einsum("bsd,dhk->bhsk", h, p[name]) for name in ("wq", "wk", "wv"))
-    heads = ring_attention(rotate(q, at), rotate(k, at), v, "cp", mask=Causal(), layout=layout)
-    x = x + fspmd.psum(torch.einsum("bhsk,hkd->bsd", heads, p["wo"]), "tp")
+    q, k, v = ((h @ p[name]).unflatten(-1, (-1, c.K)).transpose(1, 2) for name in ("wq", "wk", "wv"))
+    heads = ATTENTION[c.attention](rotate(q, at), rotate(k, at), v, "cp", mask=c.mask, layout=layout)
+    x = x + fspmd.psum(heads.transpose(1, 2).flatten(2) @ p["wo"], "tp")
     return x + fspmd.psum(mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON)), "tp")
 
 
@@ -167,9 +167,9 @@ def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return place.clamp(0, rows - 1), (place >= 0) & (place < rows)
 
 
-def stage(c: Config, layout: SequenceLayout, first: bool, last: bool) -> Callable[[Params, Tensor], Tensor]:
+def stage(c: Config, layout: nn.SequenceLayout, first: bool, last: bool) -> Callable[[Params, Tensor], Tensor]:
     """A stage on blocks: ids [b, s] in the first, logits [b, s, V / tp] out of the last, [b, s, D] between."""
-    specs = stage_specs(c)
+    specs = param_specs(c)
     of_layer = {name: P(*spec.entries[1:]) for name, spec in specs["layers"].items()}
 
     def run(params: Params, x: Tensor) -> Tensor:

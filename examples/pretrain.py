@@ -33,22 +33,19 @@ from llama import HIDDEN, IDS, LOGITS, Config, Params
 from torch import Tensor
 
 import fspmd
-from fspmd import Mesh, P, TensorSpec, shard_map
-from fspmd.nn import (
-    LossScale,
-    Precision,
-    accumulate,
-    adamw,
-    gpipe,
-    one_f_one_b,
-    pipeline,
-    selected,
-    zero_bubble,
-    zigzag,
-)
+from fspmd import Mesh, P, TensorSpec, nn, shard_map
+from fspmd.nn import Causal, LossScale, Optimizer, Precision, SlidingWindow, accumulate, pipeline, selected, zigzag
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble}
+SCHEDULES = {
+    "gpipe": nn.gpipe,
+    "1f1b": nn.one_f_one_b,
+    "interleaved": nn.interleaved,
+    "zero-bubble": nn.zero_bubble,
+    "zbv": nn.zbv,
+    "dual-pipe-v": nn.dual_pipe_v,
+}
+MATRICES = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # of a layer
 CLIP, DECAY, BETAS, WARMUP = 1.0, 0.1, (0.9, 0.95), 20
 Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, each [B, S]
 
@@ -56,13 +53,18 @@ Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, e
 # ---------------------------------------------------------------- a step, for any mesh
 
 
+def stages_in_order(schedule: str, ranks: int) -> tuple[int, ...]:
+    """The stages, as they lie on the ranks of pp: equally many on each, in rank order."""
+    return SCHEDULES[schedule](ranks, 1).order if ranks > 1 else (0,)
+
+
 def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Callable, Callable]:
     """Two functions of parameters and microbatches: of the mean loss with its gradients, and of the mean loss alone.
 
     With one stage the first takes a number by which the loss is multiplied before it is differentiated.
     """
-    specs, stages, layout = llama.stage_specs(c), mesh.shape["pp"], zigzag(c.S, mesh.shape["cp"])
-    if stages == 1:
+    specs, layout = llama.param_specs(c), zigzag(c.S, mesh.shape["cp"])
+    if mesh.shape["pp"] == 1:
         model = llama.stage(c, layout, first=True, last=True)
 
         def total(params: Params, ids: Tensor, targets: Tensor) -> Tensor:
@@ -80,12 +82,14 @@ def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Call
 
         return scaled, alone
 
+    schedule = SCHEDULES[name](mesh.shape["pp"], microbatches)
+    stages = schedule.stages
+
     def part(i: int) -> Callable:
         first, last = i == 0, i == stages - 1
         entering, leaving = IDS if first else HIDDEN, LOGITS if last else HIDDEN
         return shard_map(llama.stage(c, layout, first, last), in_specs=(specs, entering), out_specs=leaving)
 
-    schedule = SCHEDULES[name](stages, microbatches)
     run, forward = (
         pipeline(
             [part(i) for i in range(stages)],
@@ -121,16 +125,66 @@ def init_params(c: Config, mesh: fspmd.Mesh, seed: int, dtype: torch.dtype) -> A
         own = fspmd.random.fold_in(key, zlib.crc32(repr(path).encode()))
         return fspmd.random.normal(own, leaf.shape, spec=spec, dtype=dtype, mesh=mesh) * leaf.scale
 
-    return optree.tree_map_with_path(first, llama.leaves(c), llama.param_specs(c, mesh))
+    return optree.tree_map_with_path(
+        first, llama.leaves(c), llama.param_specs(c, "pp" if mesh.shape["pp"] > 1 else None)
+    )
 
 
-def optimizer(c: Config, peak: float, steps: int) -> fspmd.nn.Optimizer:
-    """AdamW: a warm-up, then a straight line down to zero; weight decay for matrices alone."""
+def in_rows(tree: Any, rows: Tensor) -> Any:
+    """Parameters or a state of the optimizer with layer ``rows[i]`` in row i of the stacks of layers."""
+    if rows.equal(torch.arange(len(rows))):
+        return tree
 
-    def rate(step: Tensor) -> Tensor:
-        return peak * torch.minimum(step / min(WARMUP, steps), (steps + 1 - step) / steps).clamp(0, 1)
+    def one(path: tuple[Any, ...], x: Any) -> Any:
+        return fspmd.reshard(x[rows], x.spec.partition) if "layers" in path and len(x) == len(rows) else x
 
-    return adamw(rate, BETAS, decay=optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, llama.leaves(c)))
+    return optree.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, fspmd.Sharded))
+
+
+def optimizer(c: Config, args: argparse.Namespace) -> Optimizer:
+    """An optimizer with a warm-up, then a straight line down to zero; weight decay for matrices alone."""
+    steps, stored = args.steps, None
+
+    def rate(step: Tensor) -> Any:
+        return args.lr * torch.minimum(step / min(WARMUP, steps), (steps + 1 - step) / steps).clamp(0, 1)
+
+    if args.zero1:  # the state is cut over dp as well
+        whole = llama.param_specs(c, "pp" if args.mesh["pp"] > 1 else None)
+        stored = optree.tree_map(lambda spec: P(*(("fsdp", "dp") if axis == "fsdp" else axis for axis in spec)), whole)
+    decay = optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, llama.leaves(c))
+    if args.optimizer == "adamw":
+        made = nn.adamw(rate, BETAS, decay=decay, specs=stored)
+    elif args.optimizer == "adafactor":
+        made = nn.adafactor(rate, decay=decay, specs=stored)
+    else:
+        (_, decay), (cut, rest) = apart(decay), apart(stored) if stored else (None, None)
+        matrices = nn.muon(rate, decay=DECAY, adjustment="match_rms_adamw", dtype=None, specs=cut)
+        made = both_of(matrices, nn.adamw(rate, BETAS, decay=decay, specs=rest))
+    wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+    return nn.with_master(made, wide) if args.master else made
+
+
+def apart(tree: Params) -> tuple[Params, Params]:
+    """The matrices of layers, and all other parameters."""
+    layers = tree["layers"]
+    others = {name: w for name, w in layers.items() if name not in MATRICES}
+    return {"layers": {name: layers[name] for name in MATRICES}}, {**tree, "layers": others}
+
+
+def both_of(matrices: Optimizer, others: Optimizer) -> Optimizer:
+    """One optimizer for the matrices of layers, and another for all other parameters."""
+
+    def init(params: Params) -> Any:
+        first, second = apart(params)
+        return {"matrices": matrices.init(first), "others": others.init(second)}
+
+    def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        (g, other_g), (w, other_w) = apart(grads), apart(params)
+        w, first = matrices.update(g, state["matrices"], w)
+        other_w, second = others.update(other_g, state["others"], other_w)
+        return {**other_w, "layers": other_w["layers"] | w["layers"]}, {"matrices": first, "others": second}
+
+    return Optimizer(init, update)
 
 
 def make_step(both: Callable, update: Callable, scaled: bool = False) -> Callable:
@@ -187,8 +241,12 @@ def train(
 ) -> tuple[list, Params]:
     """The losses of all steps, and the parameters after them. ``both`` gives the loss and its gradients."""
     dtype = getattr(torch, args.dtype)
-    params = init_params(c, mesh, args.seed, dtype)
-    init, update = optimizer(c, args.lr, args.steps)
+    order = SCHEDULES[args.schedule](mesh.shape["pp"], 1).order
+    rows = (
+        torch.arange(c.layers).view(len(order), -1)[list(order)].flatten()
+    )  # the layers, as the ranks of pp have them
+    params = in_rows(init_params(c, mesh, args.seed, dtype), rows)
+    init, update = optimizer(c, args)
     step = make_step(both, update, scaled=bool(args.loss_scale))
     step = fspmd.jit(step, donate_argnums=(0, 1)) if args.jit else step
     state, losses = init(params), [math.nan] * args.steps
@@ -197,7 +255,7 @@ def train(
     begin = (fspmd.latest_step(args.checkpoint) or 0) if args.resume else 0
     if begin:
         like = {"params": params, "state": state, "losses": losses}
-        saved = fspmd.load(args.checkpoint, like, step=begin, mesh=mesh)
+        saved = in_rows(fspmd.load(args.checkpoint, like, step=begin, mesh=mesh), rows)
         params, state, losses = (saved[name] for name in ("params", "state", "losses"))
         say(f"resumed at step {begin}/{args.steps} of {args.checkpoint}")
     ranks = 1 if mesh.transport == "simulation" else math.prod(mesh.shape.values())  # a simulation is one process
@@ -213,7 +271,7 @@ def train(
             with Path(args.log).open("a") as file:
                 file.write(f"step {i + 1} {text}\n")
         if args.checkpoint and ((i + 1) % args.every == 0 or i + 1 == args.steps):
-            tree = {"params": params, "state": state, "losses": losses}
+            tree = in_rows({"params": params, "state": state, "losses": losses}, rows.argsort())
             fspmd.save(args.checkpoint, tree, step=i + 1, keep=2, mesh=mesh)
     return losses, params
 
@@ -251,10 +309,14 @@ def laid(c: Config, mesh: Mesh, dtype: torch.dtype) -> Any:
 
 def recorded(c: Config, mesh: Mesh, args: argparse.Namespace) -> Predicted:
     """What the record of a step says, for one stage and one microbatch."""
+    init, update = optimizer(c, args)
     params = laid(c, mesh, getattr(torch, args.dtype))
-    state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
+    state = optree.tree_map(
+        lambda x: x if isinstance(x, TensorSpec) else torch.zeros_like(x, device="cpu"),
+        fspmd.jit(init).lower(params).out_info,
+    )
     ids = TensorSpec(mesh, IDS, (args.batch // args.microbatches, c.S), torch.int64)
-    step = make_step(losses_of(c, mesh, args.schedule, 1)[0], optimizer(c, args.lr, args.steps).update)
+    step = make_step(losses_of(c, mesh, args.schedule, 1)[0], update)
     program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
     cost = program.cost()
     return Predicted(cost.time, cost.exposed, program.memory().by_line)
@@ -276,7 +338,8 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
     if stages > 1:
         schedule = SCHEDULES[args.schedule](stages, microbatches)
         bubble, live = schedule.bubble(), max(schedule.peaks())
-    kept = (live - 1) * part.layers * rows * c.D * getattr(torch, args.dtype).itemsize
+    chunks = len(stages_in_order(args.schedule, stages)) // stages
+    kept = max(live - chunks, 0) * part.layers // chunks * rows * c.D * getattr(torch, args.dtype).itemsize
     seconds = microbatches * cost.time / 1e6 / (1 - bubble)
     tokens, ranks = args.batch * c.S, math.prod(sizes.values())
     print(f"{ranks:,} ranks: {', '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)}")
@@ -316,11 +379,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of stages, where pp > 1")
     for name, size in (("length", "S"), ("layers", "layers"), ("width", "D"), ("hidden", "F"), ("heads", "H")):
         parser.add_argument(f"--{name}", type=int, default=getattr(Config, size))
+    parser.add_argument("--attention", choices=llama.ATTENTION, default="ring", help="over a sequence that cp cuts")
+    parser.add_argument("--window", type=int, help="a token sees so many tokens up to itself (default: all)")
     parser.add_argument("--kv-heads", type=int, default=Config.G)
     parser.add_argument("--vocabulary", type=int, default=Config.V)
     parser.add_argument("--experts", type=int, default=0, help="experts in each layer (default: one MLP)")
     parser.add_argument("--chosen", type=int, default=Config.chosen, help="experts of a token")
     parser.add_argument("--capacity", type=int, help="tokens for each rank and expert (default: none is dropped)")
+    parser.add_argument("--optimizer", choices=["adamw", "adafactor", "muon"], default="adamw")
+    parser.add_argument(
+        "--zero1", action="store_true", help="cut the state of the optimizer over dp, not over fsdp alone"
+    )
+    parser.add_argument("--master", action="store_true", help="update a copy of the parameters in float32")
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
@@ -340,12 +410,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
     args = parser.parse_args(argv)
     mesh, batch = args.mesh, math.prod(args.mesh[axis] for axis in llama.BATCH)
+    stages = len(stages_in_order(args.schedule, mesh["pp"]))
     cuts = [
-        ("layers", args.layers, "pp", mesh["pp"]),
+        ("layers", args.layers, "the stages of --schedule on pp", stages),
         ("batch", args.batch, f"{args.microbatches} microbatches, dp, fsdp and ep", args.microbatches * batch),
         ("length", args.length, "cp", mesh["cp"]),
         ("kv-heads", args.kv_heads, "tp", mesh["tp"]),
         ("heads", args.heads, "kv-heads", args.kv_heads),
+        (
+            "heads",
+            args.heads,
+            "tp and, by ulysses, cp",
+            mesh["tp"] * (mesh["cp"] if args.attention == "ulysses" else 1),
+        ),
         ("hidden", args.hidden, "tp and fsdp", mesh["tp"]),
         ("vocabulary", args.vocabulary, "tp", mesh["tp"]),
         ("width", args.width, "fsdp, and heads of even width", math.lcm(mesh["fsdp"], 2 * args.heads)),
@@ -366,7 +443,9 @@ def config(args: argparse.Namespace) -> Config:
     mixture = {"experts": args.experts, "chosen": args.chosen, "capacity": args.capacity}
     param, compute, reduce = (getattr(torch, name or args.dtype) for name in (args.dtype, args.compute, args.reduce))
     precision = Precision(param, compute, reduce) if args.compute or args.reduce else None
-    return Config(layers=args.layers, S=args.length, precision=precision, **sizes, **mixture)
+    mask = Causal() if args.window is None else Causal() & SlidingWindow(args.window)
+    attention = {"attention": args.attention, "mask": mask}
+    return Config(layers=args.layers, S=args.length, precision=precision, **sizes, **mixture, **attention)
 
 
 def main(argv: list[str] | None = None) -> None:

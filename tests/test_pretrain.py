@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import optree
 import pytest
@@ -27,7 +28,7 @@ import fspmd
 EXAMPLES = Path(__file__).parent.parent / "examples"
 STEPS = 20 if FULL else 2
 TINY = {
-    "layers": 4 if FULL else 2,
+    "layers": 4,
     "width": 24,
     "hidden": 32,
     "length": 24,
@@ -36,6 +37,7 @@ TINY = {
     "text": __file__,
 }
 MOE = "--experts=4"
+OF_THE_MODEL = ("--experts", "--window", "--optimizer", "--lr")  # flags that a dense run has too
 MESHES = [
     "dp=2 --microbatches=3",
     "fsdp=3 --jit",
@@ -48,6 +50,13 @@ MESHES = [
     "dp=2,cp=2,tp=2 --jit",
     "dp=2,fsdp=2 --jit --loss-scale=1024 --compute=float64 --microbatches=3",
     "pp=2,dp=1,fsdp=2,ep=1,cp=2,tp=2",
+    "pp=2,fsdp=2 --schedule=interleaved --optimizer=adafactor",
+    "pp=2,dp=2,tp=2 --schedule=zbv --zero1 --jit",
+    f"pp=2,ep=2 --schedule=dual-pipe-v --optimizer=muon {MOE}",
+    "cp=2,tp=2 --attention=ulysses --window=7 --jit",
+    "fsdp=2,cp=3 --attention=gathered --window=40 --master",
+    "dp=2,fsdp=2,tp=2 --optimizer=muon --zero1 --jit",
+    "dp=2,fsdp=3 --optimizer=adafactor --zero1",
     f"tp=2 {MOE}",
     f"ep=4 {MOE} --microbatches=3",
     f"fsdp=2,ep=2,cp=2 {MOE} --microbatches=3",
@@ -105,48 +114,86 @@ def dense_mlp(p: dict[str, Any], h: torch.Tensor, chosen: int) -> torch.Tensor:
     return (results * share[..., None, :]).sum(-1)
 
 
-def dense_loss(params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, chosen: int) -> torch.Tensor:
-    x = params["embedding"][ids]
+def dense_loss(params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, c: Any) -> torch.Tensor:
+    x, positions = params["embedding"][ids], torch.arange(c.S)
+    seen = c.mask.allows(positions[:, None], positions)
     for i in range(len(params["layers"]["wq"])):
         p = {name: w[i] for name, w in params["layers"].items()}
         h = F.rms_norm(x, x.shape[-1:], p["norm1"], 1e-6)
-        q, k, v = (torch.einsum("bsd,dhk->bhsk", h, p[name]) for name in ("wq", "wk", "wv"))
+        q, k, v = ((h @ p[name]).unflatten(-1, (-1, c.K)).transpose(1, 2) for name in ("wq", "wk", "wv"))
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-        heads = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
-        x = x + torch.einsum("bhsk,hkd->bsd", heads, p["wo"])
-        x = x + dense_mlp(p, F.rms_norm(x, x.shape[-1:], p["norm2"], 1e-6), chosen)
+        heads = F.scaled_dot_product_attention(rotated(q), rotated(k), v, seen)
+        x = x + heads.transpose(1, 2).flatten(2) @ p["wo"]
+        x = x + dense_mlp(p, F.rms_norm(x, x.shape[-1:], p["norm2"], 1e-6), c.chosen)
     logits = F.rms_norm(x, x.shape[-1:], params["norm"], 1e-6) @ params["head"]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class DenseMuon:
+    """torch's Muon for each matrix of each stack, and torch's AdamW for all else. Muon iterates in float64 here."""
+
+    def __init__(self, stacks: list[torch.Tensor], groups: list[dict[str, Any]]) -> None:
+        self.stacks = stacks
+        self.parts = [[x.clone() for x in w.detach().view(-1, *w.shape[-2:])] for w in stacks]
+        matrices = list(itertools.chain(*self.parts))
+        muon = torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        self.optimizers = muon, torch.optim.AdamW(groups, betas=(0.9, 0.95))
+        self.param_groups = [group for each in self.optimizers for group in each.param_groups]
+
+    def step(self) -> None:
+        for w, parts in zip(self.stacks, self.parts, strict=True):
+            for x, g in zip(parts, w.grad.view(-1, *w.shape[-2:]), strict=True):  # type: ignore[union-attr]
+                x.grad = g
+        with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+            for each in self.optimizers:
+                each.step()
+        for w, parts in zip(self.stacks, self.parts, strict=True):
+            w.data.copy_(torch.stack(parts).view_as(w))
+
+
+def dense_optimizer(name: str, leaves: dict[Any, torch.Tensor]) -> Any:
+    def is_matrix(path: Any) -> bool:
+        return name == "muon" and path[-1] in ("wq", "wk", "wv", "wo", "gate", "up", "down")
+
+    groups = [
+        {
+            "params": [x for path, x in leaves.items() if path[-1].startswith("norm") is plain and not is_matrix(path)],
+            "weight_decay": 0.1 * (not plain),
+        }
+        for plain in (True, False)
+    ]
+    if name == "muon":
+        return DenseMuon([x for path, x in leaves.items() if is_matrix(path)], groups)
+    return torch.optim.Adafactor(groups) if name == "adafactor" else torch.optim.AdamW(groups, betas=(0.9, 0.95))
+
+
+def expected(text: str) -> list[float]:
+    """The losses of a dense run with the same flags."""
+    return dense_losses(*(flag for flag in text.split() if flag.startswith(OF_THE_MODEL)))
+
+
 @functools.cache
-def expected(flags: str) -> list[float]:
-    """The losses of a dense run by torch's AdamW."""
+def dense_losses(*flags: str) -> list[float]:
+    """By torch's optimizers."""
     module = pretrain()
-    args = module.parse(arguments(f"dp=1 {flags}"))
+    args = module.parse(arguments(" ".join(["dp=1", *flags])))
     c, mesh = module.config(args), fspmd.make_mesh((1,) * 6, module.AXES, transport="simulation")
     params = fspmd.device_get(module.init_params(c, mesh, args.seed, torch.float64))
     leaves = dict(zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True))
     for x in leaves.values():
         x.requires_grad_()
-    groups = [
-        {
-            "params": [x for path, x in leaves.items() if path[-1].startswith("norm") is plain],
-            "weight_decay": 0.1 * (not plain),
-        }
-        for plain in (True, False)
-    ]
-    optimizer, losses = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
+    optimizer, losses = dense_optimizer(args.optimizer, leaves), []
     text = module.text_data.load_text(args.text)[0]
     batches = module.text_data.random_batches(text, args.batch, c.S, args.seed)
     for step, (ids, targets) in zip(range(1, STEPS + 1), batches, strict=False):
-        loss = dense_loss(params, ids, targets, c.chosen)
+        loss = dense_loss(params, ids, targets, c)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(leaves.values(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(step / min(20, STEPS), (STEPS + 1 - step) / STEPS, 1.0)
         optimizer.step()
-        optimizer.zero_grad()
+        for x in leaves.values():
+            x.grad = None
         losses.append(loss.item())
     return losses
 
@@ -156,12 +203,12 @@ def check(tmp_path: Path, text: str, pool: Processes | None = None) -> None:
     printed = train(given) if pool is None else "".join(pool.run(train, given))
     assert printed.count(f"step {STEPS}/{STEPS}") == 1  # one process prints
     found = json.loads((tmp_path / "losses.json").read_text())["losses"]
-    assert found == pytest.approx(expected(MOE if MOE in text else ""), rel=1e-10)
+    assert found == pytest.approx(expected(text), rel=1e-10)
     assert len((tmp_path / "log.txt").read_text().splitlines()) == STEPS
     assert (tmp_path / "pretrain.png").stat().st_size > 1000
 
 
-@pytest.mark.one_of(14)
+@pytest.mark.one_of(22)
 @pytest.mark.parametrize("text", MESHES)
 def test_losses_do_not_depend_on_the_mesh(text: str, tmp_path: Path) -> None:
     check(tmp_path, text)
@@ -193,7 +240,7 @@ def test_validation_is_the_dense_loss_and_runs_no_backward(text: str) -> None:
     alone = module.losses_of(c, mesh, args.schedule, args.microbatches)[1]
     with fspmd.communication_log() as log:
         found = module.validate(c, mesh, args, alone, params, batches)
-    dense = [dense_loss(fspmd.device_get(params), *batch, c.chosen) for batch in batches]
+    dense = [dense_loss(fspmd.device_get(params), *batch, c) for batch in batches]
     assert found == pytest.approx(sum(map(float, dense)) / 2, rel=1e-12)
     assert not any(call.backward for call in log)
     if "pp" in text:  # each microbatch travels once
@@ -219,13 +266,21 @@ def test_a_step_whose_gradients_overflow_is_left_out(jitted: str, tmp_path: Path
     assert found != pytest.approx(expected(""), rel=3e-3)
 
 
-def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
+ANOTHER = [  # the mesh of a run, that on which it goes on, and flags of both
+    ("fsdp=2", "pp=2,tp=2", ""),
+    ("pp=2,fsdp=2 --schedule=zbv", "dp=2,tp=2 --zero1", "--optimizer=muon"),
+    ("dp=2,fsdp=2 --zero1", "pp=2 --schedule=interleaved", "--optimizer=adafactor --master"),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "flags"), ANOTHER)
+def test_a_run_goes_on_on_another_mesh(first: str, second: str, flags: str, tmp_path: Path) -> None:
     folder, file = tmp_path / "steps", tmp_path / "losses.json"
     options = {"checkpoint": folder, "every": 1, "losses": file, "out": tmp_path}
-    train(arguments("fsdp=2 --resume", **options))
+    train(arguments(f"{first} {flags} --resume", **options))
     shutil.rmtree(folder / f"step-{STEPS:08}")
-    assert f"resumed at step {STEPS - 1}/{STEPS}" in train(arguments("pp=2,tp=2 --resume", **options))
-    assert json.loads(file.read_text())["losses"] == pytest.approx(expected(""), rel=1e-10)
+    assert f"resumed at step {STEPS - 1}/{STEPS}" in train(arguments(f"{second} {flags} --resume", **options))
+    assert json.loads(file.read_text())["losses"] == pytest.approx(expected(flags), rel=1e-10)
 
 
 def test_a_plan_for_ranks_that_do_not_exist() -> None:
@@ -258,7 +313,15 @@ def test_a_plan_of_many_layers_is_that_of_a_record_of_all(text: str) -> None:
     assert max(map(max, two.held.values())) < max(map(max, whole.held.values()))
 
 
-@pytest.mark.parametrize(("text", "word"), [("tp=3", "kv-heads"), ("pp=3", "layers")])
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("tp=3", "kv-heads"),
+        ("pp=3", "layers"),
+        ("pp=4 --schedule=zbv", "layers"),
+        ("cp=3 --attention=ulysses", "heads"),
+    ],
+)
 def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         pretrain().parse(arguments(text))
