@@ -92,9 +92,9 @@ class Places:
             self.part(x.local, x.spec.partition, r)[i], TensorSpec(self.parts[r], rest, x.spec.shape[1:], x.dtype)
         )
 
-    def stacked(self, rows: dict[int, list[Any]], like: Any) -> Any:
+    def stacked(self, rows: dict[int, list[Any]], spec: TensorSpec) -> Any:
         blocks = {r: torch.stack([x.local for x in row]) if row[1:] else row[0].local[None] for r, row in rows.items()}
-        return Sharded(self.whole(blocks, like.spec.partition), like.spec)
+        return Sharded(self.whole(blocks, spec.partition), spec)
 
     def summed(self, values: dict[int, Any], partition: P) -> Any:
         x = next(iter(values.values()))
