@@ -29,6 +29,7 @@ Params = dict[str, Any]
 BATCH = ("dp", "fsdp", "ep")  # the axes that cut the batch
 TOKENS = (*BATCH, "cp")  # and those that cut tokens
 IDS, HIDDEN, LOGITS = P(BATCH, "cp"), P(BATCH, "cp", None), P(BATCH, "cp", "tp")
+BESIDE = {"balance": P(), "counts": P()}  # what layers with experts return beside: losses of balance, and counts
 ATTENTION = {"ring": nn.ring_attention, "gathered": nn.gathered_attention, "ulysses": nn.ulysses_attention}
 CAUSAL, EPSILON = nn.Causal(), 1e-6
 
@@ -67,9 +68,6 @@ class Config:
         return 6.0 * (self.layers * (mlp + attention) + self.D * self.V)
 
 
-# ---------------------------------------------------------------- parameters: shapes, and how they lie
-
-
 @dataclass(frozen=True)
 class Leaf:
     """A parameter."""
@@ -99,6 +97,7 @@ def leaves(c: Config) -> Params:
     }
     if c.experts:
         stack["router"] = layer((c.D, c.experts), "fsdp", scale=up)
+        stack["bias"] = layer((c.experts,), scale=0.0)  # of the choice: no gradient changes it
     return {
         "embedding": Leaf((c.V, c.D), P("tp", "fsdp"), 0.5),
         "layers": stack,
@@ -107,13 +106,11 @@ def leaves(c: Config) -> Params:
     }
 
 
-def param_specs(c: Config, over: str | None = None) -> Any:
-    """The layouts of the parameters: of a stage, or of all of them with "pp" as the axis ``over`` which layers lie."""
+def param_specs(c: Config, pp: int = 1) -> Any:
+    """The layouts of the parameters: of one stage, or of all of them on so many ranks of pp."""
+    over = "pp" if pp > 1 else None
     specs = optree.tree_map(lambda leaf: leaf.spec, leaves(c))
     return {**specs, "layers": {name: P(over, *spec.entries[1:]) for name, spec in specs["layers"].items()}}
-
-
-# ---------------------------------------------------------------- the model: what one rank does with its blocks
 
 
 def use(c: Config, params: Params, specs: Params) -> Params:
@@ -123,7 +120,7 @@ def use(c: Config, params: Params, specs: Params) -> Params:
         axes = tuple(axis for axis in TOKENS if axis != "ep" or "ep" not in spec.axes)
         return nn.gathered(w, axes, spec, dtype=c.precision)
 
-    return {name: one(w, specs[name]) for name, w in params.items()}
+    return {name: w if name == "bias" else one(w, specs[name]) for name, w in params.items()}
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -135,30 +132,30 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
-def mlp(c: Config, p: Params, x: Tensor) -> Tensor:
-    """x [b, s, D] -> [b, s, D], to be summed over tp."""
+def mlp(c: Config, p: Params, x: Tensor) -> tuple[Tensor, Params]:
+    """x [b, s, D] -> [b, s, D], to be summed over tp; and `BESIDE` of this layer."""
     if not c.experts:
-        y: Tensor = (F.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
-        return y
+        return (F.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], {}
 
     def of_rows(rows: Tensor, counts: Tensor) -> Tensor:
         gate, up = (nn.grouped_matmul(rows, p[name], counts) for name in ("gate", "up"))
         return nn.grouped_matmul(F.silu(gate) * up, p["down"], counts)
 
     rows = x.flatten(0, 1)
-    return nn.experts(rows, nn.route(rows @ p["router"], c.chosen), of_rows, axis="ep", capacity=c.capacity)[0].view_as(
-        x
-    )
+    choice = nn.route(rows @ p["router"], c.chosen, bias=p["bias"], axes=TOKENS)
+    y = nn.experts(rows, choice, of_rows, axis="ep", capacity=c.capacity)[0]
+    return y.view_as(x), {"balance": choice.balance_loss, "counts": choice.counts}
 
 
-def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: nn.SequenceLayout) -> Tensor:
-    """x [b, s, D] -> [b, s, D]."""
+def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: nn.SequenceLayout) -> tuple[Tensor, Params]:
+    """x [b, s, D] -> [b, s, D], and `BESIDE` of this layer."""
     p = use(c, params, specs)
     h, at = F.rms_norm(x, (c.D,), p["norm1"], EPSILON), layout.positions("cp")
     q, k, v = ((h @ p[name]).unflatten(-1, (-1, c.K)).transpose(1, 2) for name in ("wq", "wk", "wv"))
     heads = ATTENTION[c.attention](rotate(q, at), rotate(k, at), v, "cp", mask=c.mask, layout=layout)
     x = x + fspmd.psum(heads.transpose(1, 2).flatten(2) @ p["wo"], "tp")
-    return x + fspmd.psum(mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON)), "tp")
+    y, beside = mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON))
+    return x + fspmd.psum(y, "tp"), beside
 
 
 def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -167,23 +164,27 @@ def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return place.clamp(0, rows - 1), (place >= 0) & (place < rows)
 
 
-def stage(c: Config, layout: nn.SequenceLayout, first: bool, last: bool) -> Callable[[Params, Tensor], Tensor]:
-    """A stage on blocks: ids [b, s] in the first, logits [b, s, V / tp] out of the last, [b, s, D] between."""
+def stage(c: Config, layout: nn.SequenceLayout, first: bool, last: bool) -> Callable[..., tuple[Tensor, Params]]:
+    """A stage on blocks: ids [b, s] in the first, logits [b, s, V / tp] out of the last, [b, s, D] between.
+
+    It returns `BESIDE` too, stacked over layers.
+    """
     specs = param_specs(c)
     of_layer = {name: P(*spec.entries[1:]) for name, spec in specs["layers"].items()}
 
-    def run(params: Params, x: Tensor) -> Tensor:
+    def run(params: Params, x: Tensor) -> tuple[Tensor, Params]:
         if first:
             table = use(c, {"embedding": params["embedding"]}, specs)["embedding"]
             place, mine = own_rows(x, table.shape[0])
             x = fspmd.psum(F.embedding(place, table) * mine[..., None], "tp")
-        stacks = params["layers"]
+        stacks, beside = params["layers"], []
         for own in zip(*[w.unbind() for w in stacks.values()], strict=True):  # the gradient is one stack, not a sum
-            x = fspmd.checkpoint(layer)(c, dict(zip(stacks, own, strict=True)), of_layer, x, layout)
+            x, more = fspmd.checkpoint(layer)(c, dict(zip(stacks, own, strict=True)), of_layer, x, layout)
+            beside.append(more)
         if last:
             p = use(c, {name: params[name] for name in ("norm", "head")}, specs)
             x = F.rms_norm(x, (c.D,), p["norm"], EPSILON) @ p["head"]
-        return x
+        return x, {name: torch.stack([more[name] for more in beside]) for name in beside[0]}
 
     return run
 

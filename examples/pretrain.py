@@ -58,47 +58,67 @@ def stages_in_order(schedule: str, ranks: int) -> tuple[int, ...]:
     return SCHEDULES[schedule](ranks, 1).order if ranks > 1 else (0,)
 
 
-def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Callable, Callable]:
-    """Two functions of parameters and microbatches: of the mean loss with its gradients, and of the mean loss alone.
+def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int) -> tuple[Callable, Callable]:
+    """Two functions of parameters and microbatches: one for training, and one of the mean loss alone.
 
-    With one stage the first takes a number by which the loss is multiplied before it is differentiated.
+    The first takes a factor of the loss too, and returns ``((loss, beside), gradients)``. If there are experts, the
+    loss has that of their balance, and ``beside`` the counts of each layer.
     """
     specs, layout = llama.param_specs(c), zigzag(c.S, mesh.shape["cp"])
+    beside = llama.BESIDE if c.experts else {}
+
+    def added(more: Params, rows: int) -> tuple[Any, Params]:
+        """What the balance of experts adds to the loss of a microbatch of so many tokens, and the rest."""
+        rest = {name: x for name, x in more.items() if name != "balance"}
+        return more["balance"].sum() * (rows * args.balance_loss) if more and args.balance_loss else 0.0, rest
+
     if mesh.shape["pp"] == 1:
         model = llama.stage(c, layout, first=True, last=True)
 
-        def total(params: Params, ids: Tensor, targets: Tensor) -> Tensor:
-            return llama.cross_entropy(model(params, ids), targets)
+        def total(params: Params, ids: Tensor, targets: Tensor) -> tuple[Tensor, Params]:
+            logits, more = model(params, ids)
+            return llama.cross_entropy(logits, targets), more
 
-        mapped = shard_map(total, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=P())
+        mapped = shard_map(total, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=(P(), beside))
 
         def scaled(params: Params, batches: Batches, scale: Any = 1.0) -> tuple[Any, Params]:
-            both = accumulate(lambda params, batch: (mapped(params, *batch) * scale, batch[1].numel()))
-            mean, grads = both(params, batches)
-            return mean / scale, grads
+            def one(params: Params, batch: tuple[Any, Any]) -> Any:
+                value, more = mapped(params, *batch)
+                part, more = added(more, batch[1].numel())
+                return ((value + part) * scale, batch[1].numel()), more
+
+            (mean, more), grads = accumulate(one, has_aux=True)(params, batches)
+            return (mean / scale, more), grads
 
         def alone(params: Params, batches: Batches) -> Any:
-            return sum(mapped(params, *batch) for batch in batches) / sum(targets.numel() for _, targets in batches)
+            return sum(mapped(params, *batch)[0] for batch in batches) / sum(targets.numel() for _, targets in batches)
 
         return scaled, alone
 
-    schedule = SCHEDULES[name](mesh.shape["pp"], microbatches)
+    schedule = SCHEDULES[args.schedule](mesh.shape["pp"], microbatches)
     stages = schedule.stages
 
-    def part(i: int) -> Callable:
+    def part(i: int, alone: bool) -> Callable:
         first, last = i == 0, i == stages - 1
         entering, leaving = IDS if first else HIDDEN, LOGITS if last else HIDDEN
-        return shard_map(llama.stage(c, layout, first, last), in_specs=(specs, entering), out_specs=leaving)
+        run = shard_map(llama.stage(c, layout, first, last), in_specs=(specs, entering), out_specs=(leaving, beside))
+
+        def whole(params: Params, x: Any) -> Any:
+            y, more = run(params, x)
+            return y if alone else (y, *added(more, x.shape[0] * x.shape[1]))
+
+        return whole
 
     run, forward = (
         pipeline(
-            [part(i) for i in range(stages)],
-            table,
+            [part(i, alone) for i in range(stages)],
+            schedule.forwards() if alone else schedule,
             loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
             count=lambda targets: targets.numel(),
             mesh=mesh,
+            has_aux=not alone,
         )
-        for table in (schedule, schedule.forwards())
+        for alone in (False, True)
     )
 
     def of_layers(params: Params, f: Callable) -> Params:
@@ -108,9 +128,10 @@ def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Call
         rows = of_layers(params, lambda w: w.unflatten(0, (stages, -1)))  # of each stage its layers
         return rows, *map(list, zip(*batches, strict=True))
 
-    def scheduled(params: Params, batches: Batches) -> tuple[Any, Params]:
-        loss, grads = run(*given(params, batches))
-        return loss, of_layers(grads, lambda g: g.flatten(0, 1))
+    def scheduled(params: Params, batches: Batches, scale: Any = None) -> tuple[Any, Params]:
+        (loss, more), grads = run(*given(params, batches), scale)
+        more = {name: x.flatten(0, 1) for name, x in more.items()}
+        return (loss, more), of_layers(grads, lambda g: g.flatten(0, 1))
 
     return scheduled, lambda params, batches: forward(*given(params, batches))[0]
 
@@ -123,11 +144,14 @@ def init_params(c: Config, mesh: fspmd.Mesh, seed: int, dtype: torch.dtype) -> A
         if leaf.scale is None:
             return fspmd.ones(*leaf.shape, spec=spec, dtype=dtype, mesh=mesh)
         own = fspmd.random.fold_in(key, zlib.crc32(repr(path).encode()))
-        return fspmd.random.normal(own, leaf.shape, spec=spec, dtype=dtype, mesh=mesh) * leaf.scale
+        return fspmd.random.normal(own, leaf.shape, spec=spec, dtype=dtype_of(path, dtype), mesh=mesh) * leaf.scale
 
-    return optree.tree_map_with_path(
-        first, llama.leaves(c), llama.param_specs(c, "pp" if mesh.shape["pp"] > 1 else None)
-    )
+    return optree.tree_map_with_path(first, llama.leaves(c), llama.param_specs(c, mesh.shape["pp"]))
+
+
+def dtype_of(path: tuple[Any, ...], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter. That of the bias of experts is wide, because its changes are small."""
+    return torch.promote_types(dtype, torch.float32) if path[-1] == "bias" else dtype
 
 
 def in_rows(tree: Any, rows: Tensor) -> Any:
@@ -149,9 +173,9 @@ def optimizer(c: Config, args: argparse.Namespace) -> Optimizer:
         return args.lr * torch.minimum(step / min(WARMUP, steps), (steps + 1 - step) / steps).clamp(0, 1)
 
     if args.zero1:  # the state is cut over dp as well
-        whole = llama.param_specs(c, "pp" if args.mesh["pp"] > 1 else None)
+        whole = learned(llama.param_specs(c, args.mesh["pp"]))
         stored = optree.tree_map(lambda spec: P(*(("fsdp", "dp") if axis == "fsdp" else axis for axis in spec)), whole)
-    decay = optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, llama.leaves(c))
+    decay = optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, learned(llama.leaves(c)))
     if args.optimizer == "adamw":
         made = nn.adamw(rate, BETAS, decay=decay, specs=stored)
     elif args.optimizer == "adafactor":
@@ -162,6 +186,11 @@ def optimizer(c: Config, args: argparse.Namespace) -> Optimizer:
         made = both_of(matrices, nn.adamw(rate, BETAS, decay=decay, specs=rest))
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
     return nn.with_master(made, wide) if args.master else made
+
+
+def learned(tree: Params) -> Params:
+    """The parameters that have gradients."""
+    return {**tree, "layers": {name: w for name, w in tree["layers"].items() if name != "bias"}}
 
 
 def apart(tree: Params) -> tuple[Params, Params]:
@@ -187,27 +216,31 @@ def both_of(matrices: Optimizer, others: Optimizer) -> Optimizer:
     return Optimizer(init, update)
 
 
-def make_step(both: Callable, update: Callable, scaled: bool = False) -> Callable:
-    """A step of training, from the loss with its gradients and the update of an optimizer.
+def make_step(both: Callable, update: Callable, args: argparse.Namespace) -> Callable:
+    """A step of training, from the first of `losses_of` and the update of an optimizer.
 
-    ``scaled``: the loss is multiplied by the scale in the state. A step whose gradients are not finite changes nothing
-    but the scale.
+    With a scale of the loss, which is in the state, a step whose gradients are not finite changes that scale alone.
     """
 
+    def updated(grads: Params, state: Any, params: Params, beside: Params) -> tuple[Params, Any]:
+        grads, _ = fspmd.clip_by_global_norm(learned(grads), CLIP)
+        after, state = update(grads, state, learned(params))
+        if args.experts:
+            after["layers"]["bias"] = nn.balance(params["layers"]["bias"], beside["counts"], args.balance)
+        return after, state
+
     def step(params: Params, state: Any, batches: Batches) -> tuple[Any, Params, Any]:
-        loss, grads = both(params, batches)
-        grads, _ = fspmd.clip_by_global_norm(grads, CLIP)
-        return loss, *update(grads, state, params)
+        (loss, beside), grads = both(params, batches)
+        return loss, *updated(grads, state, params, beside)
 
     def scaled_step(params: Params, state: Any, batches: Batches) -> tuple[Any, Params, Any]:
         inner, scale = {name: tree for name, tree in state.items() if name != "scale"}, state["scale"]
-        loss, grads = both(params, batches, scale.scale)
+        (loss, beside), grads = both(params, batches, scale.scale)
         grads, finite = scale.unscaled(grads)
-        grads, _ = fspmd.clip_by_global_norm(grads, CLIP)
-        params, inner = selected(finite, update(grads, inner, params), (params, inner))
+        params, inner = selected(finite, updated(grads, inner, params, beside), (params, inner))
         return loss, params, {**inner, "scale": scale.after(finite)}
 
-    return scaled_step if scaled else step
+    return scaled_step if args.loss_scale else step
 
 
 # ---------------------------------------------------------------- training
@@ -247,9 +280,9 @@ def train(
     )  # the layers, as the ranks of pp have them
     params = in_rows(init_params(c, mesh, args.seed, dtype), rows)
     init, update = optimizer(c, args)
-    step = make_step(both, update, scaled=bool(args.loss_scale))
+    step = make_step(both, update, args)
     step = fspmd.jit(step, donate_argnums=(0, 1)) if args.jit else step
-    state, losses = init(params), [math.nan] * args.steps
+    state, losses = init(learned(params)), [math.nan] * args.steps
     if args.loss_scale:
         state["scale"] = LossScale.of(args.loss_scale, mesh.device)
     begin = (fspmd.latest_step(args.checkpoint) or 0) if args.resume else 0
@@ -304,7 +337,11 @@ class Predicted(NamedTuple):
 
 def laid(c: Config, mesh: Mesh, dtype: torch.dtype) -> Any:
     """The layouts of the parameters of a stage."""
-    return optree.tree_map(lambda leaf: TensorSpec(mesh, leaf.spec, leaf.shape, dtype), llama.leaves(c))
+
+    def one(path: tuple[Any, ...], leaf: llama.Leaf) -> TensorSpec:
+        return TensorSpec(mesh, leaf.spec, leaf.shape, dtype_of(path, dtype))
+
+    return optree.tree_map_with_path(one, llama.leaves(c))
 
 
 def recorded(c: Config, mesh: Mesh, args: argparse.Namespace) -> Predicted:
@@ -313,10 +350,12 @@ def recorded(c: Config, mesh: Mesh, args: argparse.Namespace) -> Predicted:
     params = laid(c, mesh, getattr(torch, args.dtype))
     state = optree.tree_map(
         lambda x: x if isinstance(x, TensorSpec) else torch.zeros_like(x, device="cpu"),
-        fspmd.jit(init).lower(params).out_info,
+        fspmd.jit(init).lower(learned(params)).out_info,
     )
     ids = TensorSpec(mesh, IDS, (args.batch // args.microbatches, c.S), torch.int64)
-    step = make_step(losses_of(c, mesh, args.schedule, 1)[0], update)
+    if args.loss_scale:
+        state["scale"] = LossScale.of(args.loss_scale)
+    step = make_step(losses_of(c, mesh, args, 1)[0], update, args)
     program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
     cost = program.cost()
     return Predicted(cost.time, cost.exposed, program.memory().by_line)
@@ -386,6 +425,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=0, help="experts in each layer (default: one MLP)")
     parser.add_argument("--chosen", type=int, default=Config.chosen, help="experts of a token")
     parser.add_argument("--capacity", type=int, help="tokens for each rank and expert (default: none is dropped)")
+    parser.add_argument("--balance", type=float, default=0.0, help="change the bias of experts by it in each step")
+    parser.add_argument("--balance-loss", type=float, default=0.0, help="the factor of the loss of their balance")
     parser.add_argument("--optimizer", choices=["adamw", "adafactor", "muon"], default="adamw")
     parser.add_argument(
         "--zero1", action="store_true", help="cut the state of the optimizer over dp, not over fsdp alone"
@@ -431,8 +472,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, size, over, parts in cuts:
         if parts < 1 or size % parts:
             parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
-    if args.loss_scale and mesh["pp"] > 1:
-        parser.error("--loss-scale scales the loss of one stage; leave it out, or take pp=1")
+    if (args.balance or args.balance_loss) and not args.experts:
+        parser.error("--balance and --balance-loss are of experts; give --experts too")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint, the folder that the state is saved to")
     return args
@@ -464,7 +505,7 @@ def main(argv: list[str] | None = None) -> None:
     bigram = text_data.bigram_loss(text, batches)
     say(f"{mesh}: {c.parameters():,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out")
     data = text_data.random_batches(text, args.batch, c.S, args.seed)
-    both, alone = losses_of(c, mesh, args.schedule, args.microbatches)
+    both, alone = losses_of(c, mesh, args, args.microbatches)
     losses, params = train(c, mesh, args, both, data, say)
     validation = validate(c, mesh, args, alone, params, batches)
     say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")

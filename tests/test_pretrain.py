@@ -37,7 +37,15 @@ TINY = {
     "text": __file__,
 }
 MOE = "--experts=4"
-OF_THE_MODEL = ("--experts", "--window", "--optimizer", "--lr")  # flags that a dense run has too
+BALANCED = "--balance=0.01 --balance-loss=0.1"
+OF_THE_MODEL = (
+    "--experts",
+    "--balance",
+    "--microbatches",
+    "--window",
+    "--optimizer",
+    "--lr",
+)  # flags that a dense run has too
 MESHES = [
     "dp=2 --microbatches=3",
     "fsdp=3 --jit",
@@ -52,7 +60,10 @@ MESHES = [
     "pp=2,dp=1,fsdp=2,ep=1,cp=2,tp=2",
     "pp=2,fsdp=2 --schedule=interleaved --optimizer=adafactor",
     "pp=2,dp=2,tp=2 --schedule=zbv --zero1 --jit",
-    f"pp=2,ep=2 --schedule=dual-pipe-v --optimizer=muon {MOE}",
+    f"pp=2,ep=2 --schedule=dual-pipe-v --optimizer=muon {MOE} {BALANCED}",
+    f"ep=2,tp=2,cp=2 {MOE} {BALANCED} --loss-scale=1024 --master",
+    f"dp=2,ep=2 --jit {MOE} {BALANCED} --capacity=144",
+    "pp=2,fsdp=2 --jit --loss-scale=1024 --compute=float64",
     "cp=2,tp=2 --attention=ulysses --window=7 --jit",
     "fsdp=2,cp=3 --attention=gathered --window=40 --master",
     "dp=2,fsdp=2,tp=2 --optimizer=muon --zero1 --jit",
@@ -101,20 +112,29 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def dense_mlp(p: dict[str, Any], h: torch.Tensor, chosen: int) -> torch.Tensor:
+def dense_mlp(p: dict[str, Any], h: torch.Tensor, chosen: int, beside: list[Any]) -> torch.Tensor:
+    """``beside`` gets the counts of experts, and the loss of their balance (Switch Transformers, eq. 4)."""
+
     def one(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return (F.silu(h @ gate) * (h @ up)) @ down
 
     if "router" not in p:
         return one(p["gate"], p["up"], p["down"])
-    weights, best = (h @ p["router"]).softmax(-1).topk(chosen, -1)
+    scores = (h @ p["router"]).softmax(-1)
+    best = (scores + p["bias"]).topk(chosen, -1).indices
+    weights = scores.gather(-1, best)
+    n, tokens = scores.shape[-1], scores[..., 0].numel()
+    counts = F.one_hot(best, n).sum((0, 1, 2))
+    beside.append((counts, n * (counts.double() / (tokens * chosen) * scores.sum((0, 1)) / tokens).sum()))
     share = torch.zeros(*h.shape[:2], len(p["gate"])).double()
     share = share.scatter(-1, best, weights / weights.sum(-1, keepdim=True))
     results = torch.stack([one(*ws) for ws in zip(p["gate"], p["up"], p["down"], strict=True)], -1)
     return (results * share[..., None, :]).sum(-1)
 
 
-def dense_loss(params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, c: Any) -> torch.Tensor:
+def dense_loss(
+    params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, c: Any, beside: list[Any]
+) -> torch.Tensor:
     x, positions = params["embedding"][ids], torch.arange(c.S)
     seen = c.mask.allows(positions[:, None], positions)
     for i in range(len(params["layers"]["wq"])):
@@ -124,7 +144,7 @@ def dense_loss(params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor,
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
         heads = F.scaled_dot_product_attention(rotated(q), rotated(k), v, seen)
         x = x + heads.transpose(1, 2).flatten(2) @ p["wo"]
-        x = x + dense_mlp(p, F.rms_norm(x, x.shape[-1:], p["norm2"], 1e-6), c.chosen)
+        x = x + dense_mlp(p, F.rms_norm(x, x.shape[-1:], p["norm2"], 1e-6), c.chosen, beside)
     logits = F.rms_norm(x, x.shape[-1:], params["norm"], 1e-6) @ params["head"]
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -180,18 +200,27 @@ def dense_losses(*flags: str) -> list[float]:
     c, mesh = module.config(args), fspmd.make_mesh((1,) * 6, module.AXES, transport="simulation")
     params = fspmd.device_get(module.init_params(c, mesh, args.seed, torch.float64))
     leaves = dict(zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True))
-    for x in leaves.values():
-        x.requires_grad_()
+    for path, x in leaves.items():
+        x.requires_grad_(path[-1] != "bias")
     optimizer, losses = dense_optimizer(args.optimizer, leaves), []
     text = module.text_data.load_text(args.text)[0]
     batches = module.text_data.random_batches(text, args.batch, c.S, args.seed)
     for step, (ids, targets) in zip(range(1, STEPS + 1), batches, strict=False):
-        loss = dense_loss(params, ids, targets, c)
+        loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(())
+        for part in zip(ids.chunk(args.microbatches), targets.chunk(args.microbatches), strict=True):
+            beside: list[Any] = []
+            loss = loss + dense_loss(params, *part, c, beside) / args.microbatches
+            if beside:
+                loss = loss + args.balance_loss * sum(more for _, more in beside) / args.microbatches
+                counts = counts + torch.stack([count for count, _ in beside])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(leaves.values(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(step / min(20, STEPS), (STEPS + 1 - step) / STEPS, 1.0)
         optimizer.step()
+        if args.balance:
+            with torch.no_grad():
+                leaves["layers", "bias"] += args.balance * (counts.double().mean(-1, keepdim=True) - counts).sign()
         for x in leaves.values():
             x.grad = None
         losses.append(loss.item())
@@ -237,10 +266,10 @@ def test_validation_is_the_dense_loss_and_runs_no_backward(text: str) -> None:
     params = module.init_params(c, mesh, args.seed, torch.float64)
     text_of_batches = module.text_data.load_text(args.text)[0]
     batches = list(itertools.islice(module.text_data.random_batches(text_of_batches, args.batch, c.S, 1), 2))
-    alone = module.losses_of(c, mesh, args.schedule, args.microbatches)[1]
+    alone = module.losses_of(c, mesh, args, args.microbatches)[1]
     with fspmd.communication_log() as log:
         found = module.validate(c, mesh, args, alone, params, batches)
-    dense = [dense_loss(fspmd.device_get(params), *batch, c) for batch in batches]
+    dense = [dense_loss(fspmd.device_get(params), *batch, c, []) for batch in batches]
     assert found == pytest.approx(sum(map(float, dense)) / 2, rel=1e-12)
     assert not any(call.backward for call in log)
     if "pp" in text:  # each microbatch travels once
