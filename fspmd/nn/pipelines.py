@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 import optree
@@ -14,11 +15,15 @@ from torch import Tensor
 
 from fspmd import tracing
 from fspmd.autodiff.engine import gradients
+from fspmd.body import check_outside
 from fspmd.cache import Cache, forgettable
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.errors import ArgumentError, AxisError, ShapeError
 from fspmd.meshes.mesh import Mesh, set_mesh
-from fspmd.nn.places import Places
+from fspmd.messages import described, quoted
+from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
+from fspmd.nn.places import Places, without_row
 from fspmd.nn.schedules import Action, Schedule
+from fspmd.nn.sequences import Axes
 from fspmd.placement.creation import zeros
 from fspmd.placement.device_put import device_get
 from fspmd.placement.reshard import reshard
@@ -37,6 +42,8 @@ def pipeline(
     count: Callable[[Any], Any] | None = None,
     mesh: Mesh,
     axis: str = "pp",
+    over: Axes = (),
+    precision: Precision | None = None,
 ) -> Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Tensor, Any]]:
     """A function of parameters, inputs and targets that returns the loss and its gradients, by a schedule.
 
@@ -54,17 +61,25 @@ def pipeline(
         loss: ``loss(y, target)`` returns the sum of the losses of a microbatch, a scalar.
         count: ``count(target)`` returns the number of items of a microbatch. The loss is divided by the number of items
             of all microbatches before backward. Without it that number is the number of microbatches.
+        axis: The mesh axis of the stages.
+        over: The mesh axes over which gradients stay pending until the last microbatch, as in `accumulate`: parameters
+            are `gathered` over them before the first one, and gradients are summed once. Over other axes they are
+            summed in each microbatch.
+        precision: The dtypes of the computation and of sums, as in `accumulate`.
 
     Inputs and targets are lists with one entry for each microbatch, not cut over ``axis``. What stages pass on of a
     microbatch has one shape, dtype and layout. With ``schedule.forwards()`` nothing is kept for backward, and the
     gradients are None. The loss is float32, or float64 if that is what stages pass on.
 
     Communication: that of the stages; after each tick one permute along ``axis`` over the edges of ``schedule.moves``,
-    which all ranks join, or one for each shape if microbatches have several; at the end an all-reduce of the loss, and
-    one for each shared leaf.
+    which all ranks join, or one for each shape if microbatches have several; at the end an all-reduce of the loss, one
+    for each shared leaf, and one or a reduce-scatter for each leaf over the axes ``over``.
 
     Raises:
-        ArgumentError: the schedule does not fit the mesh or the microbatches.
+        ArgumentError: the schedule does not fit the mesh or the microbatches; or values are not `Sharded`.
+        AxisError: the mesh has no such axis.
+        MeshError: a value lies on another mesh.
+        SpecError: the layout of a value does not say whose it is.
         ShapeError: a stage returns another shape, dtype or layout than the stage before.
 
     >>> from fspmd import device_put, make_mesh
@@ -79,19 +94,44 @@ def pipeline(
     >>> value, device_get(gradient)
     (tensor(576.), tensor([1152.,  576.,  384.,  288.]))
     """
+    if not isinstance(mesh, Mesh):
+        raise ArgumentError(f"pipeline got {described(mesh)} for mesh; give it the mesh, make_mesh(...)")
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"pipeline got {described(schedule)} for schedule; give it a table, such as "
+            "one_f_one_b(ranks, microbatches)"
+        )
+    given_axes = (over,) if isinstance(over, str) else tuple(over)
+    if unknown := [name for name in (axis, *given_axes) if name not in mesh.shape]:
+        raise AxisError(f"pipeline got the axis {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}")
+    if axis in given_axes:
+        raise ArgumentError(
+            f"pipeline got over={over!r}, with the axis of the stages; name the axes that cut batches, such as 'dp'"
+        )
     if mesh.shape[axis] != schedule.ranks:
         raise ArgumentError(
             f"pipeline: the schedule {schedule.name} is for {schedule.ranks} ranks, but the axis {axis!r} has "
             f"{mesh.shape[axis]}"
         )
     schedule.validate()
-    functions = [stages] * schedule.stages if callable(stages) else list(stages)
+    functions = [stages] * schedule.stages if callable(stages) else [*stages] if isinstance(stages, Iterable) else []
+    if not functions or not all(map(callable, (*functions, loss))):
+        raise ArgumentError(
+            f"pipeline got {described(stages)} for stages and {described(loss)} for loss; give it a function for all "
+            "stages or a list of one for each, and a function loss(y, target)"
+        )
     if len(functions) != schedule.stages:
         raise ArgumentError(f"pipeline got {len(functions)} stages, but the schedule has {schedule.stages}")
     places = Places(mesh, axis)
     boundaries: Cache[Any, TensorSpec | None] = forgettable(Cache())  # by the layouts of parameters and input
 
     def step(params: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[Tensor, Any]:
+        check_outside("pipeline")
+        for name, given in (("inputs", inputs), ("targets", targets)):
+            if not isinstance(given, (list, tuple)):
+                raise ArgumentError(
+                    f"pipeline got {described(given)} for {name}; give it a list with one entry for each microbatch"
+                )
         if not len(inputs) == len(targets) == schedule.microbatches:
             raise ArgumentError(
                 f"pipeline got {len(inputs)} inputs and {len(targets)} targets, but the schedule has "
@@ -99,24 +139,37 @@ def pipeline(
             )
         if schedule.ranks > 1:
             tracing.note_unlike(f"each rank runs the actions of its stages in the schedule {schedule.name}")
-        run = _PipelineCall(places, schedule, functions, loss, params, inputs, targets)
+        places.check((params, inputs, targets), schedule.stages)
+        if precision is not None:
+            check_dtypes(params, (precision.param,), "pipeline")
+        whole = gathered(params, over, dtype=precision) if given_axes or precision is not None else params
+        wide, reduce = (None, None) if precision is None else (precision.accumulate, precision.reduce)
+        run = _PipelineCall(places, schedule, functions, loss, whole, inputs, targets, wide)
         layouts = run.treedef, tuple(x.spec for x in run.leaves)
         for x in inputs:
             key = layouts, x.spec
             if key not in boundaries:
                 boundaries[key] = run.find_boundary(x.spec)
             run.boundaries.append(boundaries[key])
-        run.count = schedule.microbatches if count is None else sum(_number(count(target)) for target in targets)
+        run.count = schedule.microbatches if count is None else _total([count(target) for target in targets])
         ranks = {r: _Rank(run, r) for r in places.mine}
         run.act(ranks)
-        value = places.summed({r: rank.value for r, rank in ranks.items()}, P())
-        return device_get(value), run.gradients(ranks) if run.trains else None
+        value = device_get(places.summed({r: rank.value for r, rank in ranks.items()}, P()))
+        if not run.trains:
+            return value, None
+        grads = run.gradients(ranks)
+        return value, grads if whole is params else settled(grads, params, over, None, None, reduce)
 
     return step
 
 
-def _number(x: Any) -> Any:
-    return device_get(x) if is_sharded(x) else x
+def _total(counts: list[Any]) -> Any:
+    """The number of items of all microbatches."""
+    for x in counts:
+        if not isinstance(x, (Tensor, Real)) or (isinstance(x, Tensor) and x.ndim):
+            raise ArgumentError(f"pipeline: count returned {described(x)}; it returns a number, or a 0-d tensor")
+    total = functools.reduce(operator.add, counts)
+    return device_get(total) if is_sharded(total) else total
 
 
 def _key(action: Action) -> tuple[bool, int, int]:
@@ -135,7 +188,9 @@ class _PipelineCall:
         params: Any,
         inputs: Sequence[Any],
         targets: Sequence[Any],
+        wide: torch.dtype | None,
     ) -> None:
+        self.wide = wide  # the dtype in which gradients are summed; None for their own
         self.places, self.schedule, self.functions, self.loss = places, schedule, functions, loss
         self.leaves, self.treedef = optree.tree_flatten(params, is_leaf=is_sharded)
         self.inputs, self.targets, self.trains = inputs, targets, schedule.trains
@@ -180,7 +235,7 @@ class _PipelineCall:
                 grads.append(self.places.stacked(rows, leaf))
             else:
                 own = {r: rank.gradient(i) for r, rank in ranks.items()}
-                grads.append(self.places.summed(own, leaf.spec.partition))
+                grads.append(self.places.summed(own, leaf.spec.dual.partition))
         return self.treedef.unflatten(grads)
 
     def by_boundary(self, rounds: Any) -> Iterator[tuple[list[tuple[int, int, Action]], TensorSpec]]:
@@ -197,7 +252,7 @@ class _PipelineCall:
             if self.places.owner(x) not in (None, r):
                 return None
             cut = self.places.is_stacked(x)
-            return TensorSpec(mesh, P(*x.spec.partition.entries[cut:]), x.spec.shape[cut:], x.dtype)
+            return TensorSpec(mesh, without_row(x.spec.partition, cut), x.spec.shape[cut:], x.dtype)
 
         x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
         found = None
@@ -217,12 +272,14 @@ class _PipelineCall:
 def _result(stage: Stage, params: Any, x: TensorSpec) -> TensorSpec:
     """The layout of what a stage returns. The stage is recorded, and runs nowhere, also while `jit` records."""
 
-    def settled(params: Any, x: Any) -> Any:
+    def passed_on(params: Any, x: Any) -> Any:
         y = stage(params, x)
+        if not is_sharded(y):
+            raise ArgumentError(f"pipeline: a stage returned {described(y)}; it returns one Sharded")
         return reshard(y, P(*y.spec.partition.entries))
 
     with set_mesh(x.mesh):
-        spec: TensorSpec = capture_fake(settled, *without_values((params, x), {})).out.spec
+        spec: TensorSpec = capture_fake(passed_on, *without_values((params, x), {})).out.spec
     return spec
 
 
@@ -239,7 +296,8 @@ class _Rank:
         self.kept: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.inputs = [places.on_part(x, r) for x in run.inputs] if 0 in self.stages else []
         self.targets = [places.on_part(x, r) for x in run.targets] if schedule.stages - 1 in self.stages else []
-        self.value: Any = zeros((), spec=P(), dtype=run.dtype, mesh=self.mesh)
+        self.pending = P(unreduced=self.mesh.axis_names)
+        self.value: Any = zeros((), spec=self.pending, dtype=run.dtype, mesh=self.mesh)
 
     def act(self, action: Action) -> Any:
         """Run an action, and return what it passes on."""
@@ -260,8 +318,14 @@ class _Rank:
             x = _leaf(x) if stage else x
             y = run.functions[stage](run.treedef.unflatten(params), x)
             if stage == run.schedule.stages - 1:
-                y = reshard(run.loss(y, self.targets[m]) / run.count, P())
-                self.value = self.value + y.detach().to(run.dtype)
+                y = run.loss(y, self.targets[m])
+                if not is_sharded(y) or y.ndim or not y.is_floating_point():
+                    raise ArgumentError(
+                        f"pipeline: the loss returned {described(y)}; it returns the sum of the losses of a "
+                        "microbatch, a 0-d Sharded of floats"
+                    )
+                y = y / run.count
+                self.value = self.value + reshard(y.detach().to(run.dtype), self.pending)  # summed over ranks once
             else:
                 y = reshard(y, run.boundaries[m].partition)
         if run.trains:
@@ -285,6 +349,8 @@ class _Rank:
         found = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
             new, old = found[len(to_x) :], self.grads.get(stage)
+            if self.run_of.wide is not None:
+                new = [a if a is None else cast_terms(a, self.run_of.wide) for a in new]
             if self.run_of.schedule.microbatches == 1:  # what autograd gives may share memory; sums do not
                 new = [a if a is None else a.clone() for a in new]
             self.grads[stage] = (
@@ -299,8 +365,9 @@ def _leaf(x: Any) -> Any:
 
 
 def _gradient(x: Any, values: Iterator[Any]) -> Any:
-    """The gradient of a leaf, laid out as the leaf: the next of ``values`` if autograd follows the leaf."""
+    """The gradient of a leaf, in its layout: the next of ``values`` if autograd follows the leaf."""
     if x is None:
         return None
     g = next(values) if x.requires_grad else None
-    return torch.zeros_like(x) if g is None else reshard(g, x.spec.partition)
+    layout = x.spec.dual.partition
+    return zeros(*x.spec.shape, spec=layout, dtype=x.dtype, mesh=x.spec.mesh) if g is None else reshard(g, layout)
