@@ -214,6 +214,46 @@ def separate(shape: dict[str, int], name: str, microbatches: int, recorded: Any 
     return max(float(x.abs().max()) for x in far)
 
 
+def waiting(
+    name: str, layout: str, options: dict[str, Any], transport: str = "process_group", jitted: bool = False
+) -> Any:
+    """A pipeline of 2 x 2 ranks with ``options``: the largest distance from dense float64, and what moves over "dp"."""
+    mesh = make_mesh((2, 2), ("pp", "dp"), transport=transport, device="cpu")
+    schedule = SCHEDULES[name](2, 3)
+    torch.manual_seed(0)
+    w, b = torch.randn(schedule.stages, 4, 4, dtype=F64), torch.randn(4, dtype=F64)
+    x, t = ([torch.randn(n, 4, dtype=F64) for n in (4, 2, 6)] for _ in range(2))
+    order = list(schedule.order)
+    specs = {"cut": (P("pp", None, "dp"), P("dp")), "whole": (P("pp"), P())}[layout]
+    params = device_put((w[order], b), specs, mesh=mesh)
+
+    def stage(params: Any, x: Any) -> Any:
+        return torch.tanh(x.to(params[0].dtype) @ params[0] + params[1]).to(x.dtype)
+
+    step = pipeline(
+        stage,
+        schedule,
+        loss=lambda y, t: (y - t).square().sum(),
+        count=lambda t: t.isfinite()[:, 0].sum(),
+        mesh=mesh,
+        **options,
+    )
+    step = jit(step) if jitted else step
+    inputs = device_put((x, t), P("dp"), mesh=mesh)
+    with communication_log() as log:
+        value, grads = step(params, *inputs)
+    assert [g.spec for g in grads] == [p.spec for p in params]
+    leaves = w.clone().requires_grad_(), b.clone().requires_grad_()
+    y = torch.cat(x)
+    for each in leaves[0]:
+        y = torch.tanh(y @ each + leaves[1])
+    right = (y - torch.cat(t)).square().sum() / 12
+    wanted = torch.autograd.grad(right, leaves)
+    found = device_get(grads[0])[torch.tensor(order).argsort()], device_get(grads[1])
+    error = max(float((a - b).abs().max()) for a, b in ((value, right.detach()), *zip(found, wanted, strict=True)))
+    return error, sorted((call.kind, str(call.dtype)) for call in log if call.axes == ("dp",) and call.shape)
+
+
 def of_any_shape(name: str, dtype: torch.dtype, transport: str = "process_group", jitted: bool = False) -> float:
     """The largest distance from the dense model in float64, of microbatches of 1 to 5 tokens and a float32 loss."""
     mesh = make_mesh((2, 2), ("pp", "dp"), transport=transport, device="cpu")

@@ -64,6 +64,33 @@ def test_a_multiple_of_the_loss_has_the_multiple_of_gradients() -> None:
     close(compute(Case((2, 2, 2), 24, 4, 2, "random"), scale=64.0))
 
 
+@pytest.mark.parametrize("total", [1, 2, 3, 6, 7, 8])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2), (2, 4)])
+def test_two_axes_may_cut_experts_that_no_rank_has_equally_many_of(sizes: tuple[int, int], total: int) -> None:
+    """Six experts lie as 2, 1, 2, 1 on 2 x 2 ranks: each axis cuts the blocks of the axis before it."""
+    torch.manual_seed(0)
+    mesh, axes, k = make_mesh(sizes, ("ep", "tp"), transport="simulation"), ("ep", "tp"), min(2, total)
+    x, logits = torch.randn(13, 4, dtype=F64), torch.randn(13, total, dtype=F64)
+    w = torch.randn(total, 4, 3, dtype=F64, requires_grad=True)
+    weights, chosen = logits.softmax(1).topk(k, 1)
+    each = torch.einsum("ta,tkab->tkb", x, w[chosen])
+    right = (each * (weights / weights.sum(1, keepdim=True))[..., None]).sum(1)
+    counts = torch.bincount(chosen.flatten(), minlength=total)
+    for capacity in (None, 13):
+
+        def body(x: Tensor, logits: Tensor, w: Tensor, capacity: Any = capacity) -> Any:
+            sent, routing = dispatch(x, route(logits, k), axes, capacity=capacity), route(logits, k)
+            return combine(grouped_matmul(sent.rows, w, sent.counts), sent, routing, axes), sent.counts
+
+        mine = w.detach().clone().requires_grad_()
+        call = shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
+        out, rows = call(x, logits, mine)
+        grads = [torch.autograd.grad(y.square().sum(), v, retain_graph=True)[0] for y, v in ((out, mine), (right, w))]
+        close([(device_get(out), right), (grads[0], grads[1])])
+        if capacity is None:
+            assert device_get(rows).tolist() == counts.tolist()
+
+
 def test_processes_give_the_same() -> None:
     cases = [case for case in CASES if case.sizes in ((1, 4, 1), (2, 2, 1), (1, 2, 2))]
     with Processes(4) as pool:

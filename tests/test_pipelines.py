@@ -22,14 +22,15 @@ from pipeline_programs import (
     loss,
     of_any_shape,
     separate,
+    waiting,
     worst,
     worst_beside,
 )
 from processes import Processes
 
 from fspmd import P, communication_log, device_get, device_put, jit, make_mesh
-from fspmd.errors import ArgumentError, ShapeError, TreeError
-from fspmd.nn import Action, Costs, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv, zero_bubble
+from fspmd.errors import ArgumentError, AxisError, MeshError, ShapeError, SpecError, TreeError
+from fspmd.nn import Action, Costs, Precision, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv, zero_bubble
 
 CASES = list(itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 8)))
 #: ticks of p ranks and m microbatches, with actions of one tick, if m is at least 2 p and a multiple of p
@@ -301,6 +302,64 @@ def test_what_moves_is_what_a_closed_form_says(name: str) -> None:
     assert sum(call.kind != "ppermute" for call in log) <= 2 + 1  # the loss, the table and no more
 
 
+WAITING: list[tuple[str, dict[str, Any], list[str], float]] = [
+    ("whole", {"over": "dp"}, ["psum_unreduced float64"] * 2, 1e-13),
+    ("cut", {"over": ("dp",)}, ["all_gather_reduced float64", "psum_scatter_unreduced float64"] * 2, 1e-13),
+    (
+        "cut",
+        {"over": "dp", "precision": Precision(F64, torch.float32, F64, F64)},
+        ["all_gather_reduced float32", "psum_scatter_unreduced float64"] * 2,
+        1e-6,
+    ),
+]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("layout", "options", "moves", "near"), WAITING, ids=range(len(WAITING)))
+def test_gradients_wait_for_the_last_microbatch(
+    name: str, layout: str, options: dict[str, Any], moves: list[str], near: float
+) -> None:
+    """Each leaf moves once each way over the axis of the batch, whatever the number of microbatches."""
+    for jitted in (False, True):
+        error, found = waiting(name, layout, options, "simulation", jitted)
+        assert error < near
+        assert [f"{kind} {dtype.removeprefix('torch.')}" for kind, dtype in found] == sorted(moves)
+
+
+def test_gradients_of_processes_wait_for_the_last_microbatch() -> None:
+    with Processes(4) as pool:
+        for (layout, options, _, near), name in itertools.product(WAITING, ("one_f_one_b", "zbv")):
+            simulated = waiting(name, layout, options, "simulation")
+            for error, found in pool.run(waiting, name, layout, options):
+                assert error < near
+                assert found == simulated[1]
+
+
+def test_the_loss_and_the_count_are_summed_over_ranks_once() -> None:
+    """With the losses of all microbatches, and over all axes together."""
+    for m in (1, 4):
+        _, _, log, _ = compute("one_f_one_b", {"dp": 2, "pp": 2}, m)
+        assert [call.axes for call in log if not call.shape] == [("dp",), ("dp", "pp")]
+
+
+def test_sums_of_gradients_over_microbatches_have_their_own_dtype() -> None:
+    """257 ones in bfloat16 are 256."""
+    mesh = make_mesh((2,), ("pp",), transport="simulation")
+    w = device_put(torch.zeros(2, 1), P("pp"), mesh=mesh)
+    ones = [device_put(torch.ones(1), P(), mesh=mesh)] * 257
+    for dtype, right in ((torch.float32, 257), (torch.bfloat16, 256)):
+        precision = Precision(compute=torch.bfloat16, accumulate=dtype)
+        step = pipeline(
+            lambda w, x: x + w.to(x.dtype),
+            gpipe(2, 257),
+            loss=lambda y, t: y.sum(),
+            count=lambda t: 1 / 257,
+            mesh=mesh,
+            precision=precision,
+        )
+        assert device_get(step(w, ones, ones)[1]).flatten().tolist() == [right] * 2
+
+
 def test_live_activations_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[int, int] = {}
     act = pipelines._Rank.act
@@ -339,6 +398,36 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         pipeline([block] * 3, one_f_one_b(2, 2), loss=loss, mesh=mesh)
     with pytest.raises(ArgumentError, match="got 1 inputs and 1 targets, but the schedule has 2 microbatches"):
         pipeline(block, one_f_one_b(2, 2), loss=loss, mesh=mesh)({}, [0], [0])
+    with pytest.raises(AxisError, match="got the axis 'zz', but"):
+        pipeline(block, one_f_one_b(2, 2), loss=loss, mesh=mesh, axis="zz")
+    with pytest.raises(ArgumentError, match="the axis of the stages; name the axes that cut batches"):
+        pipeline(block, one_f_one_b(2, 2), loss=loss, mesh=mesh, over="pp")
+    with pytest.raises(ArgumentError, match="got the string 'gpipe' for schedule; give it a table"):
+        pipeline(block, "gpipe", loss=loss, mesh=mesh)  # type: ignore[arg-type]
+    step = pipeline(lambda w, x: x * w, one_f_one_b(2, 1), loss=lambda y, t: y.sum(), mesh=mesh)
+    plain, (x, w, wide) = (
+        torch.ones(2),
+        device_put([torch.ones(n) for n in (3, 2, 4)], (P(), P("pp"), P("pp")), mesh=mesh),
+    )
+    other = device_put(torch.ones(2), P("x"), mesh=make_mesh((2,), ("x",)))
+    for error, match, call in (
+        (ArgumentError, r"params is a tensor of shape \(2,\)", (plain, [x], [x])),
+        (ArgumentError, r"inputs\[0\] is a tensor .*\n.*targets\[0\] .*\nlay values out first", (w, [plain], [plain])),
+        (SpecError, "a leaf that 'pp' cuts has a row for each of the 2 stages", (wide, [x], [x])),
+        (SpecError, "inputs and targets are not cut over 'pp'", (w, [w], [x])),
+        (MeshError, r"params is f32\[2@x\].*\nlay values out on mesh\(pp=2\), or on its parts", (other, [x], [x])),
+        (ArgumentError, "for inputs; give it a list", (w, x, [x])),
+    ):
+        with pytest.raises(error, match=match):
+            step(*call)
+    for result, match in (
+        ((lambda y, t: y), r"the loss returned a Sharded of shape \(3,\)"),
+        ((lambda y, t: None), "the loss returned None"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            pipeline(lambda w, x: x * w, one_f_one_b(2, 1), loss=result, mesh=mesh)(w, [x], [x])
+    with pytest.raises(ArgumentError, match=r"stage 0 returned the tuple .* expected one"):
+        pipeline(lambda w, x: (x, w), one_f_one_b(2, 1), loss=loss, mesh=mesh)(w, [x], [x])
 
 
 def test_the_dense_model_is_right_by_differences() -> None:

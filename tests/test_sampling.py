@@ -20,6 +20,25 @@ def test_tokens_do_not_depend_on_the_mesh(dtype: torch.dtype) -> None:
         assert all_drawn(sizes, "simulation", dtype) == all_drawn((1, 1), "simulation", dtype)
 
 
+def test_a_limit_that_a_sum_hits_exactly_does_not_depend_on_the_mesh() -> None:
+    """Sums of floats in another order are below such a limit on one mesh, and above it on another."""
+    torch.manual_seed(0)
+    for seed in range(8):
+        weights = torch.randint(1, 12, (256, 48)).float()
+        sums = weights.sort(1, descending=True).values.cumsum(1)
+        share = sums.gather(1, torch.randint(3, 45, (256, 1)))[:, 0] / sums[:, -1]
+        keys, at = split(key(seed), 256), torch.zeros(256, dtype=torch.int64)
+        expected = sample(weights.log(), keys, at, top_p=share)
+        for n in (1, 2, 3, 8):
+            call = shard_map(
+                lambda x, keys, at, share: sample(x, keys, at, "tp", vocabulary=48, top_p=share),
+                mesh=make_mesh((n,), ("tp",), transport="simulation"),
+                in_specs=(P(None, "tp"), P(), P(), P()),
+                out_specs=P(),
+            )
+            assert torch.equal(call(weights.log(), keys, at, share).local, expected)
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_tokens_have_the_probabilities_of_the_definition(settings: dict[str, Any]) -> None:
     """The statistic of Pearson's test, and no token that has no probability."""
@@ -71,12 +90,12 @@ def test_what_moves_is_what_a_closed_form_says() -> None:
     logits, keys, at = torch.randn(slots, 20), split(key(0), slots), torch.zeros(slots, dtype=torch.int64)
     reduce = 2 * (n - 1) / n
     gather = (n - 1) * slots * 16
-    digits = 4 * reduce * slots * 256 * 4
+    digits = 4 * reduce * slots * 256 * 4  # of counts in int32; probabilities are int64
     for options, count, moved in (
         ({}, 1, gather),
         ({"top_k": 3}, 5, gather + digits),
-        ({"top_p": 0.5}, 7, gather + digits + 2 * reduce * slots * 4),
-        ({"top_k": 3, "top_p": 0.5}, 11, gather + 2 * digits + 2 * reduce * slots * 4),
+        ({"top_p": 0.5}, 7, gather + 2 * digits + reduce * slots * (4 + 8)),
+        ({"top_k": 3, "top_p": 0.5}, 11, gather + 3 * digits + reduce * slots * (4 + 8)),
     ):
         call = shard_map(
             lambda x, keys, at, options=options: sample(x, keys, at, "tp", **options),

@@ -83,6 +83,41 @@ def test_one_reduction_for_any_number_of_microbatches(count: int, layout: P, kin
     assert sum(call.price.moved for call in log if call not in last) == moved * size * (n - 1) / n
 
 
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_gradients_of_narrow_parameters_are_summed_over_ranks_once_and_in_the_dtype_that_is_named(
+    count: int, reduce: torch.dtype, jitted: bool
+) -> None:
+    """They stay pending in the wide dtype: in a body, too, and with the same numbers."""
+    torch.manual_seed(0)
+    mesh, layouts = make_mesh((4,), ("s",), transport="simulation"), {"w": P("s"), "b": P()}
+    params = device_put({"w": torch.randn(8, 6), "b": torch.randn(6)}, layouts, mesh=mesh)
+    batches = [device_put(torch.randn(8, 8, dtype=torch.bfloat16), P("s"), mesh=mesh) for _ in range(count)]
+    precision = Precision(compute=torch.bfloat16, reduce=reduce)
+
+    def loss(params: Any, x: Any) -> Any:
+        return (x @ params["w"] + params["b"]).float().square().sum(), len(x)
+
+    def within(params: Any, *batches: Any) -> Any:
+        def pending(params: Any, x: Any) -> Any:
+            return pcast(loss(params, x)[0], "s", to="unreduced"), 4 * len(x)
+
+        return accumulate(pending, "s", precision=precision)(params, batches)
+
+    step = accumulate(loss, "s", precision=precision)
+    step = jit(step) if jitted else step
+    step(params, batches)
+    with communication_log() as log:
+        _, grads = step(params, batches)
+    specs = layouts, *[P("s")] * count
+    _, right = shard_map(within, mesh=mesh, in_specs=specs, out_specs=(P(), layouts))(params, *batches)
+    moved = [(call.kind, call.dtype) for call in log if call.shape and call.shape != (2,)]
+    expected = [("all_gather_reduced", torch.bfloat16), ("psum_scatter_unreduced", reduce), ("psum_unreduced", reduce)]
+    assert sorted(moved, key=str) == sorted(expected, key=str)
+    torch.testing.assert_close(device_get(grads), device_get(right), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_hybrid_layouts_scatter_within_a_host_and_sum_once_across(count: int, jitted: bool) -> None:

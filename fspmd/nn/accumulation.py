@@ -20,11 +20,10 @@ from fspmd.body import state
 from fspmd.collectives import psum
 from fspmd.errors import ArgumentError, TreeError, VarianceError
 from fspmd.messages import as_axis_name, described
-from fspmd.nn.parameters import Precision, check_dtypes, gathered, settled
+from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
-from fspmd.sharded import Sharded, is_sharded
-from fspmd.spec import TensorSpec
+from fspmd.sharded import is_sharded
 from fspmd.variance import get_variance, show
 
 
@@ -165,11 +164,12 @@ def accumulate(
             (one, (items, narrow, aux)), parts = one_step(whole, microbatch)
             if total is None:
                 total, count, dtype, beside = one, items, narrow.dtype, aux
-                sums = [part.to(wide or part.dtype) for part in treedef.flatten_up_to(parts)]
+                sums = [cast_terms(part, wide or part.dtype) for part in treedef.flatten_up_to(parts)]
             else:
                 total, count = total + one, count + items
                 beside = _added(beside, aux)
-                sums = list(map(operator.add, sums, treedef.flatten_up_to(parts)))
+                parts = treedef.flatten_up_to(parts)
+                sums = [s + cast_terms(g, s.dtype) for s, g in zip(sums, parts, strict=True)]
         if total is None:
             raise ArgumentError("accumulate got no microbatch; give it a list of at least one")
         total, count = _settled_sums(total, count)
@@ -219,11 +219,8 @@ def _added(before: Any, after: Any) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    """A scalar in float64. A pending sum stays pending, as a sum of wide terms."""
-    if not is_sharded(x):
-        return x.double() if isinstance(x, Tensor) else x
-    spec = x.spec
-    return Sharded(x.local.double(), TensorSpec(spec.mesh, spec.partition, spec.shape, torch.float64))
+    """A scalar in float64. A pending sum stays pending."""
+    return cast_terms(x, torch.float64) if isinstance(x, Tensor) else x
 
 
 def _settled_sums(total: Any, count: Any) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Experts that lie on the ranks of an axis: the choice of experts, and the move of tokens to them and back. In a body.
 
 Of E experts each of n ranks has E / n, in rank order: ``P("ep")`` cuts their weights. If that is no whole number, it is
-rounded up, and the last ranks have fewer or none. A rank has T tokens, and each token k experts: T k choices.
+rounded up, and the last ranks have fewer or none. Of several axes, as in ``P(("ep", "tp"))``, each cuts the blocks of
+the axes before it. A rank has T tokens, and each token k experts: T k choices.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.body import bound_body
+from fspmd.body import bound_body, resolve_axes
 from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, pmax, psum
 from fspmd.collectives.ragged import exchanged_rows
+from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, RecordError, ShapeError
 from fspmd.messages import described
 from fspmd.nn.parameters import moved
@@ -178,7 +180,8 @@ def dispatch(
     """
     n = _check(x, routing, axis, capacity, rows)
     total, k = n * -(-routing.counts.shape[0] // n), routing.experts.shape[1]
-    chosen = routing.experts.flatten()
+    shelves = _shelves(routing.counts, axis)
+    chosen = routing.experts.flatten() if shelves is None else shelves.index_select(0, routing.experts.flatten())
     order = chosen.argsort(stable=True)
     counts = counted(chosen, total)
     starts, tokens, position = _before(counts), order // k, order.argsort()
@@ -198,7 +201,9 @@ def dispatch(
     goes, comes = torch.stack([starts, counts]), torch.stack([lies, got])
     sent = x.index_select(0, tokens)
     arrived = exchanged_rows(sent, rows, torch.cat([goes, comes]), axis, "dispatch", needed)
-    own = _own(table.sum(0).flatten()[: routing.counts.shape[0]], axis)
+    of_shelves = table.sum(0).flatten()
+    of_experts = of_shelves[: routing.counts.shape[0]] if shelves is None else of_shelves.index_select(0, shelves)
+    own = _own(of_experts, axis)
     return Dispatched(arrived, own, counts.sum() * 0, position, torch.cat([comes, goes]))
 
 
@@ -333,6 +338,18 @@ def _with_capacity(
 def _before(counts: Tensor) -> Tensor:
     """The sum of the numbers before each one, along the last dim."""
     return counts.cumsum(-1) - counts
+
+
+def _shelves(counts: Tensor, axis: Axes) -> Tensor | None:
+    """The place of each expert, int64 [E], where each rank has E / n places, rounded up. None if they are 0 to E - 1.
+
+    Of several axes each cuts the blocks of the axes before it. So a rank before the last may have places to spare.
+    """
+    body, total = bound_body("dispatch"), counts.shape[0]
+    cuts = blocks(total, body.sizes(resolve_axes(body, axis, "dispatch")))
+    most = -(-total // len(cuts))
+    shelves = [rank * most + i for rank, (_, size) in enumerate(cuts) for i in range(size)]
+    return None if shelves == [*range(total)] else torch.tensor(shelves, device=counts.device)
 
 
 def _own(counts: Tensor, axis: Axes) -> Tensor:

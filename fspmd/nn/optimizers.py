@@ -16,7 +16,7 @@ from fspmd.collectives import psum
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import described
-from fspmd.nn.parameters import layouts
+from fspmd.nn.parameters import cast_terms, layouts
 from fspmd.placement.creation import zeros
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import is_sharded
@@ -115,7 +115,7 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Opt
     """
 
     def wide(tree: Any) -> Any:
-        return optree.tree_map(lambda x: x.detach().to(dtype), tree, is_leaf=is_sharded)
+        return optree.tree_map(lambda x: cast_terms(x.detach(), dtype), tree, is_leaf=is_sharded)
 
     def init(params: Any) -> State:
         master = wide(params)

@@ -25,7 +25,7 @@ from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.nn.sequences import Axes
 from fspmd.placement.reshard import reshard
 from fspmd.redistribution.redistribute import begun
-from fspmd.sharded import is_plain, is_sharded
+from fspmd.sharded import Sharded, is_plain, is_sharded
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.local_tensor import is_uneven
@@ -106,6 +106,21 @@ def settled(grads: Any, params: Any, axis: Axes, specs: Any, lie: Any, dtype: to
                 target, after = move.whole.with_partition(partition), variance_of_spec(partition)
                 done.append(moved(g, move.whole.dual, target, after, dtype, dtype))
     return treedef.unflatten(g.to(x.dtype) for g, x in zip(done, leaves, strict=True))
+
+
+def cast_terms(x: Any, dtype: torch.dtype) -> Any:
+    """A value in another dtype. A pending sum stays pending, as a sum of terms that are cast.
+
+    ``x.to(dtype)`` of a pending `Sharded` settles the sum first, in the dtype of ``x``.
+    """
+    if not is_sharded(x):
+        return x.to(dtype)
+    spec = x.spec
+    return (
+        x
+        if spec.dtype is dtype
+        else Sharded(x.local.to(dtype), TensorSpec(spec.mesh, spec.partition, spec.shape, dtype))
+    )
 
 
 def check_dtypes(params: Any, dtypes: tuple[torch.dtype, ...], what: str) -> None:

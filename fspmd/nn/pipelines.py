@@ -5,22 +5,26 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
 import optree
 import torch
+from torch import Tensor
 
 from fspmd import tracing
 from fspmd.autodiff.engine import gradients
+from fspmd.body import check_outside
 from fspmd.cache import Cache, forgettable
-from fspmd.errors import ArgumentError, FspmdError, ShapeError, TreeError
+from fspmd.errors import ArgumentError, AxisError, FspmdError, ShapeError, TreeError
 from fspmd.meshes.mesh import Mesh, set_mesh
-from fspmd.messages import described
-from fspmd.nn.places import Places
+from fspmd.messages import described, quoted
+from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
+from fspmd.nn.places import Places, without_row
 from fspmd.nn.schedules import Action, Schedule
-from fspmd.placement.creation import zeros
+from fspmd.nn.sequences import Axes
+from fspmd.placement.creation import full, zeros
 from fspmd.placement.device_put import device_get
 from fspmd.placement.reshard import reshard
 from fspmd.programs.recordable import capture_fake, without_values
@@ -38,6 +42,8 @@ def pipeline(
     count: Callable[[Any], Any] | None = None,
     mesh: Mesh,
     axis: str = "pp",
+    over: Axes = (),
+    precision: Precision | None = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """A function of parameters, inputs and targets that returns the loss and its gradients, by a schedule.
@@ -58,6 +64,11 @@ def pipeline(
         loss: ``loss(y, target)`` returns the sum of the losses of a microbatch, a scalar.
         count: ``count(target)`` returns the number of items of a microbatch. The loss is divided by the number of items
             of all microbatches before backward. Without it that number is the number of microbatches.
+        axis: The mesh axis of the stages.
+        over: The mesh axes over which gradients stay pending until the last microbatch, as in `accumulate`: parameters
+            are `gathered` over them before the first one, and gradients are summed once. Over other axes they are
+            summed in each microbatch.
+        precision: The dtypes of the computation and of sums, as in `accumulate`.
         has_aux: Stages return ``(y, part, aux)`` instead of ``y``. The scalar ``part`` is added to the loss of the
             microbatch, such as a loss of the balance of experts. ``aux`` is a tree of values, such as counts of tokens,
             that are added up over microbatches. The result is ``((loss, aux), gradients)``, where leaves of ``aux`` are
@@ -68,11 +79,14 @@ def pipeline(
     gradients are None. The loss is float32, or float64 if that is what stages pass on.
 
     Communication: that of the stages; after each tick one permute along ``axis`` over the edges of ``schedule.moves``,
-    which all ranks join, or one for each shape if microbatches have several; at the end an all-reduce of the loss, and
-    one for each shared leaf.
+    which all ranks join, or one for each shape if microbatches have several; at the end an all-reduce of the loss, one
+    for each shared leaf, and one or a reduce-scatter for each leaf over the axes ``over``.
 
     Raises:
-        ArgumentError: the schedule does not fit the mesh or the microbatches.
+        ArgumentError: the schedule does not fit the mesh or the microbatches; or values are not `Sharded`.
+        AxisError: the mesh has no such axis.
+        MeshError: a value lies on another mesh.
+        SpecError: the layout of a value does not say whose it is.
         ShapeError: a stage returns another shape, dtype or layout than the stage before.
         TreeError: with ``has_aux``, a stage returns no such triple, or ``aux`` of another structure than another stage.
 
@@ -88,19 +102,44 @@ def pipeline(
     >>> value, device_get(gradient)
     (tensor(576.), tensor([1152.,  576.,  384.,  288.]))
     """
+    if not isinstance(mesh, Mesh):
+        raise ArgumentError(f"pipeline got {described(mesh)} for mesh; give it the mesh, make_mesh(...)")
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"pipeline got {described(schedule)} for schedule; give it a table, such as "
+            "one_f_one_b(ranks, microbatches)"
+        )
+    given_axes = (over,) if isinstance(over, str) else tuple(over)
+    if unknown := [name for name in (axis, *given_axes) if name not in mesh.shape]:
+        raise AxisError(f"pipeline got the axis {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}")
+    if axis in given_axes:
+        raise ArgumentError(
+            f"pipeline got over={over!r}, with the axis of the stages; name the axes that cut batches, such as 'dp'"
+        )
     if mesh.shape[axis] != schedule.ranks:
         raise ArgumentError(
             f"pipeline: the schedule {schedule.name} is for {schedule.ranks} ranks, but the axis {axis!r} has "
             f"{mesh.shape[axis]}"
         )
     schedule.validate()
-    functions = [stages] * schedule.stages if callable(stages) else list(stages)
+    functions = [stages] * schedule.stages if callable(stages) else [*stages] if isinstance(stages, Iterable) else []
+    if not functions or not all(map(callable, (*functions, loss))):
+        raise ArgumentError(
+            f"pipeline got {described(stages)} for stages and {described(loss)} for loss; give it a function for all "
+            "stages or a list of one for each, and a function loss(y, target)"
+        )
     if len(functions) != schedule.stages:
         raise ArgumentError(f"pipeline got {len(functions)} stages, but the schedule has {schedule.stages}")
     places = Places(mesh, axis)
     boundaries: Cache[Any, tuple[Any, Any]] = forgettable(Cache())  # by the layouts of parameters and input
 
     def step(params: Any, inputs: Sequence[Any], targets: Sequence[Any], scale: Any = None) -> tuple[Any, Any]:
+        check_outside("pipeline")
+        for name, given in (("inputs", inputs), ("targets", targets)):
+            if not isinstance(given, (list, tuple)):
+                raise ArgumentError(
+                    f"pipeline got {described(given)} for {name}; give it a list with one entry for each microbatch"
+                )
         if not len(inputs) == len(targets) == schedule.microbatches:
             raise ArgumentError(
                 f"pipeline got {len(inputs)} inputs and {len(targets)} targets, but the schedule has "
@@ -108,7 +147,12 @@ def pipeline(
             )
         if schedule.ranks > 1:
             tracing.note_unlike(f"each rank runs the actions of its stages in the schedule {schedule.name}")
-        run = _PipelineCall(places, schedule, functions, loss, params, inputs, targets, scale, has_aux)
+        places.check((params, inputs, targets), schedule.stages)
+        if precision is not None:
+            check_dtypes(params, (precision.param,), "pipeline")
+        whole = gathered(params, over, dtype=precision) if given_axes or precision is not None else params
+        wide, reduce = (None, None) if precision is None else (precision.accumulate, precision.reduce)
+        run = _PipelineCall(places, schedule, functions, loss, whole, inputs, targets, wide, scale, has_aux)
         layouts = run.treedef, tuple(x.spec for x in run.leaves)
         for x in inputs:
             key = layouts, x.spec
@@ -116,18 +160,26 @@ def pipeline(
                 boundaries[key] = run.find_boundary(x.spec)
             boundary, run.aux = boundaries[key]
             run.boundaries.append(boundary)
-        run.count = schedule.microbatches if count is None else sum(_number(count(target)) for target in targets)
+        run.count = schedule.microbatches if count is None else _total([count(target) for target in targets])
         ranks = {r: _Rank(run, r) for r in places.mine}
         run.act(ranks)
-        value = places.summed({r: rank.value for r, rank in ranks.items()}, P())
-        total: Any = device_get(value)
-        return (total, run.aux_of(ranks)) if has_aux else total, run.gradients(ranks) if run.trains else None
+        value: Any = device_get(places.summed({r: rank.value for r, rank in ranks.items()}, P()))
+        value = (value, run.aux_of(ranks)) if has_aux else value
+        if not run.trains:
+            return value, None
+        grads = run.gradients(ranks)
+        return value, grads if whole is params else settled(grads, params, over, None, None, reduce)
 
     return step
 
 
-def _number(x: Any) -> Any:
-    return device_get(x) if is_sharded(x) else x
+def _total(counts: list[Any]) -> Any:
+    """The number of items of all microbatches."""
+    for x in counts:
+        if not isinstance(x, (Tensor, Real)) or (isinstance(x, Tensor) and x.ndim):
+            raise ArgumentError(f"pipeline: count returned {described(x)}; it returns a number, or a 0-d tensor")
+    total = functools.reduce(operator.add, counts)
+    return device_get(total) if is_sharded(total) else total
 
 
 def _key(action: Action) -> tuple[bool, int, int]:
@@ -146,9 +198,11 @@ class _PipelineCall:
         params: Any,
         inputs: Sequence[Any],
         targets: Sequence[Any],
+        wide: torch.dtype | None,
         scale: Any,
         has_aux: bool,
     ) -> None:
+        self.wide = wide  # the dtype in which gradients are summed; None for their own
         self.places, self.schedule, self.functions, self.loss = places, schedule, functions, loss
         self.scale, self.has_aux = scale, has_aux
         self.leaves, self.treedef = optree.tree_flatten(params, is_leaf=is_sharded)
@@ -192,10 +246,10 @@ class _PipelineCall:
                 grads.append(ranks[owner].gradient(i) if owner in ranks else leaf)  # elsewhere it is empty
             elif self.places.is_stacked(leaf):
                 rows = {r: [rank.grads[s][i] for s in rank.stages] for r, rank in ranks.items()}
-                grads.append(self.places.stacked(rows, leaf.spec))
+                grads.append(self.places.stacked(rows, leaf.spec.dual))
             else:
                 own = {r: rank.gradient(i) for r, rank in ranks.items()}
-                grads.append(self.places.summed(own, leaf.spec.partition))
+                grads.append(self.places.summed(own, leaf.spec.dual.partition))
         return self.treedef.unflatten(grads)
 
     def aux_of(self, ranks: dict[int, _Rank]) -> Any:
@@ -224,7 +278,7 @@ class _PipelineCall:
             if self.places.owner(x) not in (None, r):
                 return None
             cut = self.places.is_stacked(x)
-            return TensorSpec(mesh, P(*x.spec.partition.entries[cut:]), x.spec.shape[cut:], x.dtype)
+            return TensorSpec(mesh, without_row(x.spec.partition, cut), x.spec.shape[cut:], x.dtype)
 
         x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
         found, aux = [], []
@@ -265,12 +319,14 @@ def _result(stage: Stage, params: Any, x: TensorSpec, has_aux: bool, place: int)
 def _triple(out: Any, has_aux: bool, stage: int) -> tuple[Any, Any, Any]:
     """What a stage passes on, its part of the loss, and what it returns beside."""
     if not has_aux:
-        return out, 0.0, None
+        out = out, 0.0, None
     if not isinstance(out, tuple) or len(out) != 3:
         given = f"a tuple of {len(out)}" if isinstance(out, tuple) else described(out)
         raise TreeError(
             f"pipeline: with has_aux=True a stage returns (y, part, aux), but stage {stage} returned {given}"
         )
+    if not is_sharded(out[0]):
+        raise ArgumentError(f"pipeline: stage {stage} returned {described(out[0])} to pass on; expected one Sharded")
     if out[1].shape != () if is_sharded(out[1]) else not isinstance(out[1], Real):
         raise TreeError(
             f"pipeline: stage {stage} returned {described(out[1])} for its part of the loss; expected a scalar: a "
@@ -304,7 +360,8 @@ class _Rank:
         self.kept: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.inputs = [places.on_part(x, r) for x in run.inputs] if 0 in self.stages else []
         self.targets = [places.on_part(x, r) for x in run.targets] if schedule.stages - 1 in self.stages else []
-        self.value: Any = zeros((), spec=P(), dtype=run.dtype, mesh=self.mesh)
+        self.pending = P(unreduced=self.mesh.axis_names)
+        self.value: Any = zeros((), spec=self.pending, dtype=run.dtype, mesh=self.mesh)
 
     def act(self, action: Action) -> Any:
         """Run an action, and return what it passes on."""
@@ -325,14 +382,10 @@ class _Rank:
             x = _leaf(x) if stage else x
             y, part, aux = _triple(run.functions[stage](run.treedef.unflatten(params), x), run.has_aux, stage)
             is_last = stage == run.schedule.stages - 1
-            part = run.loss(y, self.targets[m]) + part if is_last else part
             roots = [] if is_last else [reshard(y, run.boundaries[m].partition)]
-            if is_last or is_sharded(part):
-                part = reshard(part / run.count, P())
-                self.value = self.value + part.detach().to(run.dtype)
-                roots.append(part if run.scale is None else part * run.scale)
-            elif run.has_aux:
-                self.value = self.value + part / run.count
+            for one in (self._loss(y, m), part) if is_last else (part,):
+                if is_sharded(one) or one:
+                    roots.append(self._added(one))
         if run.has_aux:
             aux = optree.tree_map(lambda leaf: _settled(leaf.detach()), aux, is_leaf=is_sharded)
             old = self.aux.get(stage)
@@ -340,6 +393,23 @@ class _Rank:
         if run.trains:
             self.kept[stage, m] = (params, x, roots)
         return None if is_last else roots[0].detach()
+
+    def _added(self, part: Any) -> Any:
+        """Add a part of the loss, a scalar or a number, to the value. Return it as backward begins from it."""
+        run = self.run_of
+        given = part if is_sharded(part) else full((), part, spec=P(), dtype=run.dtype, mesh=self.mesh)
+        mean = given / run.count
+        self.value = self.value + reshard(mean.detach().to(run.dtype), self.pending)  # summed over ranks once
+        return mean if run.scale is None else mean * run.scale
+
+    def _loss(self, y: Any, m: int) -> Any:
+        total = self.run_of.loss(y, self.targets[m])
+        if not is_sharded(total) or total.ndim or not total.is_floating_point():
+            raise ArgumentError(
+                f"pipeline: the loss returned {described(total)}; it returns the sum of the losses of a microbatch, a "
+                "0-d Sharded of floats"
+            )
+        return total
 
     def _backward(self, kind: str, stage: int, m: int) -> Any:
         params, x, roots, *cotangents = self.kept[stage, m]
@@ -360,6 +430,8 @@ class _Rank:
         found = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
             new, old = found[len(to_x) :], self.grads.get(stage)
+            if self.run_of.wide is not None:
+                new = [a if a is None else cast_terms(a, self.run_of.wide) for a in new]
             if self.run_of.schedule.microbatches == 1:  # what autograd gives may share memory; sums do not
                 new = [a if a is None else a.clone() for a in new]
             self.grads[stage] = (
@@ -374,8 +446,9 @@ def _leaf(x: Any) -> Any:
 
 
 def _gradient(x: Any, values: Iterator[Any]) -> Any:
-    """The gradient of a leaf, laid out as the leaf: the next of ``values`` if autograd follows the leaf."""
+    """The gradient of a leaf, in its layout: the next of ``values`` if autograd follows the leaf."""
     if x is None:
         return None
     g = next(values) if x.requires_grad else None
-    return torch.zeros_like(x) if g is None else reshard(g, x.spec.partition)
+    layout = x.spec.dual.partition
+    return zeros(*x.spec.shape, spec=layout, dtype=x.dtype, mesh=x.spec.mesh) if g is None else reshard(g, layout)

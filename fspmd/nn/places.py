@@ -5,18 +5,28 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
+from fspmd.entries import entry_axes
+from fspmd.errors import ArgumentError, FspmdError, MeshError, SpecError
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes.mesh import Mesh, make_mesh
+from fspmd.messages import Failure, described, refuse
 from fspmd.pairs import apply, call
 from fspmd.placement.creation import zeros
 from fspmd.placement.reshard import reshard
-from fspmd.sharded import Sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
 from fspmd.transport.frame import frame
+from fspmd.trees import leaf_paths
+
+
+def without_row(partition: P, cut: bool = True) -> P:
+    """The layout of a row of a value that is cut by rows; of the value itself if it is not ``cut``."""
+    return P(*partition.entries[cut:], unreduced=partition.unreduced, reduced=partition.reduced)
 
 
 class Places:
@@ -42,6 +52,36 @@ class Places:
         if leaf.spec.mesh is self.mesh:
             return None
         return next((r for r, part in enumerate(self.parts) if part is leaf.spec.mesh), None)
+
+    def check(self, call: tuple[Any, Any, Any], stages: int) -> None:
+        """Raise one error for all values of a call, (params, inputs, targets), that belong nowhere."""
+        failures: list[Failure] = []
+        for name, tree in zip(("params", "inputs", "targets"), call, strict=True):
+            leaves = optree.tree_leaves(tree, is_leaf=is_sharded)
+            wrong = [(i, self._fault(x, stages if name == "params" else None)) for i, x in enumerate(leaves)]
+            names = leaf_paths(tree, name) if any(fault for _, fault in wrong) else []
+            failures += [
+                Failure(f"{names[i]} is {fault[1]}", fault[0], fault[2]) for i, fault in wrong if fault is not None
+            ]
+        if failures:
+            refuse("pipeline: values that no stage can take", failures)
+
+    def _fault(self, x: Any, stages: int | None) -> tuple[type[FspmdError], str, str] | None:
+        """Of a value that belongs nowhere: the error, what it is, and what to write. ``stages``: of parameters."""
+        if not is_sharded(x):
+            return ArgumentError, described(x), "lay values out first: device_put(x, P(), mesh=mesh)"
+        shown = repr(x.spec)
+        if x.spec.mesh is not self.mesh and (stages is None or self.owner(x) is None):
+            where = f"lay values out on {self.mesh!r}" + (", or on its parts" if stages is not None else "")
+            return MeshError, shown, where
+        if stages is None and self.axis in x.spec.partition.axes:
+            return SpecError, shown, f"inputs and targets are not cut over {self.axis!r}"
+        if stages is not None and x.spec.mesh is self.mesh and self.is_stacked(x):
+            per_rank = stages // len(self.parts)
+            fits = x.spec.shape[0] == stages and stages == per_rank * len(self.parts)
+            if entry_axes(x.spec.partition[0]) != (self.axis,) or not fits:
+                return SpecError, shown, f"a leaf that {self.axis!r} cuts has a row for each of the {stages} stages"
+        return None
 
     def is_stacked(self, leaf: Any) -> bool:
         return self.owner(leaf) is None and self.axis in leaf.spec.partition.axes
@@ -87,18 +127,22 @@ class Places:
         )
 
     def row(self, x: Any, r: int, i: int) -> Any:
-        rest = P(*x.spec.partition.entries[1:])
+        rest = without_row(x.spec.partition)
         return Sharded(
             self.part(x.local, x.spec.partition, r)[i], TensorSpec(self.parts[r], rest, x.spec.shape[1:], x.dtype)
         )
 
     def stacked(self, rows: dict[int, list[Any]], spec: TensorSpec) -> Any:
+        """All rows of a leaf as one value, laid out by ``spec``, of their own dtype."""
         blocks = {r: torch.stack([x.local for x in row]) if row[1:] else row[0].local[None] for r, row in rows.items()}
-        return Sharded(self.whole(blocks, spec.partition), spec)
+        dtype = next(iter(blocks.values())).dtype
+        return Sharded(self.whole(blocks, spec.partition), TensorSpec(spec.mesh, spec.partition, spec.shape, dtype))
 
     def summed(self, values: dict[int, Any], partition: P) -> Any:
+        """The sum of the values of all positions, which may be pending sums, in a layout of the whole mesh."""
         x = next(iter(values.values()))
-        spec = TensorSpec(self.mesh, P(*partition.entries, unreduced={self.axis}), x.spec.shape, x.dtype)
+        pending = P(*partition.entries, unreduced=x.spec.partition.unreduced | {self.axis}, reduced=partition.reduced)
+        spec = TensorSpec(self.mesh, pending, x.spec.shape, x.dtype)
         return reshard(Sharded(self.whole({r: v.local for r, v in values.items()}, spec.partition), spec), partition)
 
     def permuted(self, edges: Any, sent: dict[int, Any], spec: TensorSpec) -> dict[int, Any]:

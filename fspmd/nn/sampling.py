@@ -25,6 +25,7 @@ from fspmd.random.counter import derived
 
 _SAMPLED, _OF_TOKEN = 3, 4  # the purposes of derived keys
 _BINS = 256  # of a digit
+_ONE = 2.0**40  # the highest probability, as an integer: sums of integers are equal in any order, on all meshes
 Number = float | Tensor  # of all sequences, or one of each
 
 
@@ -104,13 +105,13 @@ def sample(
         bits = _ordered(logits)
         if top_k is not None:
             limit = _column("top_k", top_k, x, 1, torch.inf)
-            allowed = bits >= _least(bits, logits.itemsize, torch.ones_like(x), limit, axis)
+            allowed = bits >= _least(bits, logits.itemsize, torch.ones_like(bits, dtype=torch.int32), limit, axis)
         if top_p is not None:
             share = _column("top_p", top_p, x, tiny, 1)
             top = _over(pmax, x.amax(1, keepdim=True), axis)
-            mass = ((x - top) / heat.clamp(min=tiny)).exp()
+            mass = (((x - top) / heat.clamp(min=tiny)).exp() * _ONE).round().long()
             mass = mass if allowed is None else mass.where(allowed, 0)
-            limit = share * _over(psum, mass.sum(1, keepdim=True), axis)
+            limit = share.double() * _over(psum, mass.sum(1, keepdim=True), axis)
             within = bits >= _least(bits, logits.itemsize, mass, limit, axis)
             allowed = within if allowed is None else allowed & within
     words = derived(keys, positions, _SAMPLED)[:, None]
@@ -142,12 +143,12 @@ def _ordered(x: Tensor) -> Tensor:
 
 
 def _least(bits: Tensor, size: int, weights: Tensor, limit: Tensor, axis: Axes) -> Tensor:
-    """The least number [slots, 1] above which the weights of all ranks add up to less than a limit.
+    """The least number [slots, 1] above which the weights of all ranks, integers, add up to less than a limit.
 
     It is found byte by byte, from the first. Of the numbers whose bytes so far are those found, the weights are added
     up by their next byte.
     """
-    found, above = torch.zeros_like(limit, dtype=torch.int64), torch.zeros_like(limit)
+    found = above = torch.zeros_like(limit, dtype=torch.int64)
     for shift in range(56, 56 - 8 * size, -8):
         digit = bits >> shift & _BINS - 1
         digit = digit ^ _BINS // 2 if shift == 56 else digit  # the first bit is the sign
