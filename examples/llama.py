@@ -3,8 +3,9 @@
     pp    stages of layers             fsdp  the batch, and parameters at rest     cp  the sequence
     dp    the batch                    ep    the batch, and experts                tp  heads, hidden units, vocabulary
 
-Parameters are gathered over fsdp where they are used, inside `checkpoint`, so backward gathers them again. Shapes in
-comments are those of one rank's block:
+Parameters are gathered over fsdp where they are used, inside `checkpoint`, so backward gathers them again. Over the
+axes ONCE the caller gathers them, so their gradients are summed once a step. Shapes in comments are those of one rank's
+block:
 
     b, s  sequences and positions of this rank    V  the vocabulary     F  width of the MLP, or of an expert
     D     width of the model                      K  width of a head    H, G  heads of queries, of keys and values
@@ -27,7 +28,7 @@ from fspmd import P, nn
 
 Params = dict[str, Any]
 BATCH = ("dp", "fsdp", "ep")  # the axes that cut the batch
-TOKENS = (*BATCH, "cp")  # and those that cut tokens
+TOKENS, ONCE = (*BATCH, "cp"), ("dp", "cp")  # the axes that cut tokens; and those of them that cut no parameter
 IDS, HIDDEN, LOGITS = P(BATCH, "cp"), P(BATCH, "cp", None), P(BATCH, "cp", "tp")
 BESIDE = {"balance": P(), "counts": P()}  # what layers with experts return beside: losses of balance, and counts
 ATTENTION = {"ring": nn.ring_attention, "gathered": nn.gathered_attention, "ulysses": nn.ulysses_attention}
@@ -117,8 +118,7 @@ def use(c: Config, params: Params, specs: Params) -> Params:
     """Parameters as a computation needs them: no longer cut by fsdp. Experts see the tokens of all ranks of ep."""
 
     def one(w: Tensor, spec: P) -> Any:
-        axes = tuple(axis for axis in TOKENS if axis != "ep" or "ep" not in spec.axes)
-        return nn.gathered(w, axes, spec, dtype=c.precision)
+        return nn.gathered(w, ("fsdp",) if "ep" in spec.axes else ("fsdp", "ep"), spec, dtype=c.precision)
 
     return {name: w if name == "bias" else one(w, specs[name]) for name, w in params.items()}
 

@@ -64,7 +64,8 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
     The first takes a factor of the loss too, and returns ``((loss, beside), gradients)``. If there are experts, the
     loss has that of their balance, and ``beside`` the counts of each layer.
     """
-    specs, layout = llama.param_specs(c), zigzag(c.S, mesh.shape["cp"])
+    specs = optree.tree_map(lambda spec: P(*spec, reduced=set(llama.ONCE)), llama.param_specs(c))
+    layout = zigzag(c.S, mesh.shape["cp"])
     beside = llama.BESIDE if c.experts else {}
 
     def added(more: Params, rows: int) -> tuple[Any, Params]:
@@ -87,10 +88,11 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
                 part, more = added(more, batch[1].numel())
                 return ((value + part) * scale, batch[1].numel()), more
 
-            (mean, more), grads = accumulate(one, has_aux=True)(params, batches)
+            (mean, more), grads = accumulate(one, llama.ONCE, has_aux=True)(params, batches)
             return (mean / scale, more), grads
 
         def alone(params: Params, batches: Batches) -> Any:
+            params = nn.gathered(params, llama.ONCE)
             return sum(mapped(params, *batch)[0] for batch in batches) / sum(targets.numel() for _, targets in batches)
 
         return scaled, alone
@@ -116,6 +118,7 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
             loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
             count=lambda targets: targets.numel(),
             mesh=mesh,
+            over=llama.ONCE,
             has_aux=not alone,
         )
         for alone in (False, True)

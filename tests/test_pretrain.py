@@ -9,6 +9,7 @@ import importlib
 import io
 import itertools
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -274,6 +275,29 @@ def test_validation_is_the_dense_loss_and_runs_no_backward(text: str) -> None:
     assert not any(call.backward for call in log)
     if "pp" in text:  # each microbatch travels once
         assert sum(call.kind == "ppermute" for call in log) == 2 * args.microbatches
+
+
+@pytest.mark.parametrize("text", ["dp=2,cp=2,fsdp=2", "pp=2,dp=2 --schedule=zero-bubble", f"dp=2,ep=2 {MOE}"])
+def test_gradients_are_summed_over_replicas_once_a_step(text: str) -> None:
+    module = pretrain()
+
+    def sums(microbatches: int) -> list[Any]:
+        args = module.parse([*arguments(text), f"--microbatches={microbatches}"])
+        c, mesh = module.config(args), fspmd.make_mesh(tuple(args.mesh.values()), module.AXES, transport="simulation")
+        params = module.init_params(c, mesh, args.seed, torch.float64)
+        batch = next(module.text_data.random_batches(module.text_data.load_text(args.text)[0], args.batch, c.S, 1))
+        both = module.losses_of(c, mesh, args, microbatches)[0]
+        with fspmd.communication_log() as log:
+            both(params, module.put(c, mesh, batch, microbatches))
+        return [
+            (call.axes, call.shape)
+            for call in log
+            if "dp" in call.axes and math.prod(call.shape) > 8 and call.shape != (4, 4)
+        ]
+
+    assert sums(1) == sums(3)
+    leaves = module.llama.leaves(module.config(module.parse(arguments(text))))
+    assert len(sums(1)) == len(optree.tree_leaves(module.learned(leaves)))
 
 
 def run_losses(text: str, folder: Path) -> list[float]:
