@@ -129,6 +129,11 @@ def bound_body(what: str) -> Body:
                 f"{what} was called inside rank_map, which runs rank by rank and has no mesh axes; call it in the "
                 "shard_map body, before or after rank_map"
             )
+        if what not in _EXAMPLES:
+            raise AxisError(
+                f"{what} was called outside a shard_map body, where no mesh axis is bound; call it in a function run "
+                "by shard_map: shard_map(f, mesh=mesh, in_specs=..., out_specs=...)"
+            )
         call, spec = _EXAMPLES[what]
         raise AxisError(
             f"{what} was called outside a shard_map body, where no mesh axis is bound; call it in a function run by "

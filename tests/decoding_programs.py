@@ -268,7 +268,7 @@ def refused() -> list[Refused]:
         (ArgumentError, "float32 for a cache of torch.float64", append(*pair(3, 1, 1, 4, dtype=torch.float32))),
         (ArgumentError, "for counts", append(*pair(3, 1, 1, 4), counts=[1, 1, 1])),
         (ArgumentError, "for slots", append(*pair(3, 1, 1, 4), slots=whole.double())),
-        (ArgumentError, "for a mask", query(3, 2, 1, 4, mask="causal")),
+        (ArgumentError, "for mask", query(3, 2, 1, 4, mask="causal")),
         (AxisError, "pp", lambda cache: cache.append(*pair(3, 1, 1, 4), axis="pp")),
         (AxisError, "pp", lambda cache: cached_attention(pair(3, 2, 1, 4)[0], cache, axis="pp")),
     ]

@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (ArgumentError, "for positions", lambda: sample(logits, keys, 3)),
         (ArgumentError, "temperature=-1", lambda: sample(logits, keys, at, temperature=-1)),
         (ArgumentError, "top_k=0", lambda: sample(logits, keys, at, top_k=0)),
-        (ArgumentError, "top_k=1.5", lambda: sample(logits, keys, at, top_k=1.5)),
+        (ArgumentError, "the float 1.5 for top_k", lambda: sample(logits, keys, at, top_k=1.5)),
         (ArgumentError, "top_p=0", lambda: sample(logits, keys, at, top_p=0)),
         (ArgumentError, "top_p=1.1", lambda: sample(logits, keys, at, top_p=1.1)),
     ):

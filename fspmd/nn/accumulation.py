@@ -18,12 +18,14 @@ from torch import Tensor
 from fspmd.autodiff import value_and_grad
 from fspmd.body import state
 from fspmd.collectives import psum
-from fspmd.errors import ArgumentError, TreeError, VarianceError
+from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.messages import as_axis_name, described
+from fspmd.nn.arguments import checked
 from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import is_sharded
+from fspmd.trees import leaf_paths
 from fspmd.variance import get_variance, show
 
 
@@ -44,11 +46,13 @@ class LossScale(NamedTuple):
     steps: Tensor
 
     @classmethod
+    @checked
     def of(cls, scale: float = 65536.0, device: Any = None) -> LossScale:
         """A scale to begin with."""
         return cls(torch.tensor(scale, device=device), torch.zeros((), dtype=torch.int64, device=device))
 
-    def scaled(self, loss: Any) -> Any:
+    @checked
+    def scaled(self, loss: Tensor) -> Any:
         """The loss, times the scale. A pending sum stays pending."""
         return loss * self.scale.to(loss.dtype)
 
@@ -57,6 +61,7 @@ class LossScale(NamedTuple):
         finite = all_finite(grads)
         return optree.tree_map(lambda g: g / self.scale.to(g.dtype), grads, is_leaf=is_sharded), finite
 
+    @checked
     def after(self, finite: Tensor, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
         """The scale of the next step: larger after ``interval`` finite steps, smaller after one that is not finite."""
         grows = finite & (self.steps + 1 >= interval)
@@ -75,20 +80,40 @@ def all_finite(tree: Any) -> Tensor:
     tensor(False)
     """
     counts: dict[Any, list[Any]] = {}
-    for x in optree.tree_leaves(tree, is_leaf=is_sharded):
-        count = (~x.isfinite()).sum()
+    leaves: list[Any] = optree.tree_leaves(tree, is_leaf=is_sharded)
+    for x in leaves:
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"all_finite got {described(x)} as a leaf; give it a tree of tensors")
+        count: Any = (~x.isfinite()).sum()
         counts.setdefault(count.spec if is_sharded(count) else get_variance(count), []).append(count)
     totals = list(map(_total, counts.values())) or [torch.zeros((), dtype=torch.int64)]
     return torch.stack(totals).sum() == 0
 
 
+@checked
 def selected(condition: Tensor, new: Any, old: Any) -> Any:
     """The leaves of one tree or of another, without asking on the host: ``new`` where the condition holds.
+
+    Raises:
+        TreeError, ShapeError: the trees, or the shapes of their leaves, differ.
 
     >>> selected(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
     """
-    return optree.tree_map(lambda x, y: torch.where(condition, x, y), new, old, is_leaf=is_sharded)
+    leaves, treedef = optree.tree_flatten(new, is_leaf=is_sharded)
+    try:
+        others = treedef.flatten_up_to(old)
+    except ValueError as error:
+        raise TreeError(f"selected got two trees that differ: {error}") from None
+    for i, (x, y) in enumerate(zip(leaves, others, strict=True)):
+        shapes = [x.shape if isinstance(x, Tensor) else None for x in (x, y)]
+        if shapes[0] is None or shapes[0] != shapes[1]:
+            name = leaf_paths(new, "new")[i]
+            raise ShapeError(
+                f"selected got {described(x)} for {name} and {described(y)} in its place in old; give it two trees of "
+                "tensors of the same shapes"
+            )
+    return treedef.unflatten(torch.where(condition, x, y) for x, y in zip(leaves, others, strict=True))
 
 
 def _total(counts: Iterable[Any]) -> Tensor:
@@ -101,6 +126,7 @@ def _total(counts: Iterable[Any]) -> Tensor:
     return total  # type: ignore[no-any-return]
 
 
+@checked
 def accumulate(
     loss: Callable[..., tuple[Any, Any]],
     axis: Axes = (),
@@ -155,6 +181,8 @@ def accumulate(
     one_step = value_and_grad(functools.partial(_pair, loss, has_aux), has_aux=True)
 
     def accumulated(params: Any, microbatches: Sequence[Any]) -> tuple[Any, Any]:
+        if not isinstance(microbatches, Iterable):
+            raise ArgumentError(f"accumulate got {described(microbatches)} for microbatches; give it a list of them")
         if precision is not None:
             check_dtypes(params, (precision.param,), "accumulate")
         whole = gathered(params, axis, specs, dtype=precision)

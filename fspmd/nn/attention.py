@@ -18,6 +18,7 @@ from torch import Tensor
 from fspmd.errors import ShapeError
 from fspmd.messages import described
 from fspmd.nn import block
+from fspmd.nn.arguments import checked
 from fspmd.nn.checks import check_operands
 from fspmd.nn.parts import PartialAttention
 from fspmd.ops.traits import without_autocast
@@ -138,6 +139,7 @@ class _Attention(torch.autograd.Function):
 _Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type: ignore[attr-defined]
 
 
+@checked
 def attend_block(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None, scale: float | None = None
 ) -> PartialAttention:

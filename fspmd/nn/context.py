@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from fspmd.body import bound_body, resolve_axes
 from fspmd.collectives import all_to_all, axis_index, axis_size
 from fspmd.errors import ShapeError
+from fspmd.nn.arguments import checked
 from fspmd.nn.attention import Way, attention
 from fspmd.nn.checks import check_layout, check_operands, shapes_everywhere
 from fspmd.nn.masks import Full, Mask, as_mask
@@ -29,6 +30,7 @@ from fspmd.nn.ring import Exchanged, Gathered, Ring, turns_of
 from fspmd.nn.sequences import Axes, SequenceLayout
 
 
+@checked
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -75,6 +77,7 @@ def ring_attention(
     return _attend(way, _padded((query, key, value), way.turns.length), sinks, query)
 
 
+@checked
 def gathered_attention(
     query: Tensor,
     key: Tensor,
@@ -94,6 +97,7 @@ def gathered_attention(
     return _attend(way, _padded((query, key, value), way.turns.length), sinks, query)
 
 
+@checked
 def ulysses_attention(
     query: Tensor,
     key: Tensor,

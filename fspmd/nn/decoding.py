@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from fspmd.body import check_outside, state, the_mesh
 from fspmd.collectives import axis_index, axis_size
 from fspmd.entries import axes_within
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
+from fspmd.nn.arguments import checked
 from fspmd.nn.attention import OneBlock, attention
 from fspmd.nn.checks import Everywhere, Shape, shapes_everywhere, shapes_of
 from fspmd.nn.masks import Causal, Mask, as_mask
@@ -30,7 +31,7 @@ from fspmd.nn.sequences import Axes
 from fspmd.placement.creation import zeros
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import is_sharded
-from fspmd.spec import P
+from fspmd.spec import P, complain
 
 
 class KVCache(NamedTuple):
@@ -45,6 +46,7 @@ class KVCache(NamedTuple):
     lengths: Tensor  #: [slots], how many positions each sequence has, int64
 
     @classmethod
+    @checked
     def zeros(
         cls,
         layers: int,
@@ -89,6 +91,8 @@ class KVCache(NamedTuple):
             )
             return cls(keys, values, torch.zeros(slots, dtype=torch.int64))
         mesh, spec = the_mesh(mesh, "KVCache.zeros"), P() if spec is None else spec
+        if words := complain(spec, mesh, None):
+            raise SpecError(f"KVCache.zeros: {words}")
         if len(spec) > 3:
             raise ArgumentError(f"KVCache.zeros got {spec}; give it the axes of slots, heads and positions")
         n, ranks = (_ranks(mesh, spec, dim) for dim in (2, 1))
@@ -102,9 +106,13 @@ class KVCache(NamedTuple):
         return cls(keys, values, zeros(slots, spec=P(*spec.entries[:1]), dtype=torch.int64, mesh=mesh))
 
     @classmethod
+    @checked
     def of(cls, layers: Iterable[KVCache]) -> KVCache:
         """The cache of some layers, of which all have the same sequences: the inverse of `layers`."""
         layers = list(layers)
+        for layer in layers:
+            if not isinstance(layer, KVCache):
+                raise ArgumentError(f"KVCache.of got {described(layer)}; give it the caches of all layers")
         if not layers:
             raise ArgumentError("KVCache.of got no layers; give it the caches of all layers")
         keys, values = (tuple(itertools.chain.from_iterable(rows)) for rows in list(zip(*layers, strict=True))[:2])
@@ -166,6 +174,7 @@ class KVCache(NamedTuple):
         keys, values = (tuple(x.where(kept[:, None, None, None], 0) for x in row) for row in (self.keys, self.values))
         return KVCache(keys, values, self.lengths.where(kept, 0))
 
+    @checked
     def append(
         self,
         key: Tensor,
@@ -226,6 +235,7 @@ class KVCache(NamedTuple):
         return self.lengths if slots is None else self.lengths.index_select(0, slots)
 
 
+@checked
 def cached_attention(
     query: Tensor,
     cache: KVCache,
@@ -311,6 +321,7 @@ def cached_attention(
     return out.reshape(*query.shape[:3], values.shape[3])
 
 
+@checked
 def own_heads(x: Tensor, axis: Axes) -> Tensor:
     """Of all KV heads, those that the queries of this rank use, where an axis cuts the heads of queries.
 
@@ -333,6 +344,8 @@ def own_heads(x: Tensor, axis: Axes) -> Tensor:
     >>> device_get(shard_map(lambda x: own_heads(x, "tp"), mesh=mesh, in_specs=P(), out_specs=P("tp"))(x)).flatten()
     tensor([5., 5., 7., 7.])
     """
+    if x.dim() < 3:
+        raise ShapeError(f"own_heads got {described(x)}; give it keys or values [..., kv_heads, n, width]")
     heads, ranks = x.shape[-3], axis_size(axis)
     if heads % ranks and ranks % heads:
         raise ShapeError(

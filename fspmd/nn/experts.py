@@ -19,6 +19,7 @@ from fspmd.collectives.ragged import exchanged_rows
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, RecordError, ShapeError
 from fspmd.messages import described
+from fspmd.nn.arguments import checked
 from fspmd.nn.parameters import moved
 from fspmd.nn.parts import wide
 from fspmd.nn.sequences import Axes
@@ -39,6 +40,7 @@ class Routing(NamedTuple):
     z_loss: Tensor  #: the mean square of the logsumexp of a token's logits
 
 
+@checked
 def route(
     logits: Tensor,
     k: int,
@@ -100,6 +102,7 @@ def route(
     return Routing(weights, experts, counts, balance_loss, z * k / chosen)
 
 
+@checked
 def balance(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     """The bias for the next step: higher for experts with less than the mean, lower for those with more.
 
@@ -139,6 +142,7 @@ class Dispatched(NamedTuple):
     back: Tensor | None  #: [4, E], the slices that return, as in `exchanged_rows`; None with a capacity
 
 
+@checked
 def dispatch(
     x: Tensor, routing: Routing, axis: Axes, *, capacity: int | None = None, rows: int | None = None
 ) -> Dispatched:
@@ -207,6 +211,7 @@ def dispatch(
     return Dispatched(arrived, own, counts.sum() * 0, position, torch.cat([comes, goes]))
 
 
+@checked
 def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor:
     """Send the results of experts back, and add up those of each token, times its weights.
 
@@ -222,11 +227,16 @@ def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor
     Communication: an exchange of results, as large as that of `dispatch`, forward; the same of gradients, backward.
 
     Raises:
-        ShapeError: ``y`` has other rows than ``sent.rows``.
+        ShapeError: ``y`` has other rows than ``sent.rows``, or the routing is another one than that of `dispatch`.
     """
     if y.dim() != 2 or y.shape[0] != sent.rows.shape[0]:
         raise ShapeError(
             f"combine got results {described(y)} for rows {described(sent.rows)}; give it one row for each of these"
+        )
+    if sent.places.shape[0] != routing.experts.numel():
+        raise ShapeError(
+            f"combine got the dispatch of {sent.places.shape[0]} choices and a routing of "
+            f"{routing.experts.numel()}; give it the routing that dispatch was given"
         )
     if sent.back is None:
         n = axis_size(axis)
@@ -239,6 +249,7 @@ def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor
     return (parts.to(wide(y)) * routing.weights[..., None]).sum(1).to(y.dtype)
 
 
+@checked
 def experts(
     x: Tensor,
     routing: Routing,
@@ -280,6 +291,7 @@ def experts(
     return combine(f(sent.rows, sent.counts), sent, routing, axis), sent.dropped
 
 
+@checked
 def grouped_matmul(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
     """The product of each group of rows with its matrix. Rows past the last group give 0, and get gradients of 0.
 
@@ -305,6 +317,8 @@ def grouped_matmul(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
             f"grouped_matmul got {described(x)}, {described(w)} and counts {described(counts)}; they must be "
             "[rows, a], [groups, a, b] and [groups]"
         )
+    if counts.is_floating_point() or counts.dtype is torch.bool:
+        raise ArgumentError(f"grouped_matmul got counts of {counts.dtype}; give it ints: how many rows each group has")
     if x.dtype is not w.dtype:
         raise ArgumentError(f"grouped_matmul got {x.dtype} and {w.dtype}; give it one dtype")
     return rows_by_groups(x, w, counts.cumsum(0).to(torch.int32))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.messages import quoted
-from fspmd.nn.optimizers import Leaves, Lies, Optimizer, Rate, Slots, check_known, leafwise
+from fspmd.messages import described, quoted
+from fspmd.nn.arguments import checked
+from fspmd.nn.optimizers import Leaves, Lies, Optimizer, Rate, Slots, check_known, check_numbers, leafwise
 from fspmd.nn.parameters import moved
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import is_sharded
@@ -25,6 +26,7 @@ ADJUSTMENTS = {
 }
 
 
+@checked
 def muon(
     rate: Rate = 1e-3,
     momentum: float = 0.95,
@@ -69,6 +71,12 @@ def muon(
     >>> [call.kind for call in log], params[0]
     (['all_to_all', 'all_to_all'], Sharded f32[8@dp, 8] on mesh(dp=4))
     """
+    check_numbers("muon", [("rate", rate, 0, math.inf), ("eps", eps, 0, math.inf), ("momentum", momentum, 0, math.inf)])
+    if steps < 0 or len(coefficients) != 3:
+        raise ArgumentError(
+            f"muon got {described(steps)} for steps and {described(coefficients)} for coefficients; give it an int "
+            "from 0 on, and three numbers"
+        )
     if adjustment not in ADJUSTMENTS:
         raise ArgumentError(f"muon got adjustment={adjustment!r}; expected one of {quoted(ADJUSTMENTS)}")
 
@@ -95,7 +103,7 @@ def muon(
         ]
         return news, {"mean": means}
 
-    return leafwise(slots_of, rule, rate, decay, specs)
+    return leafwise(("mean",), slots_of, rule, rate, decay, specs)
 
 
 def _each_orthogonal(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +15,8 @@ from fspmd.body import state as running
 from fspmd.collectives import psum
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, VarianceError
-from fspmd.messages import described
+from fspmd.messages import described, quoted
+from fspmd.nn.arguments import checked
 from fspmd.nn.parameters import cast_terms, layouts
 from fspmd.placement.creation import zeros
 from fspmd.placement.reshard import reshard
@@ -49,6 +50,7 @@ Rule = Callable[[Leaves, Slots, Leaves, Any, Tensor, list[float], list[Lies]], t
 _NUMBERS: Final = Entries(lambda x: isinstance(x, Real), lambda _: "expected a number", "number")
 
 
+@checked
 def adamw(
     rate: Rate = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -83,6 +85,10 @@ def adamw(
     >>> device_get(params)["w"], state["square"]["w"]
     (tensor([0.9000, 0.9000, 0.9000, 0.9000, 0.9000, 0.9000]), Sharded f32[6@dp] on mesh(dp=4))
     """
+    check_numbers("adamw", [("rate", rate, 0, math.inf), ("eps", eps, 0, math.inf)])
+    if not isinstance(betas, Sequence) or len(betas) != 2:
+        raise ArgumentError(f"adamw got {described(betas)} for betas; give it two numbers, such as (0.9, 0.999)")
+    check_numbers("adamw", [("betas[0]", betas[0], 0, 1), ("betas[1]", betas[1], 0, 1)])
     first, second = betas
 
     def rule(
@@ -97,9 +103,13 @@ def adamw(
         ]
         return news, {"mean": means, "square": squares}
 
-    return leafwise(lambda p, _: {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}, rule, rate, decay, specs)
+    def slots_of(p: Any, _: Lies) -> dict[str, Any]:
+        return {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
+
+    return leafwise(("mean", "square"), slots_of, rule, rate, decay, specs)
 
 
+@checked
 def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
     """The optimizer on master weights: copies of the parameters in a wider dtype, which are part of the state.
 
@@ -131,9 +141,14 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Opt
 
 
 def leafwise(
-    slots_of: Callable[[Any, Lies], dict[str, Any]], rule: Rule, rate: Rate, decay: Any, specs: Any
+    names: tuple[str, ...],
+    slots_of: Callable[[Any, Lies], dict[str, Any]],
+    rule: Rule,
+    rate: Rate,
+    decay: Any,
+    specs: Any,
 ) -> Optimizer:
-    """An optimizer of the slots of a leaf, and of a rule for all leaves.
+    """An optimizer of the slots of a leaf, by their names, and of a rule for all leaves.
 
     Leaves reach the rule where ``specs`` says. What it returns is moved to where it lay before.
     """
@@ -145,11 +160,17 @@ def leafwise(
         rows = list(map(slots_of, _laid(leaves, _partitions(params, specs)), lies))
         device = next((p.device for p in leaves), None)
         step = torch.zeros((), dtype=torch.float64, device=device)
-        return {"step": step, **{name: treedef.unflatten(row[name] for row in rows) for name in (rows or [{}])[0]}}
+        return {"step": step, **{name: treedef.unflatten(row[name] for row in rows) for name in names if rows}}
 
     @torch.no_grad()
     def update(grads: Any, state: State, params: Any) -> tuple[Any, State]:
         leaves, treedef = _flat(params)
+        known = ("step", *names) if leaves else ("step",)
+        if not isinstance(state, dict) or {*state} != {*known}:
+            shown = f"a dict of {quoted(state)}" if isinstance(state, dict) and state else described(state)
+            raise ArgumentError(
+                f"update got {shown} for state; give it what init(params) gave, a dict of {quoted(known)}"
+            )
         slots = {name: _like(tree, treedef, f"state[{name!r}]") for name, tree in state.items() if name != "step"}
         partitions, step = _partitions(params, specs), state["step"] + 1
         laid = _laid(leaves, partitions)
@@ -162,12 +183,23 @@ def leafwise(
     return Optimizer(init, update)
 
 
+def check_numbers(what: str, numbers: Iterable[tuple[str, Any, float, float]]) -> None:
+    """Raise `ArgumentError` for a number that is not from the least on and below the bound of its row."""
+    for name, x, least, bound in numbers:
+        if isinstance(x, Tensor) or (callable(x) and name == "rate"):
+            continue
+        if not isinstance(x, Real) or not least <= float(x) < bound:
+            below = "" if bound == math.inf else f", and below {bound}"
+            raise ArgumentError(f"{what} got {described(x)} for {name}; give it a number from {least} on{below}")
+
+
 def broadcast_numbers(prefix: Any, params: Any) -> list[float]:
     """A number for each leaf."""
     failures: list[Any] = []
     numbers = prefix_over(prefix, params, "decay", "params", failures, _NUMBERS)
     if failures:
         raise ArgumentError(f"an optimizer got a decay that does not match the parameters: {failures[0].text}")
+    check_numbers("an optimizer", [("decay", x, 0, math.inf) for x in numbers])
     return numbers
 
 
@@ -185,6 +217,9 @@ def _like(tree: Any, treedef: Any, what: str) -> Leaves:
         leaves: Leaves = treedef.flatten_up_to(tree)
     except ValueError as error:
         raise ArgumentError(f"update got {what} that is no tree like params: {error}") from None
+    for x in leaves:
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"update got {described(x)} as a leaf of {what}; give it a tensor for each parameter")
     return leaves
 
 
@@ -226,6 +261,7 @@ def check_known(p: Any, lies: Lies, what: str) -> None:
         )
 
 
+@checked
 def adafactor(
     rate: Rate = 1e-2,
     beta2_decay: float = -0.8,
@@ -262,6 +298,13 @@ def adafactor(
     (Sharded f32[6@dp, 1] on mesh(dp=4), Sharded f32[1, 3] on mesh(dp=4))
     """
 
+    if len(eps) != 2:
+        raise ArgumentError(f"adafactor got {described(eps)} for eps; give it two numbers, such as (None, 1e-3)")
+    sizes = [(f"eps[{i}]", x, 0, math.inf) for i, x in enumerate(eps) if x is not None]
+    check_numbers("adafactor", [("rate", rate, 0, math.inf), *sizes, ("clip", clip, 1, math.inf)])
+    if beta2_decay > 0:
+        raise ArgumentError(f"adafactor got {described(beta2_decay)} for beta2_decay; give it a number up to 0")
+
     def slots_of(p: Any, lie: Lies) -> dict[str, Any]:
         check_known(p, lie, "adafactor")
         if p.ndim < 2:
@@ -296,7 +339,7 @@ def adafactor(
             columns.append(column)
         return news, {"row": rows, "column": columns}
 
-    return leafwise(slots_of, rule, rate, decay, specs)
+    return leafwise(("row", "column"), slots_of, rule, rate, decay, specs)
 
 
 def _mean(x: Any, dim: int, lie: Lies) -> Any:

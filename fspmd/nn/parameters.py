@@ -158,6 +158,11 @@ def _outside(params: Any, axis: Axes, specs: Any, forward: torch.dtype | None, b
     """`gathered` of global values, by `reshard`."""
     if specs is not None:
         raise ArgumentError("gathered got specs outside of a body; a Sharded has its spec, so leave them out")
+    if not isinstance(axis, (str, tuple, list)):
+        raise AxisError(
+            f"gathered got {described(axis)} for axis; expected the name of a mesh axis, such as 'fsdp', or a tuple of "
+            "names"
+        )
     names, axes = leaf_paths(params, "params"), (axis,) if isinstance(axis, str) else tuple(axis)
     leaves, treedef = optree.tree_flatten(params, is_leaf=is_sharded, none_is_leaf=True)
     partitions = [

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from fspmd.collectives import pmax, psum
+from fspmd.errors import ShapeError
+from fspmd.nn.arguments import checked
 
 
 class PartialAttention(NamedTuple):
@@ -34,8 +36,12 @@ def nothing(query: Tensor, width: int) -> PartialAttention:
     return PartialAttention(like.new_zeros((*query.shape[:-1], width)), like.new_full(query.shape[:-1], -torch.inf))
 
 
+@checked
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """The part of the keys of both. The two sets of keys must have no key in common. Differentiable.
+
+    Raises:
+        ShapeError: the parts are of other queries, or of values of other widths.
 
     >>> from fspmd.nn import attend_block
     >>> q, k, v = torch.ones(1, 1, 2), torch.eye(4, 2)[None], torch.arange(4.0).view(1, 4, 1)
@@ -43,6 +49,11 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     >>> torch.allclose(merge(first, second).out, attend_block(q, k, v).out)
     True
     """
+    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
+        raise ShapeError(
+            f"merge got parts with out {tuple(a.out.shape)} and {tuple(b.out.shape)}; give it two parts of the same "
+            "queries, and of values of one width"
+        )
     top = torch.maximum(a.lse, b.lse).detach()
     top = top.where(top != -torch.inf, 0)
     weight_a, weight_b = (a.lse - top).exp(), (b.lse - top).exp()
@@ -67,6 +78,7 @@ def closed(top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     return divisor, (top + divisor.log()).where(seen, -torch.inf)
 
 
+@checked
 def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAttention:
     """In a body, the part of the keys of all ranks of an axis, on each of them: what `merge` makes of their parts.
 

@@ -18,6 +18,7 @@ from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.axes import row_major
 from fspmd.messages import described
+from fspmd.nn.arguments import checked
 from fspmd.nn.checks import shapes_everywhere
 from fspmd.nn.parts import wide
 from fspmd.nn.sequences import Axes
@@ -29,6 +30,7 @@ _ONE = 2.0**40  # the highest probability, as an integer: sums of integers are e
 Number = float | Tensor  # of all sequences, or one of each
 
 
+@checked
 def greedy(logits: Tensor, axis: Axes = (), *, vocabulary: int | None = None) -> Tensor:
     """The most probable token of each sequence, of equal ones the first.
 
@@ -54,6 +56,7 @@ def greedy(logits: Tensor, axis: Axes = (), *, vocabulary: int | None = None) ->
     return _best(logits, *_places(logits, axis, vocabulary, "greedy"), axis)
 
 
+@checked
 def sample(
     logits: Tensor,
     keys: Tensor,
@@ -170,6 +173,11 @@ def _places(logits: Tensor, axis: Axes, vocabulary: int | None, what: str) -> tu
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         raise ShapeError(f"{what} got {described(logits)} for logits; give it floats [slots, tokens]")
     if not axis:
+        if logits.shape[1] != (logits.shape[1] or 1 if vocabulary is None else vocabulary):
+            raise ShapeError(
+                f"{what} got {logits.shape[1]} tokens and vocabulary={vocabulary!r}; give it logits of all tokens, or "
+                "the axis that cuts them"
+            )
         return 0, None
     body = bound_body(what)
     axes = resolve_axes(body, axis, what)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fspmd.errors import ArgumentError
+from fspmd.messages import described
+from fspmd.nn.arguments import checked
 
 
 class Action(NamedTuple):
@@ -130,6 +132,7 @@ class Schedule:
             ArgumentError: an action is missing, occurs twice, stands on another rank than its stage, comes before what
                 it needs, or a rank holds more activations than its limit. The error names tick, rank and microbatch.
         """
+        self._check_kinds()
         done: dict[Action, int] = {}
         live, trains = [0] * self.ranks, self.trains
         for tick, row in enumerate(self.ticks):
@@ -155,6 +158,24 @@ class Schedule:
                         f"{microbatch}; it needs F and B, or F, I and W"
                     )
         return self
+
+    def _check_kinds(self) -> None:
+        """Raise unless the table is made of what its fields say."""
+        _check_sizes(self.name, microbatches=self.microbatches)
+        ranks = self.ranks_of_stages
+        if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
+            raise ArgumentError(f"{self.name} has ranks_of_stages={ranks!r}; give it the rank of each stage, from 0 on")
+        if len(self.limits) != self.ranks:
+            raise ArgumentError(
+                f"{self.name} has {len(self.limits)} limits for {self.ranks} ranks; give it one of each"
+            )
+        for tick, row in enumerate(self.ticks):
+            for rank, cell in enumerate(row):
+                if cell is not None and not (isinstance(cell, Action) and [*map(type, cell)] == [str, int, int]):
+                    raise ArgumentError(
+                        f"{self.name}: tick {tick} of rank {rank} is {described(cell)}; give it an action, such as "
+                        'Action("F", 0, 0), or None'
+                    )
 
     def _at(self, action: Action, tick: int, rank: int) -> str:
         return f"{self.name}: {action} (microbatch {action.microbatch}) at tick {tick} of rank {rank}"
@@ -183,6 +204,7 @@ class Schedule:
         after = [(Action("B", stage + 1, m), Action("I", stage + 1, m))] if stage + 1 < self.stages else []
         return [(Action("F", stage, m),), *after]
 
+    @checked
     def makespan(self, costs: Costs = EQUAL) -> float:
         """The time from the first action to the end of the last. Each rank runs its actions in order, and at once."""
         ends: dict[Action, float] = {}
@@ -194,10 +216,14 @@ class Schedule:
                     free[rank] = ends[action] = max(free[rank], *ready, 0.0) + costs.of(action)
         return max(free)
 
+    @checked
     def bubble(self, costs: Costs = EQUAL) -> float:
         """The fraction of the ranks' time in which they wait."""
         busy = sum(costs.of(action) for row in self.ticks for action in row if action is not None)
-        return 1 - busy / (self.makespan(costs) * self.ranks)
+        time = self.makespan(costs) * self.ranks
+        if not time > 0:
+            raise ArgumentError(f"{self.name}: with {costs} no action takes time; give actions durations above 0")
+        return 1 - busy / time
 
     def peaks(self) -> tuple[int, ...]:
         """The largest number of live activations of each rank."""
@@ -224,18 +250,28 @@ class Schedule:
         )
 
 
+def _check_sizes(what: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ArgumentError(f"{what} got {described(size)} for {name}; give it an int from 1 on")
+
+
 def _held(action: Action) -> int:
     """By how many activations an action changes those that live."""
     return (action.kind == "F") - (action.kind in "BW")
 
 
+@checked
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards. The bubble is (p - 1) / (m + p - 1), and m activations live."""
+    _check_sizes("gpipe", ranks=ranks, microbatches=microbatches)
     return _in_order("gpipe", range(ranks), microbatches, _one_stage_each(ranks, [microbatches] * ranks, microbatches))
 
 
+@checked
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Backward follows forward at once. The bubble is that of `gpipe`, and at most p - r activations live on rank r."""
+    _check_sizes("one_f_one_b", ranks=ranks, microbatches=microbatches)
     lists = _one_stage_each(ranks, [ranks - rank - 1 for rank in range(ranks)], microbatches)
     return _in_order("one_f_one_b", range(ranks), microbatches, lists)
 
@@ -248,11 +284,13 @@ def _one_stage_each(ranks: int, warmups: list[int], microbatches: int) -> list[l
     return lists
 
 
+@checked
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """`one_f_one_b` with several stages a rank: stage s lies on rank s % p.
 
     The bubble is (p - 1) / (v m + p - 1) with v chunks, if p divides m (Megatron-LM, arXiv 2104.04473).
     """
+    _check_sizes("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
     placement = [stage % ranks for stage in range(ranks * chunks)]
     groups = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
     lists = []
@@ -265,11 +303,13 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     return _in_order("interleaved", placement, microbatches, lists)
 
 
+@checked
 def zero_bubble(ranks: int, microbatches: int) -> Schedule:
     """Backward in two parts, of which W fills the bubble (ZB-H1, arXiv 2401.10241). At most p activations live.
 
     With F = I = W the ranks take 3 m + p - 1 ticks, if m is at least p.
     """
+    _check_sizes("zero_bubble", ranks=ranks, microbatches=microbatches)
     lists = []
     for rank in range(ranks):
         f, i, w = ([Action(kind, rank, m) for m in range(microbatches)] for kind in "FIW")
@@ -283,19 +323,23 @@ def zero_bubble(ranks: int, microbatches: int) -> Schedule:
     return _in_order("zero_bubble", range(ranks), microbatches, lists)
 
 
+@checked
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """`zero_bubble` on a V: rank r holds the stages r and 2 p - 1 - r (arXiv 2405.15362). At most 2 p activations live.
 
     With F = I = W the ranks take 6 m + p - 1 ticks, if m is at least 2 p - 1.
     """
+    _check_sizes("zbv", ranks=ranks, microbatches=microbatches)
     return _by_turns("zbv", ranks, microbatches, max(microbatches, 2 * ranks - 1), _zbv_turns)
 
 
+@checked
 def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe on a V, as in DeepSeek-V3 (arXiv 2412.19437): F of one microbatch stands beside B of another.
 
     The two are two ticks, in which a kernel may overlap them. At most 2 p + 1 activations live.
     """
+    _check_sizes("dual_pipe_v", ranks=ranks, microbatches=microbatches)
     return _by_turns("dual_pipe_v", ranks, microbatches, max(microbatches, 2 * ranks), _dual_turns)
 
 

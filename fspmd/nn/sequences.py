@@ -22,6 +22,7 @@ from fspmd.collectives import axis_index
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
+from fspmd.nn.arguments import checked
 from fspmd.nn.masks import Mask, as_mask
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import hidden
@@ -93,11 +94,13 @@ class SequenceLayout:
         """The length of the longest block."""
         return max(n for _, n in self.cuts)
 
+    @checked
     def store(self, x: Tensor, dim: int) -> Tensor:
         """A whole sequence, which is dim ``dim`` of ``x``, in the order of this layout."""
         self._check_length(x, dim, "store")
         return x.index_select(dim, self.order.to(x.device))
 
+    @checked
     def restore(self, x: Tensor, dim: int) -> Tensor:
         """The inverse of `store`: a stored sequence in the order of its positions.
 
@@ -120,6 +123,10 @@ class SequenceLayout:
         return self.order[starts[axis_index(axis)] + torch.arange(length, device=device)]
 
     def _check_length(self, x: Tensor, dim: int, what: str) -> None:
+        if not -x.dim() <= dim < x.dim():
+            raise ShapeError(
+                f"{what} got dim {dim} of a tensor of shape {tuple(x.shape)}; give it the dim of the sequence"
+            )
         if x.shape[dim] != self.length:
             raise ShapeError(
                 f"{what} got a tensor of shape {tuple(x.shape)}, whose dim {dim} is to be a sequence of the layout's "
@@ -133,6 +140,7 @@ class SequenceLayout:
         rows = [self.order[start : start + n] for start, n in self.cuts]
         return torch.stack([torch.nn.functional.pad(row, (0, self.block_length - len(row)), value=-1) for row in rows])
 
+    @checked
     @on_host
     def work(self, mask: Mask) -> list[int]:
         """The number of pairs of a query and a key that each rank computes for a mask."""
@@ -155,6 +163,7 @@ def _cut(length: int, axis: Axes, what: str) -> tuple[tuple[int, ...], int]:
     return body.sizes(axes), block
 
 
+@checked
 @cached(maxsize=256)
 @on_host
 def contiguous(length: int, ranks: Ranks) -> SequenceLayout:
@@ -168,6 +177,7 @@ def contiguous(length: int, ranks: Ranks) -> SequenceLayout:
     return SequenceLayout(torch.arange(length), ranks)
 
 
+@checked
 @cached(maxsize=256)
 @on_host
 def striped(length: int, ranks: Ranks) -> SequenceLayout:
@@ -191,6 +201,7 @@ def striped(length: int, ranks: Ranks) -> SequenceLayout:
     return _of_rows(rows, ranks)
 
 
+@checked
 @cached(maxsize=256)
 @on_host
 def zigzag(length: int, ranks: Ranks) -> SequenceLayout:
@@ -211,6 +222,7 @@ def zigzag(length: int, ranks: Ranks) -> SequenceLayout:
     return _of_rows(rows, ranks)
 
 
+@checked
 @on_host
 def balanced(length: int, ranks: Ranks, mask: Mask, parts: int = 16) -> SequenceLayout:
     """A layout whose ranks compute about as many pairs of a mask each.

@@ -1,0 +1,114 @@
+"""Checks of arguments by their annotations, so that a wrong kind is an error of fspmd in every function alike."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+
+from fspmd.errors import ArgumentError
+from fspmd.messages import described
+
+Q = ParamSpec("Q")
+R = TypeVar("R")
+#: the words for a kind in an error, by its name
+_WORDS = {
+    "Tensor": "a tensor",
+    "str": "a string",
+    "tuple": "a tuple",
+    "int": "an int",
+    "Real": "a number",
+    "bool": "True or False",
+    "dtype": "a dtype, such as torch.bfloat16",
+    "Callable": "a function",
+    "Iterable": "a list",
+    "Sequence": "a list",
+    "NoneType": "None",
+    "Mask": "a mask, such as Causal()",
+    "SequenceLayout": "a layout, such as zigzag(length, ranks)",
+    "PartialAttention": "a part, such as attend_block(q, k, v)",
+    "Routing": "the result of route",
+    "Dispatched": "the result of dispatch",
+    "Precision": "a Precision, such as Precision(compute=torch.bfloat16)",
+    "Optimizer": "an optimizer, such as adamw(1e-3)",
+    "TensorSpec": "a TensorSpec, such as x.spec of a Sharded",
+    "P": "a spec, such as P(None, 'tp')",
+    "Mesh": "a mesh, make_mesh(...)",
+    "Costs": "Costs(forward, input_gradient, weight_gradient)",
+}
+
+
+def checked(function: Callable[Q, R]) -> Callable[Q, R]:
+    """The function, which raises `ArgumentError` for an argument of another kind than its annotation says.
+
+    Python's errors for missing arguments and unknown names stay. ``Any``, and what is no class, is not checked.
+
+    >>> from torch import Tensor
+    >>> @checked
+    ... def doubled(x: Tensor, times: int = 2) -> Tensor:
+    ...     return x * times
+    >>> doubled([1.0])
+    Traceback (most recent call last):
+        ...
+    fspmd.errors.ArgumentError: doubled got the list [1.0] for x; give it a tensor
+    """
+    parameters = inspect.signature(function).parameters
+    names: dict[str, Any] = inspect.unwrap(function).__globals__
+    found = {name: _kinds(p.annotation, names) for name, p in parameters.items()}
+    kinds = {name: kind for name, kind in found.items() if kind is not None}
+    places = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    what = function.__qualname__.rpartition("<locals>.")[2]
+
+    @functools.wraps(function)
+    def call(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        for name, x in (*zip(places, args), *kwargs.items()):  # noqa: B905  Python refuses what is too much
+            if name in kinds and not isinstance(x, kinds[name]):
+                raise ArgumentError(f"{what} got {described(x)} for {name}; give it {wanted(kinds[name])}")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def wanted(kinds: Iterable[Any]) -> str:
+    """What to give, in words."""
+    return " or ".join(dict.fromkeys(_WORDS.get(kind.__name__, f"a {kind.__name__}") for kind in kinds))
+
+
+def _kinds(annotation: Any, names: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """The classes that an annotation names; None for anything. Functions say by themselves what axes are."""
+    if annotation in ("Axes", inspect.Parameter.empty):
+        return None
+    return _flat(_value(annotation, names) if isinstance(annotation, str) else annotation)
+
+
+def _value(annotation: str, names: Mapping[str, Any]) -> Any:
+    """What an annotation stands for, without the kinds of items: ``list[KVCache]`` is a list."""
+    known = {**vars(builtins), **names}
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.BinOp):
+            return Union[value(node.left), value(node.right)]  # noqa: UP007  these are values
+        if isinstance(node, ast.Subscript):
+            return value(node.value)
+        if isinstance(node, ast.Attribute):
+            return getattr(value(node.value), node.attr)
+        return known.get(node.id, Any) if isinstance(node, ast.Name) else None  # a class in its own methods is Any
+
+    return value(ast.parse(annotation, mode="eval").body)
+
+
+def _flat(kind: Any) -> tuple[Any, ...] | None:
+    if get_origin(kind) in (Union, types.UnionType):
+        parts = [_flat(part) for part in get_args(kind)]
+        return None if None in parts else tuple(dict.fromkeys(one for part in parts for one in part or ()))
+    kind = get_origin(kind) or kind
+    if kind is None:
+        return (types.NoneType,)
+    if kind is float:
+        return (Real,)
+    return (kind,) if isinstance(kind, type) and kind is not Any else None

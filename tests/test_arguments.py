@@ -1,0 +1,170 @@
+"""Wrong arguments of `fspmd.nn`: each is an error of the family, which names what was given."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fspmd import FspmdError, P, TensorSpec, make_mesh, nn, random, shard_map
+from fspmd.errors import ArgumentError
+from fspmd.nn import Action, Causal, Costs, KVCache, LossScale, contiguous, zigzag
+from fspmd.nn.arguments import checked
+
+MESH = make_mesh((2, 2), ("a", "b"), transport="simulation")
+ABSTRACT = make_mesh((2, 4), ("a", "b"), transport="abstract")
+Q, X, LOGITS = torch.randn(1, 4, 8, 4), torch.randn(6, 4), torch.randn(6, 4)
+CACHE, K = KVCache.zeros(1, 2, 2, 8, 4), torch.randn(2, 2, 1, 4)
+PARAMS = {"w": torch.ones(4, 4)}
+TABLE = nn.gpipe(2, 2)
+KEYS, AT = random.split(random.key(0), 6), torch.zeros(6, dtype=torch.int64)
+
+
+def within(f: Callable[..., Any], *xs: Tensor) -> Any:
+    """Run a body on whole values."""
+    return shard_map(f, mesh=MESH, in_specs=P(), out_specs=P())(*xs)
+
+
+def spec(*shape: int, partition: P = P(None, ("a", "b"))) -> TensorSpec:  # noqa: B008
+    return TensorSpec(ABSTRACT, partition, shape, torch.float32)
+
+
+def updated(optimizer: Any, grads: Any = PARAMS, state: Any = (), params: Any = PARAMS) -> Any:
+    return optimizer.update(grads, optimizer.init(params) if state == () else state, params)
+
+
+def of_another_routing(x: Tensor, logits: Tensor) -> Tensor:
+    sent = nn.dispatch(x, nn.route(logits, 1), "a")
+    return nn.combine(sent.rows, sent, nn.route(logits, 2), "a")
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    # sequences
+    "give it the dim of the sequence": lambda: zigzag(8, 2).store(torch.ones(2, 8), 5),
+    "for x; give it a tensor": lambda: zigzag(8, 2).restore([1], 0),  # type: ignore[arg-type]
+    "positions was called outside": lambda: zigzag(8, 2).positions("a"),
+    r"list \[2, 2\] for ranks": lambda: contiguous(8, [2, 2]),  # type: ignore[arg-type]
+    "None for mask; give it a mask, such as": lambda: nn.balanced(16, 2, None),  # type: ignore[arg-type]
+    "for a; give it a part, such as attend_block": lambda: nn.merge(Q, Q),  # type: ignore[arg-type]
+    "two parts of the same queries": lambda: nn.merge(*(nn.attend_block(Q[:, :, :n], Q, Q) for n in (3, 8))),
+    "a Causal for allowed": lambda: nn.attend_block(Q, Q, Q, Causal()),  # type: ignore[arg-type]
+    "ring_attention was called outside": lambda: nn.ring_attention(Q, Q, Q, "a"),
+    "the float 1.0 for sinks": lambda: within(lambda x: nn.ring_attention(x, x, x, "a", sinks=1.0), Q),  # type: ignore[arg-type]
+    "give it a TensorSpec": lambda: nn.attention_costs(Q, Q, Q, "a"),  # type: ignore[arg-type]
+    "heads a multiple of kv_heads": lambda: nn.attention_costs(
+        spec(4, 16, 8), spec(3, 16, 8), spec(3, 16, 8), ("a", "b")
+    ),
+    "got a layout of 3": lambda: nn.attention_costs(*[spec(4, 24, 8)] * 3, ("a", "b"), layout=zigzag(24, 3)),
+    # experts
+    "list .* for bias": lambda: nn.route(LOGITS, 1, bias=[0]),  # type: ignore[arg-type]
+    "list .* for counts": lambda: nn.balance(torch.zeros(1), [1], 0.1),  # type: ignore[arg-type]
+    "the string 'x' for rate": lambda: nn.balance(torch.zeros(1), torch.zeros(1), "x"),  # type: ignore[arg-type]
+    "None for sent; give it the result of dispatch": lambda: nn.combine(X, None, nn.route(LOGITS, 1), "a"),  # type: ignore[arg-type]
+    "the dispatch of 6 choices and a routing of 12": lambda: within(of_another_routing, X, LOGITS),
+    "None for y": lambda: within(
+        lambda x, y: nn.experts(x, nn.route(y, 1), lambda rows, counts: None, axis="a"),  # type: ignore[arg-type,return-value]
+        X,
+        LOGITS,
+    ),
+    "the int 3 for f; give it a function": lambda: within(
+        lambda x, y: nn.experts(x, nn.route(y, 1), 3, axis="a"),  # type: ignore[arg-type]
+        X,
+        LOGITS,
+    ),
+    "counts of torch.float32; give it ints": lambda: nn.grouped_matmul(X, torch.ones(1, 4, 4), torch.ones(1)),
+    # schedules
+    "gpipe got the int 0 for ranks": lambda: nn.gpipe(0, 2),
+    "zbv got the int -1 for microbatches": lambda: nn.zbv(2, -1),
+    "interleaved got the int 0 for chunks": lambda: nn.interleaved(2, 2, 0),
+    "zero_bubble got the string '4' for ranks": lambda: nn.zero_bubble("4", 2),  # type: ignore[arg-type]
+    "no action takes time": lambda: TABLE.bubble(Costs(0, 0, 0)),
+    "the int 3 for costs": lambda: TABLE.bubble(3),  # type: ignore[arg-type]
+    "tick 0 of rank 0 is the int 1": lambda: dataclasses.replace(TABLE, ticks=((1, None),)).validate(),  # type: ignore[arg-type]
+    "has 0 limits for 2 ranks": lambda: dataclasses.replace(TABLE, limits=()).validate(),
+    "ranks_of_stages": lambda: dataclasses.replace(TABLE, ranks_of_stages=()).validate(),
+    "give it an action": lambda: dataclasses.replace(TABLE, ticks=((Action("F", 0.0, 0), None),)).validate(),  # type: ignore[arg-type]
+    # state
+    "gathered got the int 3 for axis": lambda: nn.gathered(PARAMS, 3),  # type: ignore[arg-type]
+    "the int 3 for loss": lambda: nn.accumulate(3),  # type: ignore[arg-type]
+    "None for microbatches": lambda: nn.accumulate(lambda p, x: (p["w"].sum(), 1))(PARAMS, None),  # type: ignore[arg-type]
+    "give it a Precision": lambda: nn.accumulate(lambda p, x: (p, 1), precision=torch.bfloat16),  # type: ignore[arg-type]
+    "adamw got the float -1.0 for rate": lambda: nn.adamw(-1.0),
+    "adamw got the string 'x' for rate": lambda: nn.adamw("x"),  # type: ignore[arg-type]
+    r"the float 1.5 for betas\[0\]": lambda: nn.adamw(betas=(1.5, 0.9)),
+    r"for betas; give it two numbers": lambda: nn.adamw(betas=(0.9, 0.9, 0.9)),  # type: ignore[arg-type]
+    "for beta2_decay; give it a number up to 0": lambda: nn.adafactor(beta2_decay=0.5),
+    "adafactor got the float 0.0 for clip": lambda: nn.adafactor(clip=0.0),
+    "for coefficients": lambda: nn.muon(coefficients=(1.0,)),  # type: ignore[arg-type]
+    "the int -1 for steps": lambda: nn.muon(steps=-1),
+    "the float -1.0 for decay": lambda: updated(nn.adamw(decay=-1.0)),
+    "None as a leaf of grads": lambda: updated(nn.adafactor(), grads={"w": None}),
+    "a dict of 'step', 'mean'": lambda: updated(nn.muon(), state={}),
+    "a dict of 'step', 'foo' for state": lambda: updated(nn.adamw(), state={"step": torch.zeros(()), "foo": PARAMS}),
+    "give it an optimizer": lambda: nn.with_master(None),  # type: ignore[arg-type]
+    "the string 'x' for scale": lambda: LossScale.of("x"),  # type: ignore[arg-type]
+    "None for loss": lambda: LossScale.of(1.0).scaled(None),  # type: ignore[arg-type]
+    "True for finite": lambda: LossScale.of(1.0).after(True),  # type: ignore[arg-type]
+    "as a leaf; give it a tree of tensors": lambda: nn.all_finite({"w": "x"}),
+    "two trees that differ": lambda: nn.selected(torch.tensor(True), PARAMS, {"v": torch.ones(4, 4)}),
+    r"for new\['w'\]": lambda: nn.selected(torch.tensor(True), PARAMS, {"w": torch.ones(3)}),
+    # decoding
+    "names the axis 'zz'": lambda: KVCache.zeros(1, 2, 2, 8, 4, spec=P(None, "zz"), mesh=MESH),
+    "the string 'x' for value_width": lambda: KVCache.zeros(1, 2, 2, 8, 4, value_width="x"),  # type: ignore[arg-type]
+    "KVCache.of got the int 1": lambda: KVCache.of([1]),  # type: ignore[list-item]
+    "list .* for key": lambda: CACHE.append([1], K),  # type: ignore[arg-type]
+    "give it a KVCache": lambda: nn.cached_attention(K, None),  # type: ignore[arg-type]
+    "give it keys or values": lambda: within(lambda x: nn.own_heads(x, "a"), X),
+    "greedy was called outside": lambda: nn.greedy(LOGITS, "a"),
+    "vocabulary=9": lambda: nn.greedy(LOGITS, vocabulary=9),
+    "0 tokens": lambda: nn.sample(LOGITS[:, :0], KEYS, AT),
+    "the string 'x' for temperature": lambda: nn.sample(LOGITS, KEYS, AT, temperature="x"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_wrong_arguments_are_refused_by_name(told: str) -> None:
+    with pytest.raises(FspmdError, match=told):
+        WRONG[told]()
+
+
+@checked
+def example(x: Tensor, n: int = 1, *, at: str | tuple[str, ...] | None = None, rest: Any = None) -> int:
+    """An example."""
+    return n
+
+
+def test_annotations_say_what_is_refused() -> None:
+    assert example(torch.ones(1), 2, at=("a",), rest=object()) == example(x=torch.ones(1), n=2) == 2
+    for words, call in (
+        ("example got the string 'x' for x; give it a tensor", lambda: example("x")),  # type: ignore[arg-type]
+        ("example got the float 1.5 for n; give it an int", lambda: example(torch.ones(1), 1.5)),  # type: ignore[arg-type]
+        ("the int 3 for at; give it a string or a tuple or None", lambda: example(torch.ones(1), at=3)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            call()
+    for missing in ((), (torch.ones(1), 1, 2)):
+        with pytest.raises(TypeError):
+            example(*missing)  # type: ignore[arg-type]
+    assert (example.__doc__, [*inspect.signature(example).parameters]) == ("An example.", ["x", "n", "at", "rest"])
+
+
+def test_functions_that_check_arguments_compile_as_one_graph() -> None:
+    parts = [nn.attend_block(Q, Q[:, :, at], Q[:, :, at]) for at in (slice(4), slice(4, 8))]
+
+    def f(a: Any, b: Any, counts: Tensor) -> Any:
+        return nn.merge(nn.PartialAttention(*a), nn.PartialAttention(*b)).out, nn.balance(counts * 0.1, counts, 0.1)
+
+    given = *map(tuple, parts), torch.arange(4.0)
+    torch.testing.assert_close(torch.compile(f, backend="eager", fullgraph=True)(*given), f(*given))
+
+
+def test_a_mesh_that_costs_are_of_may_have_two_axes() -> None:
+    """The combination of a ring and an exchange of heads moves less than a ring, and needs fewer heads."""
+    wide = spec(4, 4096, 64)
+    found = nn.attention_costs(wide, wide, wide, ("a", "b"), mask=Causal(), layout=zigzag)
+    assert sorted(found) == ["gathered", "ring", "ulysses in a ring"]  # 4 heads are too few for 8 ranks
+    assert found["ulysses in a ring"].moved < found["ring"].moved
+    assert [cost.time for cost in found.values()] == sorted(cost.time for cost in found.values())
