@@ -234,7 +234,7 @@ def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wa
     >>> device_get(f(torch.arange(4)))
     tensor([3, 0, 1, 2])
     """
-    return _permute(x, axis_name, lambda size: check_permutation(perm, size, "ppermute"), wait, "ppermute")
+    return _permute(x, axis_name, lambda size: check_permutation(perm, size), wait, "ppermute")
 
 
 @overload
@@ -254,7 +254,7 @@ def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, wait: bool = T
     tensor([3, 2, 1, 0])
     """
 
-    return _permute(x, axis_name, lambda size: check_shuffle(perm, size, "pshuffle"), wait, "pshuffle")
+    return _permute(x, axis_name, lambda size: check_shuffle(perm, size), wait, "pshuffle")
 
 
 def _permute(x: Any, axis_name: AxisName, pairs: Callable[[int], Any], wait: bool, what: str) -> Any:
@@ -291,7 +291,7 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -
     axes = resolve_axes(body, axis_name, what)
     leaves, treedef = tensor_leaves(x, what)
     n = math.prod(body.sizes(axes))
-    root = check_position(source, n, axes, what, "source")
+    root = check_position(source, n, axes, what)
     if not axes:
         return x if wait else done(x)
     check_alike(body, leaves, axes, what)

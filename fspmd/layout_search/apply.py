@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from fspmd.global_view.calls import Calls, operands_of, replaced
+from fspmd.global_view.composed import Calls, operands_of, replaced
 from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh

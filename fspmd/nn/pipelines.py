@@ -16,15 +16,18 @@ from fspmd import tracing
 from fspmd.autodiff.engine import gradients
 from fspmd.cache import Cache, forgettable
 from fspmd.errors import ArgumentError, ShapeError
-from fspmd.meshes.mesh import Mesh, set_mesh
-from fspmd.nn.places import Places
+from fspmd.local_view.unbind import bind, unbind
+from fspmd.meshes.mesh import Mesh, make_mesh, set_mesh
 from fspmd.nn.schedules import Action, Schedule
+from fspmd.pairs import apply, call
 from fspmd.placement.creation import zeros
 from fspmd.placement.device_put import device_get
 from fspmd.placement.reshard import reshard
 from fspmd.programs.recordable import capture_fake, without_values
-from fspmd.sharded import is_sharded
+from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
+from fspmd.transport import Options
+from fspmd.transport.frame import frame
 
 Stage = Callable[[Any, Any], Any]
 
@@ -304,3 +307,111 @@ def _gradient(x: Any, values: Iterator[Any]) -> Any:
         return None
     g = next(values) if x.requires_grad else None
     return torch.zeros_like(x) if g is None else reshard(g, x.spec.partition)
+
+
+# --- parts of a mesh -------------------------------------------------------------------------------------------------
+
+
+class Places:
+    """The parts of a mesh along an axis, one for each position, and the values on them.
+
+    In a simulation this process holds all of them; otherwise the one of its rank.
+    """
+
+    def __init__(self, mesh: Mesh, axis: str) -> None:
+        self.mesh, self.axis, self.at = mesh, axis, mesh.axis_names.index(axis)
+        self.parts = mesh.split(axis, [1] * mesh.shape[axis])
+        self.simulated = mesh.transport == "simulation"
+        mine = None if self.simulated else mesh.coordinate()
+        self.mine = range(len(self.parts)) if mine is None else (mine[self.at],)
+        self.abstract = make_mesh(
+            tuple(1 if name == axis else size for name, size in mesh.shape.items()),
+            mesh.axis_names,
+            transport="abstract",
+        )
+
+    def owner(self, leaf: Any) -> int | None:
+        """The position to whose part a leaf belongs; None if it lies on the whole mesh."""
+        if leaf.spec.mesh is self.mesh:
+            return None
+        return next((r for r, part in enumerate(self.parts) if part is leaf.spec.mesh), None)
+
+    def is_stacked(self, leaf: Any) -> bool:
+        return self.owner(leaf) is None and self.axis in leaf.spec.partition.axes
+
+    def of_stage(self, leaf: Any, r: int, i: int) -> Any:
+        """What the ``i``-th stage of a position sees of a leaf; None of a leaf of another position."""
+        owner = self.owner(leaf)
+        if owner is not None:
+            return leaf if owner == r else None
+        return self.row(leaf, r, i) if self.is_stacked(leaf) else self.on_part(leaf, r)
+
+    def part(self, x: Tensor, partition: P, r: int) -> Tensor:
+        """The blocks of a position, of the blocks of a value on the whole mesh."""
+        if not self.simulated:
+            return x
+        axes = self.mesh.ordered(partition.mentioned - {self.axis})
+        return bind(self._blocks(x, self.mesh, axes, r), frame(self.parts[r], axes))
+
+    def whole(self, blocks: dict[int, Tensor], partition: P) -> Tensor:
+        """The blocks of all positions, as those of a value on the whole mesh."""
+        if not self.simulated:
+            return next(iter(blocks.values()))
+        axes = self.mesh.ordered(partition.mentioned - {self.axis})
+        columns = {r: iter(self._blocks(x, self.parts[r], axes, 0)) for r, x in blocks.items()}
+        held = frame(self.mesh, self.mesh.ordered({*axes, self.axis}))
+        at = held.axes.index(self.axis)
+        return bind(tuple(next(columns[place[at]]) for place in itertools.product(*map(range, held.sizes))), held)
+
+    def _blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], r: int) -> tuple[Tensor, ...]:
+        """The simulated blocks of a position. Along axes that are not named they are equal, and one is enough."""
+        held = frame(mesh, mesh.axis_names)
+        wanted = [None if name in axes else r if name == self.axis else 0 for name in mesh.axis_names]
+        return tuple(
+            block
+            for block, place in zip(unbind(x, held), held.mesh_coordinates(), strict=True)
+            if all(want is None or want == i for want, i in zip(wanted, place, strict=True))
+        )
+
+    def on_part(self, x: Any, r: int) -> Any:
+        """A value of the whole mesh that is not cut over the axis, on the part of a position."""
+        return Sharded(
+            self.part(x.local, x.spec.partition, r), TensorSpec(self.parts[r], x.spec.partition, x.spec.shape, x.dtype)
+        )
+
+    def row(self, x: Any, r: int, i: int) -> Any:
+        rest = P(*x.spec.partition.entries[1:])
+        return Sharded(
+            self.part(x.local, x.spec.partition, r)[i], TensorSpec(self.parts[r], rest, x.spec.shape[1:], x.dtype)
+        )
+
+    def stacked(self, rows: dict[int, list[Any]], like: Any) -> Any:
+        blocks = {r: torch.stack([x.local for x in row]) if row[1:] else row[0].local[None] for r, row in rows.items()}
+        return Sharded(self.whole(blocks, like.spec.partition), like.spec)
+
+    def summed(self, values: dict[int, Any], partition: P) -> Any:
+        x = next(iter(values.values()))
+        spec = TensorSpec(self.mesh, P(*partition.entries, unreduced={self.axis}), x.spec.shape, x.dtype)
+        return reshard(Sharded(self.whole({r: v.local for r, v in values.items()}, spec.partition), spec), partition)
+
+    def permuted(self, edges: Any, sent: dict[int, Any], spec: TensorSpec) -> dict[int, Any]:
+        """What the positions of this process receive along edges (source, destination), of values laid out by spec.
+
+        No body runs: blocks go to the pair table as they lie.
+        """
+        blocks = {r: sent[r].local for r in self.mine}
+        perm = tuple((source, to) for source, to, _ in edges)
+        move = call("ppermute", self.mesh, (self.axis,), Options(perm=perm))
+        received = apply(self.whole(blocks, spec.partition), move)
+        return {
+            to: Sharded(
+                self.part(received, spec.partition, to),
+                TensorSpec(self.parts[to], spec.partition, spec.shape, spec.dtype),
+            )
+            for _, to, _ in edges
+            if to in self.mine
+        }
+
+    def blank(self, spec: TensorSpec, r: int) -> Sharded:
+        """Zeros, which a position sends that sends nothing."""
+        return zeros(*spec.shape, spec=spec.partition, dtype=spec.dtype, mesh=self.parts[r])

@@ -35,12 +35,11 @@ from fspmd.programs.keys import (
     surroundings,
     without_key,
 )
-from fspmd.programs.known_arguments import check_orders, tell_values
 from fspmd.programs.lower import Lowered
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.readers import Reader, picker, reader
 from fspmd.programs.recordable import Recordable
-from fspmd.programs.records import Record, changed, meet, replayed
+from fspmd.programs.records import Record, changed, check_orders, meet, replayed, tell_values
 from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
 from fspmd.tracing import is_recording, is_traced
 from fspmd.transport.local_tensor import kinds_of

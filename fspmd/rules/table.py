@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fspmd.cache import cached
 from fspmd.ops.linearity import LINEAR, WHEN
 from fspmd.ops.operators import OPERATORS
+from fspmd.ops.signatures import FLOATS, NONE, NUMBERS, Free, Kinds, free
 from fspmd.ops.traits import is_tagged, is_torch, name_of, plain_name
 from fspmd.rules import (
     attention,
@@ -46,7 +47,6 @@ from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, poin
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import ELEMENTWISE, alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.normalizations import sums_of_groups
-from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, Kinds, free
 from fspmd.rules.reductions import max_or_min, mean_of_blocks, over
 from fspmd.rules.resizes import RESIZES
 from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
