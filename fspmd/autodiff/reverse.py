@@ -41,8 +41,8 @@ from fspmd.saved_tensor_hooks import KeptTensors, is_checkpointed, without_saved
 from fspmd.sharded import Sharded, alike, is_plain, pair
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 from fspmd.trees import parameter_names
-from fspmd.user_code import wraps
 from fspmd.variance import get_variance, set_variance
+from fspmd.wrappers import wraps
 
 _run_backward: Final[Any] = execution_engine.run_backward
 

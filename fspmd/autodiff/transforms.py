@@ -19,7 +19,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike, pair
 from fspmd.torch_internals import NOT_MAPPED, VariableFunctions, batch_dim_of, transforms_module, vmap_module
 from fspmd.tracing import is_traced
-from fspmd.user_code import replace_everywhere
+from fspmd.wrappers import replace_everywhere
 
 
 def install() -> None:

@@ -25,7 +25,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import RecomputeContext, recomputed_in
-from fspmd.user_code import wraps
+from fspmd.wrappers import wraps
 
 _AHEAD = 4  # the most steps to search: a run may leave out steps that were recorded on replicated values
 

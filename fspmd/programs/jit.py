@@ -11,7 +11,6 @@ from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Prot
 from fspmd.body import state
 from fspmd.cache import Cache
 from fspmd.errors import ArgumentError, RecordError
-from fspmd.first_use import begin
 from fspmd.inspection.replays import leave_out
 from fspmd.inspection.watch import hears_of_records, tell
 from fspmd.local_view.modes import leave_to_python
@@ -43,6 +42,7 @@ from fspmd.programs.records import Record, changed, check_orders, meet, replayed
 from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
 from fspmd.tracing import is_recording, is_traced
 from fspmd.transport.local_tensor import kinds_of
+from fspmd.wrappers import begin
 
 Q = ParamSpec("Q")
 Q2 = ParamSpec("Q2")

@@ -26,7 +26,7 @@ from fspmd.torch_internals import (
 )
 from fspmd.transport.local_tensor import blocks_of, kinds_of
 from fspmd.trees import flatten, flatten_args, flatten_trees, parameter_names
-from fspmd.user_code import wraps
+from fspmd.wrappers import wraps
 
 _grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
