@@ -42,12 +42,12 @@ def check_dim(dim: Any, ndim: int, what: str, parameter: str) -> int:
     return value % ndim
 
 
-def check_position(position: Any, size: int, axes: tuple[str, ...], what: str) -> int:
-    """A position along the axes, given as ``source``."""
-    value = _integer(position, what, "source", f"a position along {as_axis_name(axes)}, an int")
+def check_source(position: Any, size: int, axes: tuple[str, ...]) -> int:
+    """The source of a broadcast: a position along the axes."""
+    value = _integer(position, "pbroadcast", "source", f"a position along {as_axis_name(axes)}, an int")
     if not 0 <= value < size:
         raise ShapeError(
-            f"{what} got source={value}, but positions along {as_axis_name(axes)} are from 0 to {size - 1}"
+            f"pbroadcast got source={value}, but positions along {as_axis_name(axes)} are from 0 to {size - 1}"
         )
     return value
 

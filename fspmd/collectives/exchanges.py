@@ -15,9 +15,9 @@ from fspmd.collectives.checks import (
     check_dim,
     check_index_groups,
     check_permutation,
-    check_position,
     check_shuffle,
     check_size_use,
+    check_source,
     check_tiles,
 )
 from fspmd.collectives.operands import (
@@ -281,7 +281,7 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -
     tensor([2, 2, 2, 2])
     """
     operand = operand_of(x, axis_name, "pbroadcast")
-    root = check_position(source, operand.ranks, operand.axes, "pbroadcast")
+    root = check_source(source, operand.ranks, operand.axes)
     if not operand.axes:
         return x if wait else done(x)
     check_alike(operand.body, operand.leaves, operand.axes, operand.what)

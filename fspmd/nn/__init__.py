@@ -6,8 +6,7 @@ They are written in the public words of fspmd, and stand above everything else.
 
 from fspmd.nn.accumulation import LossScale, accumulate, all_finite, selected
 from fspmd.nn.attention import attend_block
-from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
-from fspmd.nn.costs import attention_costs
+from fspmd.nn.context import attention_costs, gathered_attention, ring_attention, ulysses_attention
 from fspmd.nn.decoding import KVCache, cached_attention, own_heads
 from fspmd.nn.experts import Dispatched, Routing, balance, combine, dispatch, experts, grouped_matmul, route
 from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow

@@ -8,25 +8,31 @@ Three ways compute the same. They differ in what moves, for n ranks and blocks o
   rank holds the keys and values of the whole sequence.
 * `ulysses_attention`: all-to-alls exchange the cut of the sequence for a cut of heads (Jacobs et al., "DeepSpeed
   Ulysses", 2023). Queries and results move too, but each only by (n - 1) / n of a block.
+
+`attention_costs` tells which of them is the cheapest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import lcm
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from fspmd.autodiff import value_and_grad
 from fspmd.body import bound_body, resolve_axes
 from fspmd.collectives import all_to_all, axis_index, axis_size
 from fspmd.errors import ShapeError
+from fspmd.local_view.shard_map import shard_map
 from fspmd.nn.attention import Way, attention
 from fspmd.nn.checks import check_layout, check_operands, shapes_everywhere
 from fspmd.nn.masks import Full, Mask, as_mask
 from fspmd.nn.ring import Exchanged, Gathered, Ring, turns_of
 from fspmd.nn.sequences import Axes, SequenceLayout
+from fspmd.programs.jit import jit
+from fspmd.spec import TensorSpec
 
 
 def ring_attention(
@@ -185,3 +191,49 @@ def _attend(way: Way, operands: Iterable[Tensor], sinks: Tensor | None, like: Te
     query, key, value = operands
     out = attention(way, query, key, value, sinks=sinks).out
     return out.to(like.dtype).narrow(-2, 0, like.shape[-2])
+
+
+_WAYS: dict[str, Callable[..., Any]] = {
+    "ring": ring_attention,
+    "gathered": gathered_attention,
+    "ulysses": ulysses_attention,
+}
+
+
+def attention_costs(
+    query: TensorSpec,
+    key: TensorSpec,
+    value: TensorSpec,
+    axis: Axes,
+    *,
+    mask: Mask | None = None,
+    layout: SequenceLayout | None = None,
+) -> dict[str, Any]:
+    """The `Cost` of a step of attention, forward and backward, in each way that the shapes allow, the cheapest first.
+
+    Each way is lowered for the specs, so that the mesh need not exist. ``layout`` is that of `ring_attention` and of
+    `gathered_attention`; in `ulysses_attention` each rank has all positions.
+
+    >>> import torch
+    >>> from fspmd import P, make_mesh
+    >>> mesh = make_mesh((8,), ("cp",), transport="abstract")
+    >>> spec = TensorSpec(mesh, P(None, "cp"), (16, 8192, 64), torch.float32)
+    >>> sorted(attention_costs(spec, spec, spec, "cp"))
+    ['gathered', 'ring', 'ulysses']
+    """
+    found = {}
+    for name, way in _WAYS.items():
+        options = {"mask": mask} if name == "ulysses" else {"mask": mask, "layout": layout}
+        specs = query.partition, key.partition, value.partition
+        call = shard_map(
+            lambda q, k, v, way=way, options=options: way(q, k, v, axis, **options),
+            mesh=query.mesh,
+            in_specs=specs,
+            out_specs=query.partition,
+        )
+        try:
+            step = value_and_grad(lambda q, k, v, call=call: call(q, k, v).sum(), argnums=(0, 1, 2))
+            found[name] = jit(step).lower(query, key, value).cost()
+        except ShapeError:
+            continue
+    return dict(sorted(found.items(), key=lambda pair: pair[1].time))

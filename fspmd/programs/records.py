@@ -391,7 +391,7 @@ def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, .
     hear = known_values.hear
     if hear is None:
         return
-    name, meshes = _name_of(function), _meshes(record, args, kwargs)
+    name, meshes = _call_name(function), _meshes(record, args, kwargs)
     values: list[tuple[str, Any]] = []
     layouts: list[known_values.ArgumentRow] = []
     for root, tree in _trees(function, args, kwargs):
@@ -421,10 +421,10 @@ def check_orders(record: Record, function: Callable[..., Any], args: tuple[Any, 
     roots, trees = zip(*named, strict=True) if (named := _trees(function, args, kwargs)) else ((), ())
     treedef = flatten_values(trees)[1]
     names = labels(treedef, roots)
-    check_order(_meshes(record, args, kwargs), _name_of(function), function, treedef, order_of(treedef), names)
+    check_order(_meshes(record, args, kwargs), _call_name(function), function, treedef, order_of(treedef), names)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _call_name(function: Callable[..., Any]) -> str:
     return f"jit({getattr(function, '__name__', type(function).__name__)})"
 
 
