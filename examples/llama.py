@@ -13,7 +13,7 @@ block:
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,17 +57,6 @@ class Config:
     def K(self) -> int:
         return self.D // self.H
 
-    def parameters(self) -> int:
-        """The number of parameters."""
-        return sum(math.prod(leaf.shape) for leaf in optree.tree_leaves(leaves(self)))
-
-    def flops(self) -> float:
-        """FLOPs of the model for a token, forward and backward."""
-        mlp = 3 * self.D * self.F * (self.chosen if self.experts else 1) + self.D * self.experts
-        seen = nn.contiguous(self.S, 1).work(self.mask)[0] / self.S
-        attention = 2 * self.D * (self.H + self.G) * self.K + 2 * seen * self.H * self.K
-        return 6.0 * (self.layers * (mlp + attention) + self.D * self.V)
-
 
 @dataclass(frozen=True)
 class Leaf:
@@ -109,8 +98,7 @@ def leaves(c: Config) -> Params:
 
 def param_specs(c: Config, pp: int = 1) -> Any:
     """The layouts of the parameters: of one stage, or of all of them on so many ranks of pp."""
-    over = "pp" if pp > 1 else None
-    specs = optree.tree_map(lambda leaf: leaf.spec, leaves(c))
+    specs, over = optree.tree_map(lambda leaf: leaf.spec, leaves(c)), "pp" if pp > 1 else None
     return {**specs, "layers": {name: P(over, *spec.entries[1:]) for name, spec in specs["layers"].items()}}
 
 
@@ -124,16 +112,16 @@ def use(c: Config, params: Params, specs: Params) -> Params:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + K / 2]) of [b, heads, s, K] by the angle of its position."""
+    """Turn each pair (x[i], x[i + K / 2]) of [b, heads, s, K] by the angle of its position, [s] or [b, 1, s]."""
     half = x.shape[-1] // 2
-    angle = positions.double()[:, None] * 10000.0 ** (-torch.arange(half, device=x.device).double() / half)
+    angle = positions.double()[..., None] * 10000.0 ** (-torch.arange(half, device=x.device).double() / half)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
-def mlp(c: Config, p: Params, x: Tensor) -> tuple[Tensor, Params]:
-    """x [b, s, D] -> [b, s, D], to be summed over tp; and `BESIDE` of this layer."""
+def mlp(c: Config, p: Params, x: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, Params]:
+    """x [b, s, D] -> [b, s, D], to be summed over tp; and `BESIDE` of this layer, over ``axes``, which cut tokens."""
     if not c.experts:
         return (F.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], {}
 
@@ -142,19 +130,19 @@ def mlp(c: Config, p: Params, x: Tensor) -> tuple[Tensor, Params]:
         return nn.grouped_matmul(F.silu(gate) * up, p["down"], counts)
 
     rows = x.flatten(0, 1)
-    choice = nn.route(rows @ p["router"], c.chosen, bias=p["bias"], axes=TOKENS)
+    choice = nn.route(rows @ p["router"], c.chosen, bias=p["bias"], axes=axes)
     y = nn.experts(rows, choice, of_rows, axis="ep", capacity=c.capacity)[0]
     return y.view_as(x), {"balance": choice.balance_loss, "counts": choice.counts}
 
 
-def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: nn.SequenceLayout) -> tuple[Tensor, Params]:
-    """x [b, s, D] -> [b, s, D], and `BESIDE` of this layer."""
-    p = use(c, params, specs)
-    h, at = F.rms_norm(x, (c.D,), p["norm1"], EPSILON), layout.positions("cp")
+def layer(c: Config, params: Params, x: Tensor, at: Tensor, attend: Callable, axes: Any = TOKENS) -> Any:
+    """x [b, s, D] at positions ``at`` -> [b, s, D], and `BESIDE` of this layer. ``attend`` gets q, k and v."""
+    p = use(c, params, {name: P(*spec.entries[1:]) for name, spec in param_specs(c)["layers"].items()})
+    h = F.rms_norm(x, (c.D,), p["norm1"], EPSILON)
     q, k, v = ((h @ p[name]).unflatten(-1, (-1, c.K)).transpose(1, 2) for name in ("wq", "wk", "wv"))
-    heads = ATTENTION[c.attention](rotate(q, at), rotate(k, at), v, "cp", mask=c.mask, layout=layout)
+    heads = attend(rotate(q, at), rotate(k, at), v)
     x = x + fspmd.psum(heads.transpose(1, 2).flatten(2) @ p["wo"], "tp")
-    y, beside = mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON))
+    y, beside = mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON), axes)
     return x + fspmd.psum(y, "tp"), beside
 
 
@@ -164,26 +152,38 @@ def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return place.clamp(0, rows - 1), (place >= 0) & (place < rows)
 
 
+def embedded(c: Config, params: Params, ids: Tensor) -> Tensor:
+    """ids [b, s] -> [b, s, D]."""
+    table = use(c, {"embedding": params["embedding"]}, param_specs(c))["embedding"]
+    place, mine = own_rows(ids, table.shape[0])
+    return fspmd.psum(F.embedding(place, table) * mine[..., None], "tp")
+
+
+def logits(c: Config, params: Params, x: Tensor) -> Tensor:
+    """x [..., D] -> [..., V / tp]."""
+    p = use(c, {name: params[name] for name in ("norm", "head")}, param_specs(c))
+    return torch.matmul(F.rms_norm(x, (c.D,), p["norm"], EPSILON), p["head"])
+
+
+def of_layers(params: Params) -> list[Params]:
+    """The parameters of each layer. The gradient of all is one stack, not a sum."""
+    stacks = params["layers"]
+    return [dict(zip(stacks, own, strict=True)) for own in zip(*[w.unbind() for w in stacks.values()], strict=True)]
+
+
 def stage(c: Config, layout: nn.SequenceLayout, first: bool, last: bool) -> Callable[..., tuple[Tensor, Params]]:
     """A stage on blocks: ids [b, s] in the first, logits [b, s, V / tp] out of the last, [b, s, D] between.
 
     It returns `BESIDE` too, stacked over layers.
     """
-    specs = param_specs(c)
-    of_layer = {name: P(*spec.entries[1:]) for name, spec in specs["layers"].items()}
+    attend = functools.partial(ATTENTION[c.attention], axis="cp", mask=c.mask, layout=layout)
 
     def run(params: Params, x: Tensor) -> tuple[Tensor, Params]:
-        if first:
-            table = use(c, {"embedding": params["embedding"]}, specs)["embedding"]
-            place, mine = own_rows(x, table.shape[0])
-            x = fspmd.psum(F.embedding(place, table) * mine[..., None], "tp")
-        stacks, beside = params["layers"], []
-        for own in zip(*[w.unbind() for w in stacks.values()], strict=True):  # the gradient is one stack, not a sum
-            x, more = fspmd.checkpoint(layer)(c, dict(zip(stacks, own, strict=True)), of_layer, x, layout)
+        x, at, beside = embedded(c, params, x) if first else x, layout.positions("cp"), []
+        for own in of_layers(params):
+            x, more = fspmd.checkpoint(layer)(c, own, x, at, attend)
             beside.append(more)
-        if last:
-            p = use(c, {name: params[name] for name in ("norm", "head")}, specs)
-            x = F.rms_norm(x, (c.D,), p["norm"], EPSILON) @ p["head"]
+        x = logits(c, params, x) if last else x
         return x, {name: torch.stack([more[name] for more in beside]) for name in beside[0]}
 
     return run

@@ -8,7 +8,8 @@
 
 The model, and what the axes cut, is in llama.py. Axes that --mesh does not name have size 1. Losses do not depend on
 the mesh: in float64 they are equal to 1e-10, unless experts have a capacity. With --checkpoint the state is saved every
-few steps. With --resume a run goes on from the latest step, on any mesh.
+few steps. With --resume a run goes on from the latest step, on any mesh. With --sample the model writes text at the end,
+as llama_decoding.py says.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import report
 import text_data
 import torch
 from llama import HIDDEN, IDS, LOGITS, Config, Params
+from llama_decoding import generate
 from torch import Tensor
 
 import fspmd
@@ -48,6 +50,19 @@ SCHEDULES = {
 MATRICES = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # of a layer
 CLIP, DECAY, BETAS, WARMUP = 1.0, 0.1, (0.9, 0.95), 20
 Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, each [B, S]
+
+
+def parameters(c: Config) -> int:
+    """The number of parameters."""
+    return sum(math.prod(leaf.shape) for leaf in optree.tree_leaves(llama.leaves(c)))
+
+
+def flops(c: Config) -> float:
+    """FLOPs of the model for a token, forward and backward."""
+    mlp = 3 * c.D * c.F * (c.chosen if c.experts else 1) + c.D * c.experts
+    seen = nn.contiguous(c.S, 1).work(c.mask)[0] / c.S
+    attention = 2 * c.D * (c.H + c.G) * c.K + 2 * seen * c.H * c.K
+    return 6.0 * (c.layers * (mlp + attention) + c.D * c.V)
 
 
 # ---------------------------------------------------------------- a step, for any mesh
@@ -274,8 +289,11 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 def train(
     c: Config, mesh: Mesh, args: argparse.Namespace, both: Callable, batches: Iterator, say: Callable
-) -> tuple[list, Params]:
-    """The losses of all steps, and the parameters after them. ``both`` gives the loss and its gradients."""
+) -> tuple[list, Params, Tensor]:
+    """The losses of all steps, the parameters after them, and the layers in the order in which they lie.
+
+    ``both`` gives the loss and its gradients.
+    """
     dtype = getattr(torch, args.dtype)
     order = SCHEDULES[args.schedule](mesh.shape["pp"], 1).order
     rows = (
@@ -301,7 +319,7 @@ def train(
         loss, params, state = step(params, state, put(c, mesh, batch, args.microbatches))
         losses[i] = float(loss)
         speed = (i + 1 - begin) * tokens / (time.perf_counter() - started)
-        text = f"loss {losses[i]:.4f}  {speed:,.0f} tokens/s  MFU {speed * c.flops() / peak:.1%}"
+        text = f"loss {losses[i]:.4f}  {speed:,.0f} tokens/s  MFU {speed * flops(c) / peak:.1%}"
         say(report.progress(i + 1, args.steps, text), end="", flush=True)
         if args.log and is_first(mesh):
             with Path(args.log).open("a") as file:
@@ -309,11 +327,20 @@ def train(
         if args.checkpoint and ((i + 1) % args.every == 0 or i + 1 == args.steps):
             tree = in_rows({"params": params, "state": state, "losses": losses}, rows.argsort())
             fspmd.save(args.checkpoint, tree, step=i + 1, keep=2, mesh=mesh)
-    return losses, params
+    return losses, params, rows
 
 
 def validate(c: Config, mesh: Mesh, args: argparse.Namespace, alone: Callable, params: Params, batches: list) -> float:
     return sum(float(alone(params, put(c, mesh, batch, args.microbatches))) for batch in batches) / len(batches)
+
+
+def continued(c: Config, mesh: Mesh, args: argparse.Namespace, params: Params, text: Tensor) -> list[list[int]]:
+    """Prompts of a text and what the model writes after them, one for each rank that cuts the batch."""
+    slots, length = math.prod(mesh.shape[axis] for axis in llama.BATCH), c.S // 2
+    prompts = text[: slots * length].view(slots, length).tolist()
+    whole = fspmd.reshard(params, llama.param_specs(c))  # all ranks of pp do the same
+    drawn = generate(c, mesh, whole, prompts, args.sample, args.temperature, args.seed)
+    return [prompt + tokens for prompt, tokens in zip(prompts, drawn, strict=True)]
 
 
 # ---------------------------------------------------------------- a plan for ranks that do not exist
@@ -385,7 +412,7 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
     seconds = microbatches * cost.time / 1e6 / (1 - bubble)
     tokens, ranks = args.batch * c.S, math.prod(sizes.values())
     print(f"{ranks:,} ranks: {', '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)}")
-    print(f"{c.parameters() / 1e9:,.2f} billion parameters; one stage has {part.layers} layers, and lies so:")
+    print(f"{parameters(c) / 1e9:,.2f} billion parameters; one stage has {part.layers} layers, and lies so:")
     for path, spec in zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True):
         name, layout = ".".join(map(str, path)), str(spec).partition(" on ")[0]
         print(f"  {name:<16} {layout:<44}{math.prod(spec.block_shape) * spec.dtype.itemsize:>14,} B a rank")
@@ -394,7 +421,7 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
     print(f"A microbatch: {cost.time / 1e3:,.1f} ms, of which {cost.exposed / 1e3:,.1f} wait for communication")
     print(f"A step of {microbatches} microbatches: {seconds:,.2f} s, of which {bubble:.1%} is the bubble")
     speed = tokens / seconds
-    utilization = speed * c.flops() / (ranks * fspmd.topology().flops * 1e6)
+    utilization = speed * flops(c) / (ranks * fspmd.topology().flops * 1e6)
     print(f"{speed:,.0f} tokens/s, MFU {utilization:.1%}; recorded in {took:.1f} s. Predicted, not measured.")
 
 
@@ -444,6 +471,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--reduce", choices=dtypes, help="sum gradients over ranks in it (default: --dtype)")
     parser.add_argument("--loss-scale", type=float, help="multiply the loss by it, or less where gradients overflow")
+    parser.add_argument("--sample", type=int, default=0, help="tokens to draw at the end, after bytes held out")
+    parser.add_argument("--temperature", type=float, default=0.8, help="of --sample (default 0.8); 0 draws the best")
     parser.add_argument("--jit", action="store_true", help="record a step once, and replay it")
     parser.add_argument("--accelerator", type=float, help="TFLOP/s of a rank at most, for MFU (default: measured)")
     parser.add_argument("--checkpoint", metavar="DIR", help="save the state to this folder")
@@ -506,12 +535,15 @@ def main(argv: list[str] | None = None) -> None:
     text, held_out = text_data.load_text(args.text)
     batches = text_data.even_batches(held_out, args.batch, c.S, count=2)
     bigram = text_data.bigram_loss(text, batches)
-    say(f"{mesh}: {c.parameters():,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out")
+    say(f"{mesh}: {parameters(c):,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out")
     data = text_data.random_batches(text, args.batch, c.S, args.seed)
     both, alone = losses_of(c, mesh, args, args.microbatches)
-    losses, params = train(c, mesh, args, both, data, say)
+    losses, params, rows = train(c, mesh, args, both, data, say)
     validation = validate(c, mesh, args, alone, params, batches)
     say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")
+    if args.sample:
+        for tokens in continued(c, mesh, args, in_rows(params, rows.argsort()), held_out):
+            say(f"--- a sample ---\n{text_data.printable(tokens)}")
     if is_first(mesh):
         say(report.picture(args.out / "pretrain.png", losses, validation, bigram))
         if args.losses:

@@ -136,7 +136,11 @@ def dense_mlp(p: dict[str, Any], h: torch.Tensor, chosen: int, beside: list[Any]
 def dense_loss(
     params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, c: Any, beside: list[Any]
 ) -> torch.Tensor:
-    x, positions = params["embedding"][ids], torch.arange(c.S)
+    return F.cross_entropy(dense_logits(params, ids, c, beside).flatten(0, 1), targets.flatten())
+
+
+def dense_logits(params: dict[str, Any], ids: torch.Tensor, c: Any, beside: list[Any]) -> torch.Tensor:
+    x, positions = params["embedding"][ids], torch.arange(ids.shape[1])
     seen = c.mask.allows(positions[:, None], positions)
     for i in range(len(params["layers"]["wq"])):
         p = {name: w[i] for name, w in params["layers"].items()}
@@ -146,8 +150,8 @@ def dense_loss(
         heads = F.scaled_dot_product_attention(rotated(q), rotated(k), v, seen)
         x = x + heads.transpose(1, 2).flatten(2) @ p["wo"]
         x = x + dense_mlp(p, F.rms_norm(x, x.shape[-1:], p["norm2"], 1e-6), c.chosen, beside)
-    logits = F.rms_norm(x, x.shape[-1:], params["norm"], 1e-6) @ params["head"]
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    logits: torch.Tensor = F.rms_norm(x, x.shape[-1:], params["norm"], 1e-6) @ params["head"]
+    return logits
 
 
 class DenseMuon:
@@ -317,6 +321,24 @@ def test_a_step_whose_gradients_overflow_is_left_out(jitted: str, tmp_path: Path
     found = run_losses(f"fsdp=2 {jitted} --compute=float16 --loss-scale={2.0**100}", tmp_path)
     assert found == pytest.approx(expected("--lr=0"), rel=1e-4)
     assert found != pytest.approx(expected(""), rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    "text", ["fsdp=2,tp=2", "cp=3 --window=5", f"pp=2,ep=2,cp=2 --schedule=zbv {MOE}", f"dp=2,tp=2 {MOE} --capacity=12"]
+)
+def test_samples_are_those_of_the_dense_model(text: str) -> None:
+    """Token by token, the most probable one."""
+    module = pretrain()
+    args = module.parse([*arguments(text), "--sample=9", "--temperature=0"])
+    c, mesh = module.config(args), fspmd.make_mesh(tuple(args.mesh.values()), module.AXES, transport="simulation")
+    params = module.init_params(c, mesh, args.seed, torch.float64)
+    held_out, whole = module.text_data.load_text(args.text)[1], fspmd.device_get(params)
+    rows = module.continued(c, mesh, args, params, held_out)
+    assert len(rows) == math.prod(mesh.shape[axis] for axis in module.llama.BATCH)
+    for row in rows:
+        best = dense_logits(whole, torch.tensor([row[:-1]]), c, [])[0].argmax(-1).tolist()
+        assert len(row) == c.S // 2 + 9
+        assert row[c.S // 2 :] == best[c.S // 2 - 1 :]
 
 
 ANOTHER = [  # the mesh of a run, that on which it goes on, and flags of both
