@@ -29,6 +29,7 @@ from fspmd.nn import Causal, Precision, SequenceLayout, experts, gathered, group
 Params = dict[str, Any]
 BATCH = ("dp", "fsdp", "ep")  # the axes that cut the batch
 TOKENS = (*BATCH, "cp")  # and those that cut tokens
+WAIT = ("dp", "cp")  # no parameter is cut over these: gradients wait for the last microbatch, and are summed once
 IDS, HIDDEN, LOGITS = P(BATCH, "cp"), P(BATCH, "cp", None), P(BATCH, "cp", "tp")
 EPSILON = 1e-6
 
@@ -105,13 +106,13 @@ def leaves(c: Config) -> Params:
 
 
 def stage_specs(c: Config) -> Any:
-    """The layouts of the parameters in a stage."""
-    return optree.tree_map(lambda leaf: leaf.spec, leaves(c))
+    """The layouts of the parameters in a stage, where gradients over some axes are pending sums."""
+    return optree.tree_map(lambda leaf: P(*leaf.spec.entries, reduced=WAIT), leaves(c))
 
 
 def param_specs(c: Config, mesh: fspmd.Mesh) -> Params:
     """The layouts of all parameters: layers are cut over pp as well."""
-    specs, over = stage_specs(c), "pp" if mesh.shape["pp"] > 1 else None
+    specs, over = optree.tree_map(lambda leaf: leaf.spec, leaves(c)), "pp" if mesh.shape["pp"] > 1 else None
     return {**specs, "layers": {name: P(over, *spec.entries[1:]) for name, spec in specs["layers"].items()}}
 
 

@@ -62,17 +62,21 @@ def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Call
     With one stage the first takes a number by which the loss is multiplied before it is differentiated.
     """
     specs, stages, layout = llama.stage_specs(c), mesh.shape["pp"], zigzag(c.S, mesh.shape["cp"])
+    p = c.precision  # a stage computes in its dtype; sums of gradients over microbatches have dtypes as well
+    sums = p and Precision(p.param, p.param, p.reduce, torch.promote_types(p.param, torch.float32))
     if stages == 1:
         model = llama.stage(c, layout, first=True, last=True)
 
-        def total(params: Params, ids: Tensor, targets: Tensor) -> Tensor:
+        def loss(params: Params, ids: Tensor, targets: Tensor) -> Tensor:
             return llama.cross_entropy(model(params, ids), targets)
 
-        mapped = shard_map(total, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=P())
+        mapped = shard_map(loss, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=P())
 
         def scaled(params: Params, batches: Batches, scale: Any = 1.0) -> tuple[Any, Params]:
-            both = accumulate(lambda params, batch: (mapped(params, *batch) * scale, batch[1].numel()))
-            mean, grads = both(params, batches)
+            def total(params: Params, batch: Any) -> tuple[Any, Any]:
+                return mapped(params, *batch) * scale, batch[1].numel()
+
+            mean, grads = accumulate(total, llama.WAIT, precision=sums)(params, batches)
             return mean / scale, grads
 
         def alone(params: Params, batches: Batches) -> Any:
@@ -93,6 +97,8 @@ def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Call
             loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
             count=lambda targets: targets.numel(),
             mesh=mesh,
+            over=llama.WAIT,
+            precision=sums,
         )
         for table in (schedule, schedule.forwards())
     )
@@ -249,45 +255,53 @@ def laid(c: Config, mesh: Mesh, dtype: torch.dtype) -> Any:
     return optree.tree_map(lambda leaf: TensorSpec(mesh, leaf.spec, leaf.shape, dtype), llama.leaves(c))
 
 
-def recorded(c: Config, mesh: Mesh, args: argparse.Namespace) -> Predicted:
-    """What the record of a step says, for one stage and one microbatch."""
+def recorded(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int = 1) -> Predicted:
+    """What the record of a step says, for one stage and a few microbatches."""
     params = laid(c, mesh, getattr(torch, args.dtype))
     state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
     ids = TensorSpec(mesh, IDS, (args.batch // args.microbatches, c.S), torch.int64)
     step = make_step(losses_of(c, mesh, args.schedule, 1)[0], optimizer(c, args.lr, args.steps).update)
-    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
+    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)] * microbatches)
     cost = program.cost()
     return Predicted(cost.time, cost.exposed, program.memory().by_line)
 
 
 def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
-    """What the record of a step says: of one stage, and of one microbatch; the schedule says the rest."""
+    """What records of a step say: of one stage, and of one or two microbatches; the schedule says the rest."""
     stages, microbatches = sizes["pp"], args.microbatches
     mesh = fspmd.make_mesh(tuple({**sizes, "pp": 1}.values()), AXES, transport="abstract")
     rows = args.batch // microbatches * c.S // math.prod(sizes[axis] for axis in llama.TOKENS)  # tokens of a rank
     part = dataclasses.replace(c, layers=c.layers // stages)
     params = laid(part, mesh, getattr(torch, args.dtype))
     begun = time.perf_counter()
-    cost = recorded(dataclasses.replace(part, layers=min(part.layers, 2)), mesh, args)
-    if part.layers > 2:
-        cost = cost.with_layers(part.layers - 2, recorded(dataclasses.replace(part, layers=3), mesh, args))
+    few, more = (dataclasses.replace(part, layers=n) for n in (min(part.layers, 2), 3))
+    costs = []
+    for count in (1, min(microbatches, 2)):
+        cost = recorded(few, mesh, args, count)
+        if part.layers > 2:
+            cost = cost.with_layers(part.layers - 2, recorded(more, mesh, args, count))
+        costs.append(cost)
+    one, two = costs  # microbatches. Each beyond the first adds the same time
+    each, exposed = (b - a if microbatches > 1 else a for a, b in zip(one[:2], two[:2], strict=True))
     took = time.perf_counter() - begun
     bubble, live = 0.0, 1
     if stages > 1:
         schedule = SCHEDULES[args.schedule](stages, microbatches)
         bubble, live = schedule.bubble(), max(schedule.peaks())
     kept = (live - 1) * part.layers * rows * c.D * getattr(torch, args.dtype).itemsize
-    seconds = microbatches * cost.time / 1e6 / (1 - bubble)
+    once = one.time - each
+    seconds = (microbatches * each / (1 - bubble) + once) / 1e6
     tokens, ranks = args.batch * c.S, math.prod(sizes.values())
     print(f"{ranks:,} ranks: {', '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)}")
     print(f"{c.parameters() / 1e9:,.2f} billion parameters; one stage has {part.layers} layers, and lies so:")
     for path, spec in zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True):
         name, layout = ".".join(map(str, path)), str(spec).partition(" on ")[0]
         print(f"  {name:<16} {layout:<44}{math.prod(spec.block_shape) * spec.dtype.itemsize:>14,} B a rank")
-    peak = max(map(max, cost.held.values())) + kept
+    peak = max(map(max, two.held.values())) + kept
     print(f"\nMemory of a rank: {peak / 1e9:.2f} GB at the peak, {kept / 1e9:.2f} of it for microbatches")
-    print(f"A microbatch: {cost.time / 1e3:,.1f} ms, of which {cost.exposed / 1e3:,.1f} wait for communication")
-    print(f"A step of {microbatches} microbatches: {seconds:,.2f} s, of which {bubble:.1%} is the bubble")
+    print(f"A microbatch: {each / 1e3:,.1f} ms, of which {exposed / 1e3:,.1f} wait for communication")
+    print(f"Sums of gradients and the update: {once / 1e3:,.1f} ms, of which {(one.exposed - exposed) / 1e3:,.1f} wait")
+    print(f"A step of {microbatches} microbatches: {seconds:,.2f} s; stages are idle {bubble:.1%} of the microbatches")
     speed = tokens / seconds
     utilization = speed * c.flops() / (ranks * fspmd.topology().flops * 1e6)
     print(f"{speed:,.0f} tokens/s, MFU {utilization:.1%}; recorded in {took:.1f} s. Predicted, not measured.")
@@ -356,6 +370,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
     if args.loss_scale and mesh["pp"] > 1:
         parser.error("--loss-scale scales the loss of one stage; leave it out, or take pp=1")
+    if args.jit and args.experts and args.capacity is None and not args.plan:
+        parser.error(
+            "--jit records shapes that no choice changes; give --experts a --capacity, such as --batch * --length"
+        )
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint, the folder that the state is saved to")
     return args

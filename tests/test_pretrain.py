@@ -200,6 +200,25 @@ def test_validation_is_the_dense_loss_and_runs_no_backward(text: str) -> None:
         assert sum(call.kind == "ppermute" for call in log) == 2 * args.microbatches
 
 
+@pytest.mark.parametrize("text", ["dp=2,cp=2", "pp=2,dp=2", "dp=2,fsdp=2 --compute=bfloat16 --reduce=float32"])
+def test_gradients_are_summed_over_copies_once_a_step(text: str) -> None:
+    """Whatever the number of microbatches; and in the dtype of --reduce."""
+    module, found = pretrain(), []
+    for microbatches in (1, 3):
+        args = module.parse([*arguments(text), f"--microbatches={microbatches}"])
+        c, mesh = module.config(args), fspmd.make_mesh(tuple(args.mesh.values()), module.AXES, transport="simulation")
+        params = module.init_params(c, mesh, args.seed, getattr(torch, args.dtype))
+        batch = next(module.text_data.random_batches(module.text_data.load_text(args.text)[0], args.batch, c.S, 1))
+        both = module.losses_of(c, mesh, args.schedule, microbatches)[0]
+        with fspmd.communication_log() as log:
+            both(params, module.put(c, mesh, batch, microbatches))
+        sums = [call for call in log if "dp" in call.axes and "psum" in call.kind and call.shape not in ((), (2,))]
+        found.append(sorted((tuple(call.shape), str(call.dtype)) for call in sums))
+    assert found[0] == found[1]
+    assert len(found[0]) >= len(optree.tree_leaves(params))
+    assert {dtype for _, dtype in found[0]} == {"torch.float32" if "reduce" in text else "torch.float64"}
+
+
 def run_losses(text: str, folder: Path) -> list[float]:
     train(arguments(text, losses=folder / "losses.json", out=folder))
     found: list[float] = json.loads((folder / "losses.json").read_text())["losses"]
@@ -241,7 +260,7 @@ def test_a_plan_for_ranks_that_do_not_exist() -> None:
     (gate,) = (line for line in printed.splitlines() if " layers.gate " in line)
     assert " ".join(gate.split()[1:]) == "f64[2, 16@ep, 64@fsdp, 32@tp] 2,048 B a rank"
     assert "A step of 2 microbatches" in printed
-    assert "60.0% is the bubble" in printed  # (p - 1) / (m + p - 1)
+    assert "stages are idle 60.0% of" in printed  # (p - 1) / (m + p - 1)
 
 
 @pytest.mark.parametrize("text", ["fsdp=2,tp=2 --vocabulary=64000", f"ep=2,cp=2 {MOE}"])
@@ -258,7 +277,9 @@ def test_a_plan_of_many_layers_is_that_of_a_record_of_all(text: str) -> None:
     assert max(map(max, two.held.values())) < max(map(max, whole.held.values()))
 
 
-@pytest.mark.parametrize(("text", "word"), [("tp=3", "kv-heads"), ("pp=3", "layers")])
+@pytest.mark.parametrize(
+    ("text", "word"), [("tp=3", "kv-heads"), ("pp=3", "layers"), ("ep=2 --experts=4 --jit", "capacity")]
+)
 def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         pretrain().parse(arguments(text))
