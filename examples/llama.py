@@ -24,9 +24,10 @@ from torch import Tensor
 
 import fspmd
 from fspmd import P
-from fspmd.nn import Causal, Precision, SequenceLayout, experts, gathered, grouped_matmul, ring_attention, route
+from fspmd.nn import Causal, Precision, SequenceLayout, experts, gathered, grouped_matmul, route
 
 Params = dict[str, Any]
+ATTENTION = {name: getattr(fspmd.nn, f"{name}_attention") for name in ("ring", "gathered", "ulysses")}
 BATCH = ("dp", "fsdp", "ep")  # the axes that cut the batch
 TOKENS = (*BATCH, "cp")  # and those that cut tokens
 WAIT = ("dp", "cp")  # no parameter is cut over these: gradients wait for the last microbatch, and are summed once
@@ -48,6 +49,7 @@ class Config:
     experts: int = 0
     chosen: int = 2  # experts of a token
     capacity: int | None = None  # tokens for each rank and expert; the default drops none
+    attention: str = "ring"  # the way of ATTENTION over cp
     precision: Precision | None = None  # the dtypes of the computation, and of sums of gradients; None: of parameters
 
     @property
@@ -121,12 +123,8 @@ def param_specs(c: Config, mesh: fspmd.Mesh) -> Params:
 
 def use(c: Config, params: Params, specs: Params) -> Params:
     """Parameters as a computation needs them: no longer cut by fsdp. Experts see the tokens of all ranks of ep."""
-
-    def one(w: Tensor, spec: P) -> Any:
-        axes = tuple(axis for axis in TOKENS if axis != "ep" or "ep" not in spec.axes)
-        return gathered(w, axes, spec, dtype=c.precision)
-
-    return {name: one(w, specs[name]) for name, w in params.items()}
+    axes = {name: tuple(a for a in TOKENS if a != "ep" or "ep" not in specs[name].axes) for name in params}
+    return {name: gathered(w, axes[name], specs[name], dtype=c.precision) for name, w in params.items()}
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -157,7 +155,8 @@ def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: SequenceL
     p = use(c, params, specs)
     h, at = F.rms_norm(x, (c.D,), p["norm1"], EPSILON), layout.positions("cp")
     q, k, v = (torch.einsum("bsd,dhk->bhsk", h, p[name]) for name in ("wq", "wk", "wv"))
-    heads = ring_attention(rotate(q, at), rotate(k, at), v, "cp", mask=Causal(), layout=layout)
+    whole = SequenceLayout(layout.order, 1) if c.attention == "ulysses" else layout  # each rank has all positions
+    heads = ATTENTION[c.attention](rotate(q, at), rotate(k, at), v, "cp", mask=Causal(), layout=whole)
     x = x + fspmd.psum(torch.einsum("bhsk,hkd->bsd", heads, p["wo"]), "tp")
     return x + fspmd.psum(mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON)), "tp")
 

@@ -8,13 +8,14 @@
 
 The model, and what the axes cut, is in llama.py. Axes that --mesh does not name have size 1. Losses do not depend on
 the mesh: in float64 they are equal to 1e-10, unless experts have a capacity. With --checkpoint the state is saved every
-few steps. With --resume a run goes on from the latest step, on any mesh.
+few steps. With --resume a run goes on from the latest step, on any mesh and with any schedule.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -38,18 +39,30 @@ from fspmd.nn import (
     LossScale,
     Precision,
     accumulate,
+    adafactor,
     adamw,
+    dual_pipe_v,
     gpipe,
+    interleaved,
     one_f_one_b,
     pipeline,
     selected,
+    zbv,
     zero_bubble,
     zigzag,
 )
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble}
-CLIP, DECAY, BETAS, WARMUP = 1.0, 0.1, (0.9, 0.95), 20
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+    "zbv": zbv,
+    "dual-pipe-v": dual_pipe_v,
+}
+OPTIMIZERS: dict[str, Callable] = {"adamw": functools.partial(adamw, betas=(0.9, 0.95)), "adafactor": adafactor}
+CLIP, DECAY, WARMUP = 1.0, 0.1, 20
 Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, each [B, S]
 
 
@@ -61,10 +74,11 @@ def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Call
 
     With one stage the first takes a number by which the loss is multiplied before it is differentiated.
     """
-    specs, stages, layout = llama.stage_specs(c), mesh.shape["pp"], zigzag(c.S, mesh.shape["cp"])
+    specs, layout = llama.stage_specs(c), zigzag(c.S, mesh.shape["cp"])
+    schedule = SCHEDULES[name](mesh.shape["pp"], microbatches) if mesh.shape["pp"] > 1 else None
     p = c.precision  # a stage computes in its dtype; sums of gradients over microbatches have dtypes as well
     sums = p and Precision(p.param, p.param, p.reduce, torch.promote_types(p.param, torch.float32))
-    if stages == 1:
+    if schedule is None:
         model = llama.stage(c, layout, first=True, last=True)
 
         def loss(params: Params, ids: Tensor, targets: Tensor) -> Tensor:
@@ -85,14 +99,13 @@ def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Call
         return scaled, alone
 
     def part(i: int) -> Callable:
-        first, last = i == 0, i == stages - 1
+        first, last = i == 0, i == schedule.stages - 1
         entering, leaving = IDS if first else HIDDEN, LOGITS if last else HIDDEN
         return shard_map(llama.stage(c, layout, first, last), in_specs=(specs, entering), out_specs=leaving)
 
-    schedule = SCHEDULES[name](stages, microbatches)
     run, forward = (
         pipeline(
-            [part(i) for i in range(stages)],
+            [part(i) for i in range(schedule.stages)],
             table,
             loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
             count=lambda targets: targets.numel(),
@@ -107,7 +120,7 @@ def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Call
         return {**params, "layers": {name: f(w) for name, w in params["layers"].items()}}
 
     def given(params: Params, batches: Batches) -> tuple:
-        rows = of_layers(params, lambda w: w.unflatten(0, (stages, -1)))  # of each stage its layers
+        rows = of_layers(params, lambda w: w.unflatten(0, (schedule.stages, -1)))  # of each stage its layers
         return rows, *map(list, zip(*batches, strict=True))
 
     def scheduled(params: Params, batches: Batches) -> tuple[Any, Params]:
@@ -130,13 +143,36 @@ def init_params(c: Config, mesh: fspmd.Mesh, seed: int, dtype: torch.dtype) -> A
     return optree.tree_map_with_path(first, llama.leaves(c), llama.param_specs(c, mesh))
 
 
-def optimizer(c: Config, peak: float, steps: int) -> fspmd.nn.Optimizer:
-    """AdamW: a warm-up, then a straight line down to zero; weight decay for matrices alone."""
+def stored_order(c: Config, stages: int, name: str) -> Tensor | None:
+    """The layers in the order in which the ranks of ``stages`` have them by a schedule; None if it is that of layers.
+
+    Checkpoints have the layers in their own order, so that another mesh or schedule can go on with them.
+    """
+    schedule = SCHEDULES[name](stages, 1)
+    order = torch.arange(c.layers).view(schedule.stages, -1)[list(schedule.order)].flatten()
+    return None if stages == 1 or torch.equal(order, torch.arange(c.layers)) else order
+
+
+def with_layers_in(order: Tensor | None, tree: Any) -> Any:
+    """Parameters, or trees like them, with their layers in another order."""
+    if order is None:
+        return tree
+
+    def moved(path: tuple[Any, ...], x: Any) -> Any:
+        return fspmd.reshard(x[order], x.spec.partition) if "layers" in path else x
+
+    return optree.tree_map_with_path(moved, tree)
+
+
+def optimizer(c: Config, name: str, peak: float, steps: int) -> fspmd.nn.Optimizer:
+    """A warm-up, then a straight line down to zero; weight decay for matrices alone."""
 
     def rate(step: Tensor) -> Tensor:
         return peak * torch.minimum(step / min(WARMUP, steps), (steps + 1 - step) / steps).clamp(0, 1)
 
-    return adamw(rate, BETAS, decay=optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, llama.leaves(c)))
+    decay = optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, llama.leaves(c))
+    made: fspmd.nn.Optimizer = OPTIMIZERS[name](rate, decay=decay)
+    return made
 
 
 def make_step(both: Callable, update: Callable, scaled: bool = False) -> Callable:
@@ -193,8 +229,10 @@ def train(
 ) -> tuple[list, Params]:
     """The losses of all steps, and the parameters after them. ``both`` gives the loss and its gradients."""
     dtype = getattr(torch, args.dtype)
-    params = init_params(c, mesh, args.seed, dtype)
-    init, update = optimizer(c, args.lr, args.steps)
+    order = stored_order(c, mesh.shape["pp"], args.schedule)
+    back = None if order is None else order.argsort()
+    params = with_layers_in(order, init_params(c, mesh, args.seed, dtype))
+    init, update = optimizer(c, args.optimizer, args.lr, args.steps)
     step = make_step(both, update, scaled=bool(args.loss_scale))
     step = fspmd.jit(step, donate_argnums=(0, 1)) if args.jit else step
     state, losses = init(params), [math.nan] * args.steps
@@ -204,7 +242,8 @@ def train(
     if begin:
         like = {"params": params, "state": state, "losses": losses}
         saved = fspmd.load(args.checkpoint, like, step=begin, mesh=mesh)
-        params, state, losses = (saved[name] for name in ("params", "state", "losses"))
+        params, state = (with_layers_in(order, saved[name]) for name in ("params", "state"))
+        losses = saved["losses"]
         say(f"resumed at step {begin}/{args.steps} of {args.checkpoint}")
     ranks = 1 if mesh.transport == "simulation" else math.prod(mesh.shape.values())  # a simulation is one process
     peak = ranks * (args.accelerator * 1e12 if args.accelerator else peak_flops(dtype, mesh.device))
@@ -219,7 +258,7 @@ def train(
             with Path(args.log).open("a") as file:
                 file.write(f"step {i + 1} {text}\n")
         if args.checkpoint and ((i + 1) % args.every == 0 or i + 1 == args.steps):
-            tree = {"params": params, "state": state, "losses": losses}
+            tree = {"params": with_layers_in(back, params), "state": with_layers_in(back, state), "losses": losses}
             fspmd.save(args.checkpoint, tree, step=i + 1, keep=2, mesh=mesh)
     return losses, params
 
@@ -260,7 +299,7 @@ def recorded(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int 
     params = laid(c, mesh, getattr(torch, args.dtype))
     state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
     ids = TensorSpec(mesh, IDS, (args.batch // args.microbatches, c.S), torch.int64)
-    step = make_step(losses_of(c, mesh, args.schedule, 1)[0], optimizer(c, args.lr, args.steps).update)
+    step = make_step(losses_of(c, mesh, "gpipe", 1)[0], optimizer(c, "adamw", args.lr, args.steps).update)
     program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)] * microbatches)
     cost = program.cost()
     return Predicted(cost.time, cost.exposed, program.memory().by_line)
@@ -284,11 +323,12 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
     one, two = costs  # microbatches. Each beyond the first adds the same time
     each, exposed = (b - a if microbatches > 1 else a for a, b in zip(one[:2], two[:2], strict=True))
     took = time.perf_counter() - begun
-    bubble, live = 0.0, 1
+    bubble, live, deep = 0.0, 1, part.layers
     if stages > 1:
         schedule = SCHEDULES[args.schedule](stages, microbatches)
-        bubble, live = schedule.bubble(), max(schedule.peaks())
-    kept = (live - 1) * part.layers * rows * c.D * getattr(torch, args.dtype).itemsize
+        bubble, live = schedule.bubble(), max(schedule.peaks())  # of activations of a stage
+        deep //= schedule.stages // stages
+    kept = (live - 1) * deep * rows * c.D * getattr(torch, args.dtype).itemsize
     once = one.time - each
     seconds = (microbatches * each / (1 - bubble) + once) / 1e6
     tokens, ranks = args.batch * c.S, math.prod(sizes.values())
@@ -335,6 +375,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experts", type=int, default=0, help="experts in each layer (default: one MLP)")
     parser.add_argument("--chosen", type=int, default=Config.chosen, help="experts of a token")
     parser.add_argument("--capacity", type=int, help="tokens for each rank and expert (default: none is dropped)")
+    parser.add_argument("--attention", choices=llama.ATTENTION, default=Config.attention, help="its way over cp")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
@@ -354,12 +396,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
     args = parser.parse_args(argv)
     mesh, batch = args.mesh, math.prod(args.mesh[axis] for axis in llama.BATCH)
+    stages = SCHEDULES[args.schedule](mesh["pp"], 1).stages if mesh["pp"] > 1 else 1
+    heads = mesh["tp"] * (mesh["cp"] if args.attention == "ulysses" else 1)
     cuts = [
-        ("layers", args.layers, "pp", mesh["pp"]),
+        ("layers", args.layers, "stages on pp", stages),
         ("batch", args.batch, f"{args.microbatches} microbatches, dp, fsdp and ep", args.microbatches * batch),
         ("length", args.length, "cp", mesh["cp"]),
         ("kv-heads", args.kv_heads, "tp", mesh["tp"]),
         ("heads", args.heads, "kv-heads", args.kv_heads),
+        ("heads", args.heads, "tp, and cp in ulysses", heads),
         ("hidden", args.hidden, "tp and fsdp", mesh["tp"]),
         ("vocabulary", args.vocabulary, "tp", mesh["tp"]),
         ("width", args.width, "fsdp, and heads of even width", math.lcm(mesh["fsdp"], 2 * args.heads)),
@@ -374,6 +419,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             "--jit records shapes that no choice changes; give --experts a --capacity, such as --batch * --length"
         )
+    if args.plan and args.optimizer != "adamw":
+        parser.error("--plan knows the state of adamw; leave --optimizer out")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint, the folder that the state is saved to")
     return args
@@ -381,7 +428,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def config(args: argparse.Namespace) -> Config:
     sizes = {"D": args.width, "F": args.hidden, "H": args.heads, "G": args.kv_heads, "V": args.vocabulary}
-    mixture = {"experts": args.experts, "chosen": args.chosen, "capacity": args.capacity}
+    mixture = {"experts": args.experts, "chosen": args.chosen, "capacity": args.capacity, "attention": args.attention}
     param, compute, reduce = (getattr(torch, name or args.dtype) for name in (args.dtype, args.compute, args.reduce))
     precision = Precision(param, compute, reduce) if args.compute or args.reduce else None
     return Config(layers=args.layers, S=args.length, precision=precision, **sizes, **mixture)

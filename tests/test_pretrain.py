@@ -200,6 +200,25 @@ def test_validation_is_the_dense_loss_and_runs_no_backward(text: str) -> None:
         assert sum(call.kind == "ppermute" for call in log) == 2 * args.microbatches
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp=2 --schedule=interleaved",
+        "pp=2,fsdp=2 --schedule=zbv --jit",
+        "pp=2,dp=2 --schedule=dual-pipe-v",
+        "cp=2,tp=2 --attention=gathered",
+        "cp=2,fsdp=2 --attention=ulysses --jit",
+    ],
+)
+def test_losses_do_not_depend_on_the_schedule_or_the_way_of_attention(text: str, tmp_path: Path) -> None:
+    assert run_losses(f"{text} --layers=4", tmp_path) == pytest.approx(expected("--layers=4"), rel=1e-10)
+
+
+def test_adafactor_is_the_same_on_any_mesh(tmp_path: Path) -> None:
+    one, two = (run_losses(f"{mesh} --optimizer=adafactor", tmp_path) for mesh in ("dp=1", "pp=2,fsdp=2,tp=2"))
+    assert one == pytest.approx(two, rel=1e-10)
+
+
 @pytest.mark.parametrize("text", ["dp=2,cp=2", "pp=2,dp=2", "dp=2,fsdp=2 --compute=bfloat16 --reduce=float32"])
 def test_gradients_are_summed_over_copies_once_a_step(text: str) -> None:
     """Whatever the number of microbatches; and in the dtype of --reduce."""
@@ -245,6 +264,16 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path) -> None:
     shutil.rmtree(folder / f"step-{STEPS:08}")
     assert f"resumed at step {STEPS - 1}/{STEPS}" in train(arguments("pp=2,tp=2 --resume", **options))
     assert json.loads(file.read_text())["losses"] == pytest.approx(expected(""), rel=1e-10)
+
+
+def test_a_run_goes_on_with_another_schedule(tmp_path: Path) -> None:
+    """A rank has its layers in the order of the schedule; checkpoints have them in their own."""
+    folder, file = tmp_path / "steps", tmp_path / "losses.json"
+    options = {"checkpoint": folder, "every": 1, "losses": file, "out": tmp_path}
+    train(arguments("pp=2 --schedule=zbv --layers=4", **options))
+    shutil.rmtree(folder / f"step-{STEPS:08}")
+    assert "resumed" in train(arguments("pp=2,tp=2 --schedule=interleaved --layers=4 --resume", **options))
+    assert json.loads(file.read_text())["losses"] == pytest.approx(expected("--layers=4"), rel=1e-10)
 
 
 def test_a_plan_for_ranks_that_do_not_exist() -> None:

@@ -80,6 +80,7 @@ def pipeline(
         AxisError: the mesh has no such axis.
         MeshError: a value lies on another mesh.
         SpecError: the layout of a value does not say whose it is.
+        VarianceError: a value is a pending sum over the axis of the stages.
         ShapeError: a stage returns another shape, dtype or layout than the stage before.
 
     >>> from fspmd import device_put, make_mesh

@@ -64,6 +64,7 @@ class SequenceLayout:
     order: Tensor
     ranks: Ranks
 
+    @on_host
     def __post_init__(self) -> None:
         order = self.order
         whole = isinstance(order, Tensor) and order.dim() == 1 and order.dtype == torch.int64
