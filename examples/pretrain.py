@@ -8,8 +8,8 @@
 
 The model, and what the axes cut, is in llama.py. Axes that --mesh does not name have size 1. Losses do not depend on
 the mesh: in float64 they are equal to 1e-10, unless experts have a capacity. With --checkpoint the state is saved every
-few steps. With --resume a run goes on from the latest step, on any mesh. With --sample the model writes text at the end,
-as llama_decoding.py says.
+few steps. With --resume a run goes on from the latest step, on any mesh, with any schedule. With --sample the model
+writes text at the end, as llama_decoding.py says.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
     """
     specs = optree.tree_map(lambda spec: P(*spec, reduced=set(llama.ONCE)), llama.param_specs(c))
     layout = zigzag(c.S, mesh.shape["cp"])
-    beside = llama.BESIDE if c.experts else {}
+    beside, dtype = llama.BESIDE if c.experts else {}, getattr(torch, args.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    # stages cast by themselves; gradients are summed over microbatches in a wide dtype, and then over replicas
+    sums: Precision | None = Precision(dtype, dtype, c.precision.reduce if c.precision else dtype, wide)
+    if c.experts and dtype is not wide:
+        sums = None  # parameters have two dtypes: the bias of experts is wide
 
     def added(more: Params, rows: int) -> tuple[Any, Params]:
         """What the balance of experts adds to the loss of a microbatch of so many tokens, and the rest."""
@@ -103,7 +108,7 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
                 part, more = added(more, batch[1].numel())
                 return ((value + part) * scale, batch[1].numel()), more
 
-            (mean, more), grads = accumulate(one, llama.ONCE, has_aux=True)(params, batches)
+            (mean, more), grads = accumulate(one, llama.ONCE, precision=sums, has_aux=True)(params, batches)
             return (mean / scale, more), grads
 
         def alone(params: Params, batches: Batches) -> Any:
@@ -134,6 +139,7 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
             count=lambda targets: targets.numel(),
             mesh=mesh,
             over=llama.ONCE,
+            precision=sums,
             has_aux=not alone,
         )
         for alone in (False, True)
@@ -504,6 +510,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, size, over, parts in cuts:
         if parts < 1 or size % parts:
             parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
+    if args.jit and args.experts and args.capacity is None:
+        parser.error("--jit records shapes, and those of experts depend on the choice; give --capacity")
     if (args.balance or args.balance_loss) and not args.experts:
         parser.error("--balance and --balance-loss are of experts; give --experts too")
     if args.resume and not args.checkpoint:

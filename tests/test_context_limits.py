@@ -11,7 +11,7 @@ from context_programs import F64, dense, refusals, refused, seen_by
 from processes import Processes
 from torch import Tensor
 
-from fspmd import P, device_get, device_put, jvp, make_mesh, ppermute, shard_map
+from fspmd import P, device_get, device_put, jit, jvp, make_mesh, ppermute, shard_map
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.nn import (
     Causal,
@@ -279,3 +279,16 @@ def test_a_saved_tensor_of_a_transform_that_has_ended_moves() -> None:
         return g
 
     assert device_get(mapped(body, rows=P("cp"))(x)).tolist() == [2, 3, 0, 1]
+
+
+def test_a_layout_may_be_made_where_a_record_is() -> None:
+    """The check of its order read a value, which no record can hold."""
+    mesh, order = make_mesh((2,), ("cp",), transport="simulation"), zigzag(8, 2).order
+    x = torch.randn(1, 2, 8, 4)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return ulysses_attention(x, x, x, "cp", mask=Causal(), layout=SequenceLayout(order, 1))
+
+    rows = P(None, None, "cp")
+    call = shard_map(body, mesh=mesh, in_specs=rows, out_specs=rows)
+    assert torch.equal(device_get(jit(call)(x)), device_get(call(x)))

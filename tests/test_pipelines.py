@@ -29,7 +29,7 @@ from pipeline_programs import (
 from processes import Processes
 
 from fspmd import P, communication_log, device_get, device_put, jit, make_mesh
-from fspmd.errors import ArgumentError, AxisError, MeshError, ShapeError, SpecError, TreeError
+from fspmd.errors import ArgumentError, AxisError, MeshError, ShapeError, SpecError, TreeError, VarianceError
 from fspmd.nn import Action, Costs, Precision, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv, zero_bubble
 
 CASES = list(itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 8)))
@@ -417,6 +417,11 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         (SpecError, "inputs and targets are not cut over 'pp'", (w, [w], [x])),
         (MeshError, r"params is f32\[2@x\].*\nlay values out on mesh\(pp=2\), or on its parts", (other, [x], [x])),
         (ArgumentError, "for inputs; give it a list", (w, x, [x])),
+        (
+            VarianceError,
+            r"params is f32\[2\]{U:pp} .*\nsettle sums over 'pp' first",
+            (w[torch.tensor([1, 0])], [x], [x]),
+        ),
     ):
         with pytest.raises(error, match=match):
             step(*call)

@@ -281,7 +281,16 @@ def test_validation_is_the_dense_loss_and_runs_no_backward(text: str) -> None:
         assert sum(call.kind == "ppermute" for call in log) == 2 * args.microbatches
 
 
-@pytest.mark.parametrize("text", ["dp=2,cp=2,fsdp=2", "pp=2,dp=2 --schedule=zero-bubble", f"dp=2,ep=2 {MOE}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,cp=2,fsdp=2",
+        "pp=2,dp=2 --schedule=zero-bubble",
+        f"dp=2,ep=2 {MOE}",
+        "dp=2,fsdp=2 --compute=bfloat16 --reduce=float32",
+        "pp=2,dp=2 --compute=bfloat16 --reduce=float32",
+    ],
+)
 def test_gradients_are_summed_over_replicas_once_a_step(text: str) -> None:
     module = pretrain()
 
@@ -294,12 +303,13 @@ def test_gradients_are_summed_over_replicas_once_a_step(text: str) -> None:
         with fspmd.communication_log() as log:
             both(params, module.put(c, mesh, batch, microbatches))
         return [
-            (call.axes, call.shape)
+            (call.axes, call.shape, call.dtype)
             for call in log
             if {"dp"} <= {*call.axes} <= {"dp", "cp"} and math.prod(call.shape) > 8 and call.shape != (4, 4)
         ]
 
     assert sums(1) == sums(3)
+    assert {dtype for *_, dtype in sums(1)} == {torch.float32 if "reduce" in text else torch.float64}
     leaves = module.llama.leaves(module.config(module.parse(arguments(text))))
     assert len(sums(1)) == len(optree.tree_leaves(module.learned(leaves)))
 
@@ -395,6 +405,7 @@ def test_a_plan_of_many_layers_is_that_of_a_record_of_all(text: str) -> None:
         ("pp=3", "layers"),
         ("pp=4 --schedule=zbv", "layers"),
         ("cp=3 --attention=ulysses", "heads"),
+        ("ep=2 --experts=4 --jit", "capacity"),
     ],
 )
 def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:

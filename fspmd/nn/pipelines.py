@@ -87,6 +87,7 @@ def pipeline(
         AxisError: the mesh has no such axis.
         MeshError: a value lies on another mesh.
         SpecError: the layout of a value does not say whose it is.
+        VarianceError: a value is a pending sum over the axis of the stages.
         ShapeError: a stage returns another shape, dtype or layout than the stage before.
         TreeError: with ``has_aux``, a stage returns no such triple, or ``aux`` of another structure than another stage.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.entries import entry_axes
-from fspmd.errors import ArgumentError, FspmdError, MeshError, SpecError
+from fspmd.errors import ArgumentError, FspmdError, MeshError, SpecError, VarianceError
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.messages import Failure, described, refuse
@@ -74,6 +74,8 @@ class Places:
         if x.spec.mesh is not self.mesh and (stages is None or self.owner(x) is None):
             where = f"lay values out on {self.mesh!r}" + (", or on its parts" if stages is not None else "")
             return MeshError, shown, where
+        if x.spec.mesh is self.mesh and self.axis in x.spec.partition.unreduced:
+            return VarianceError, shown, f"settle sums over {self.axis!r} first: reshard(x, P(...))"
         if stages is None and self.axis in x.spec.partition.axes:
             return SpecError, shown, f"inputs and targets are not cut over {self.axis!r}"
         if stages is not None and x.spec.mesh is self.mesh and self.is_stacked(x):

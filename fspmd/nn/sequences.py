@@ -64,6 +64,7 @@ class SequenceLayout:
     order: Tensor
     ranks: Ranks
 
+    @on_host
     def __post_init__(self) -> None:
         order = self.order
         whole = isinstance(order, Tensor) and order.dim() == 1 and order.dtype == torch.int64
@@ -149,7 +150,6 @@ class SequenceLayout:
 
 
 @cached(maxsize=256)
-@on_host
 def joined(layout: SequenceLayout, ranks: Ranks) -> SequenceLayout:
     """The same order of positions in the larger blocks of fewer ranks."""
     return SequenceLayout(layout.order, ranks)
