@@ -63,11 +63,11 @@ MESHES = [
     "pp=2,dp=2,tp=2 --schedule=zbv --zero1 --jit",
     f"pp=2,ep=2 --schedule=dual-pipe-v --optimizer=muon {MOE} {BALANCED}",
     f"ep=2,tp=2,cp=2 {MOE} {BALANCED} --loss-scale=1024 --master",
-    f"dp=2,ep=2 --jit {MOE} {BALANCED} --capacity=144",
+    f"dp=2,ep=2 --jit {MOE} {BALANCED} --capacity=144 --microbatches=3",
     "pp=2,fsdp=2 --jit --loss-scale=1024 --compute=float64",
     "cp=2,tp=2 --attention=ulysses --window=7 --jit",
     "fsdp=2,cp=3 --attention=gathered --window=40 --master",
-    "dp=2,fsdp=2,tp=2 --optimizer=muon --zero1 --jit",
+    "dp=2,fsdp=2,tp=2 --optimizer=muon --zero1 --jit --microbatches=3",
     "dp=2,fsdp=3 --optimizer=adafactor --zero1",
     f"tp=2 {MOE}",
     f"ep=4 {MOE} --microbatches=3",
@@ -310,7 +310,7 @@ def test_gradients_are_summed_over_replicas_once_a_step(text: str) -> None:
 
     assert sums(1) == sums(3)
     assert {dtype for *_, dtype in sums(1)} == {torch.float32 if "reduce" in text else torch.float64}
-    leaves = module.llama.leaves(module.config(module.parse(arguments(text))))
+    leaves = module.llama.leaves(module.config(module.parse([*arguments(text), "--microbatches=1"])))
     assert len(sums(1)) == len(optree.tree_leaves(module.learned(leaves)))
 
 
@@ -354,7 +354,7 @@ def test_samples_are_those_of_the_dense_model(text: str) -> None:
 ANOTHER = [  # the mesh of a run, that on which it goes on, and flags of both
     ("fsdp=2", "pp=2,tp=2", ""),
     ("pp=2,fsdp=2 --schedule=zbv", "dp=2,tp=2 --zero1", "--optimizer=muon"),
-    ("dp=2,fsdp=2 --zero1", "pp=2 --schedule=interleaved", "--optimizer=adafactor --master"),
+    ("dp=2,fsdp=2 --zero1 --microbatches=3", "pp=2 --schedule=interleaved", "--optimizer=adafactor --master"),
 ]
 
 
