@@ -254,6 +254,8 @@ ON_PROCESSES = [
     (f"ep=4 {MOE} --microbatches=3", 4),
     ("pp=2,fsdp=2,tp=2", 8),
     (f"pp=2,ep=2,cp=2 {MOE}", 8),
+    ("dp=2,pp=2,tp=2 --schedule=zbv --optimizer=muon --zero1", 8),
+    (f"pp=2,ep=2 --schedule=interleaved {MOE} {BALANCED} --optimizer=adafactor", 4),
 ]
 
 
