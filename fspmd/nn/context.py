@@ -24,7 +24,7 @@ from fspmd.collectives import all_to_all, axis_index, axis_size
 from fspmd.errors import ShapeError
 from fspmd.nn.arguments import checked
 from fspmd.nn.attention import Way, attention
-from fspmd.nn.checks import check_layout, check_operands, shapes_everywhere
+from fspmd.nn.checks import check_layout, check_operands, check_varies, shapes_everywhere
 from fspmd.nn.masks import Full, Mask, as_mask
 from fspmd.nn.ring import Exchanged, Gathered, Ring, turns_of
 from fspmd.nn.sequences import Axes, SequenceLayout
@@ -135,6 +135,10 @@ def ulysses_attention(
     return result.narrow(-2, 0, query.shape[-2])
 
 
+def _names(axis: Axes) -> Axes:
+    return (axis,) if isinstance(axis, str) else axis
+
+
 W = TypeVar("W", Ring, Gathered)
 
 
@@ -155,6 +159,9 @@ def _checked(
     tensors = [x for x in (query, key, value, sinks) if isinstance(x, Tensor)]
     everywhere = shapes_everywhere(what, *tensors)
     check_operands(query, key, value, scale, what, everywhere)
+    names = (*_names(ring), *_names(axis))
+    if names:
+        check_varies(what, names, "a query, key and value", query, key, value)
     for shapes in everywhere.values():
         if shapes[0][-2] != shapes[1][-2]:
             raise ShapeError(
@@ -173,10 +180,13 @@ def _checked(
     mask = Full() if mask is None else as_mask(mask, what)
     layout = check_layout(layout, everywhere, ring, axis, what)
     mask.check(layout.length)
-    names = ring if isinstance(ring, str) else tuple(ring)
     body = bound_body(what)
     parts = body.sizes(resolve_axes(body, axis, what))
-    return way(turns_of(names, mask.outline, layout, parts, way is Gathered), mask, scale)
+    return way(
+        turns_of(ring if isinstance(ring, str) else tuple(ring), mask.outline, layout, parts, way is Gathered),
+        mask,
+        scale,
+    )
 
 
 def _padded(blocks_of_rank: Iterable[Tensor], length: int) -> Iterator[Tensor]:
