@@ -3,8 +3,9 @@
     pp    stages of layers             fsdp  the batch, and parameters at rest     cp  the sequence
     dp    the batch                    ep    the batch, and experts                tp  heads, hidden units, vocabulary
 
-Parameters are gathered over fsdp where they are used, inside `checkpoint`, so backward gathers them again. Shapes in
-comments are those of one rank's block:
+Parameters are gathered over fsdp where they are used, inside `checkpoint`, so backward gathers them again. Over the
+axes ONCE the caller gathers them, so their gradients are summed once a step. Shapes in comments are those of one rank's
+block:
 
     b, s  sequences and positions of this rank    V  the vocabulary     F  width of the MLP, or of an expert
     D     width of the model                      K  width of a head    H, G  heads of queries, of keys and values
@@ -12,7 +13,7 @@ comments are those of one rank's block:
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fspmd
-from fspmd import P
-from fspmd.nn import Causal, Precision, SequenceLayout, experts, gathered, grouped_matmul, route
+from fspmd import P, nn
 
 Params = dict[str, Any]
-ATTENTION = {name: getattr(fspmd.nn, f"{name}_attention") for name in ("ring", "gathered", "ulysses")}
 BATCH = ("dp", "fsdp", "ep")  # the axes that cut the batch
-TOKENS = (*BATCH, "cp")  # and those that cut tokens
-WAIT = ("dp", "cp")  # no parameter is cut over these: gradients wait for the last microbatch, and are summed once
+TOKENS, ONCE = (*BATCH, "cp"), ("dp", "cp")  # the axes that cut tokens; and those of them that cut no parameter
 IDS, HIDDEN, LOGITS = P(BATCH, "cp"), P(BATCH, "cp", None), P(BATCH, "cp", "tp")
-EPSILON = 1e-6
+BESIDE = {"balance": P(), "counts": P()}  # what layers with experts return beside: losses of balance, and counts
+ATTENTION = {"ring": nn.ring_attention, "gathered": nn.gathered_attention, "ulysses": nn.ulysses_attention}
+CAUSAL, EPSILON = nn.Causal(), 1e-6
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,13 @@ class Config:
     experts: int = 0
     chosen: int = 2  # experts of a token
     capacity: int | None = None  # tokens for each rank and expert; the default drops none
-    attention: str = "ring"  # the way of ATTENTION over cp
-    precision: Precision | None = None  # the dtypes of the computation, and of sums of gradients; None: of parameters
+    precision: nn.Precision | None = None  # of the computation and of sums of gradients; the default is the parameters'
+    mask: nn.Mask = CAUSAL  # which tokens a token sees
+    attention: str = "ring"  # how the ranks of cp share it: a key of ATTENTION
 
     @property
     def K(self) -> int:
         return self.D // self.H
-
-    def parameters(self) -> int:
-        """The number of parameters."""
-        return sum(math.prod(leaf.shape) for leaf in optree.tree_leaves(leaves(self)))
-
-    def flops(self) -> float:
-        """FLOPs of the model for a token, forward and backward. A token sees half of the sequence, on average."""
-        mlp = 3 * self.D * self.F * (self.chosen if self.experts else 1) + self.D * self.experts
-        attention = 2 * self.D * (self.H + self.G) * self.K + self.S * self.H * self.K
-        return 6.0 * (self.layers * (mlp + attention) + self.D * self.V)
-
-
-# ---------------------------------------------------------------- parameters: shapes, and how they lie
 
 
 @dataclass(frozen=True)
@@ -88,10 +76,10 @@ def leaves(c: Config) -> Params:
 
     stack = {
         "norm1": layer((c.D,), "fsdp"),
-        "wq": layer((c.D, c.H, c.K), "fsdp", "tp", scale=up),
-        "wk": layer((c.D, c.G, c.K), "fsdp", "tp", scale=up),
-        "wv": layer((c.D, c.G, c.K), "fsdp", "tp", scale=up),
-        "wo": layer((c.H, c.K, c.D), "tp", None, "fsdp", scale=up * down),
+        "wq": layer((c.D, c.H * c.K), "fsdp", "tp", scale=up),
+        "wk": layer((c.D, c.G * c.K), "fsdp", "tp", scale=up),
+        "wv": layer((c.D, c.G * c.K), "fsdp", "tp", scale=up),
+        "wo": layer((c.H * c.K, c.D), "tp", "fsdp", scale=up * down),
         "norm2": layer((c.D,), "fsdp"),
         "gate": layer((*many, c.D, c.F), *over, "fsdp", "tp", scale=up),
         "up": layer((*many, c.D, c.F), *over, "fsdp", "tp", scale=up),
@@ -99,6 +87,7 @@ def leaves(c: Config) -> Params:
     }
     if c.experts:
         stack["router"] = layer((c.D, c.experts), "fsdp", scale=up)
+        stack["bias"] = layer((c.experts,), scale=0.0)  # of the choice: no gradient changes it
     return {
         "embedding": Leaf((c.V, c.D), P("tp", "fsdp"), 0.5),
         "layers": stack,
@@ -107,58 +96,54 @@ def leaves(c: Config) -> Params:
     }
 
 
-def stage_specs(c: Config) -> Any:
-    """The layouts of the parameters in a stage, where gradients over some axes are pending sums."""
-    return optree.tree_map(lambda leaf: P(*leaf.spec.entries, reduced=WAIT), leaves(c))
-
-
-def param_specs(c: Config, mesh: fspmd.Mesh) -> Params:
-    """The layouts of all parameters: layers are cut over pp as well."""
-    specs, over = optree.tree_map(lambda leaf: leaf.spec, leaves(c)), "pp" if mesh.shape["pp"] > 1 else None
+def param_specs(c: Config, pp: int = 1) -> Any:
+    """The layouts of the parameters: of one stage, or of all of them on so many ranks of pp."""
+    specs, over = optree.tree_map(lambda leaf: leaf.spec, leaves(c)), "pp" if pp > 1 else None
     return {**specs, "layers": {name: P(over, *spec.entries[1:]) for name, spec in specs["layers"].items()}}
-
-
-# ---------------------------------------------------------------- the model: what one rank does with its blocks
 
 
 def use(c: Config, params: Params, specs: Params) -> Params:
     """Parameters as a computation needs them: no longer cut by fsdp. Experts see the tokens of all ranks of ep."""
-    axes = {name: tuple(a for a in TOKENS if a != "ep" or "ep" not in specs[name].axes) for name in params}
-    return {name: gathered(w, axes[name], specs[name], dtype=c.precision) for name, w in params.items()}
+
+    def one(w: Tensor, spec: P) -> Any:
+        return nn.gathered(w, ("fsdp",) if "ep" in spec.axes else ("fsdp", "ep"), spec, dtype=c.precision)
+
+    return {name: w if name == "bias" else one(w, specs[name]) for name, w in params.items()}
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + K / 2]) of [b, heads, s, K] by the angle of its position."""
+    """Turn each pair (x[i], x[i + K / 2]) of [b, heads, s, K] by the angle of its position, [s] or [b, 1, s]."""
     half = x.shape[-1] // 2
-    angle = positions.double()[:, None] * 10000.0 ** (-torch.arange(half, device=x.device).double() / half)
+    angle = positions.double()[..., None] * 10000.0 ** (-torch.arange(half, device=x.device).double() / half)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     left, right = x[..., :half], x[..., half:]
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
-def mlp(c: Config, p: Params, x: Tensor) -> Tensor:
-    """x [b, s, D] -> [b, s, D], to be summed over tp."""
+def mlp(c: Config, p: Params, x: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, Params]:
+    """x [b, s, D] -> [b, s, D], to be summed over tp; and `BESIDE` of this layer, over ``axes``, which cut tokens."""
     if not c.experts:
-        y: Tensor = (F.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
-        return y
+        return (F.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], {}
 
     def of_rows(rows: Tensor, counts: Tensor) -> Tensor:
-        gate, up = (grouped_matmul(rows, p[name], counts) for name in ("gate", "up"))
-        return grouped_matmul(F.silu(gate) * up, p["down"], counts)
+        gate, up = (nn.grouped_matmul(rows, p[name], counts) for name in ("gate", "up"))
+        return nn.grouped_matmul(F.silu(gate) * up, p["down"], counts)
 
     rows = x.flatten(0, 1)
-    return experts(rows, route(rows @ p["router"], c.chosen), of_rows, axis="ep", capacity=c.capacity)[0].view_as(x)
+    choice = nn.route(rows @ p["router"], c.chosen, bias=p["bias"], axes=axes)
+    y = nn.experts(rows, choice, of_rows, axis="ep", capacity=c.capacity)[0]
+    return y.view_as(x), {"balance": choice.balance_loss, "counts": choice.counts}
 
 
-def layer(c: Config, params: Params, specs: Params, x: Tensor, layout: SequenceLayout) -> Tensor:
-    """x [b, s, D] -> [b, s, D]."""
-    p = use(c, params, specs)
-    h, at = F.rms_norm(x, (c.D,), p["norm1"], EPSILON), layout.positions("cp")
-    q, k, v = (torch.einsum("bsd,dhk->bhsk", h, p[name]) for name in ("wq", "wk", "wv"))
-    whole = SequenceLayout(layout.order, 1) if c.attention == "ulysses" else layout  # each rank has all positions
-    heads = ATTENTION[c.attention](rotate(q, at), rotate(k, at), v, "cp", mask=Causal(), layout=whole)
-    x = x + fspmd.psum(torch.einsum("bhsk,hkd->bsd", heads, p["wo"]), "tp")
-    return x + fspmd.psum(mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON)), "tp")
+def layer(c: Config, params: Params, x: Tensor, at: Tensor, attend: Callable, axes: Any = TOKENS) -> Any:
+    """x [b, s, D] at positions ``at`` -> [b, s, D], and `BESIDE` of this layer. ``attend`` gets q, k and v."""
+    p = use(c, params, {name: P(*spec.entries[1:]) for name, spec in param_specs(c)["layers"].items()})
+    h = F.rms_norm(x, (c.D,), p["norm1"], EPSILON)
+    q, k, v = ((h @ p[name]).unflatten(-1, (-1, c.K)).transpose(1, 2) for name in ("wq", "wk", "wv"))
+    heads = attend(rotate(q, at), rotate(k, at), v)
+    x = x + fspmd.psum(heads.transpose(1, 2).flatten(2) @ p["wo"], "tp")
+    y, beside = mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON), axes)
+    return x + fspmd.psum(y, "tp"), beside
 
 
 def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -167,23 +152,39 @@ def own_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return place.clamp(0, rows - 1), (place >= 0) & (place < rows)
 
 
-def stage(c: Config, layout: SequenceLayout, first: bool, last: bool) -> Callable[[Params, Tensor], Tensor]:
-    """A stage on blocks: ids [b, s] in the first, logits [b, s, V / tp] out of the last, [b, s, D] between."""
-    specs = stage_specs(c)
-    of_layer = {name: P(*spec.entries[1:]) for name, spec in specs["layers"].items()}
+def embedded(c: Config, params: Params, ids: Tensor) -> Tensor:
+    """ids [b, s] -> [b, s, D]."""
+    table = use(c, {"embedding": params["embedding"]}, param_specs(c))["embedding"]
+    place, mine = own_rows(ids, table.shape[0])
+    return fspmd.psum(F.embedding(place, table) * mine[..., None], "tp")
 
-    def run(params: Params, x: Tensor) -> Tensor:
-        if first:
-            table = use(c, {"embedding": params["embedding"]}, specs)["embedding"]
-            place, mine = own_rows(x, table.shape[0])
-            x = fspmd.psum(F.embedding(place, table) * mine[..., None], "tp")
-        stacks = params["layers"]
-        for own in zip(*[w.unbind() for w in stacks.values()], strict=True):  # the gradient is one stack, not a sum
-            x = fspmd.checkpoint(layer)(c, dict(zip(stacks, own, strict=True)), of_layer, x, layout)
-        if last:
-            p = use(c, {name: params[name] for name in ("norm", "head")}, specs)
-            x = F.rms_norm(x, (c.D,), p["norm"], EPSILON) @ p["head"]
-        return x
+
+def logits(c: Config, params: Params, x: Tensor) -> Tensor:
+    """x [..., D] -> [..., V / tp]."""
+    p = use(c, {name: params[name] for name in ("norm", "head")}, param_specs(c))
+    return torch.matmul(F.rms_norm(x, (c.D,), p["norm"], EPSILON), p["head"])
+
+
+def of_layers(params: Params) -> list[Params]:
+    """The parameters of each layer. The gradient of all is one stack, not a sum."""
+    stacks = params["layers"]
+    return [dict(zip(stacks, own, strict=True)) for own in zip(*[w.unbind() for w in stacks.values()], strict=True)]
+
+
+def stage(c: Config, layout: nn.SequenceLayout, first: bool, last: bool) -> Callable[..., tuple[Tensor, Params]]:
+    """A stage on blocks: ids [b, s] in the first, logits [b, s, V / tp] out of the last, [b, s, D] between.
+
+    It returns `BESIDE` too, stacked over layers.
+    """
+    attend = functools.partial(ATTENTION[c.attention], axis="cp", mask=c.mask, layout=layout)
+
+    def run(params: Params, x: Tensor) -> tuple[Tensor, Params]:
+        x, at, beside = embedded(c, params, x) if first else x, layout.positions("cp"), []
+        for own in of_layers(params):
+            x, more = fspmd.checkpoint(layer)(c, own, x, at, attend)
+            beside.append(more)
+        x = logits(c, params, x) if last else x
+        return x, {name: torch.stack([more[name] for more in beside]) for name in beside[0]}
 
     return run
 

@@ -8,14 +8,14 @@
 
 The model, and what the axes cut, is in llama.py. Axes that --mesh does not name have size 1. Losses do not depend on
 the mesh: in float64 they are equal to 1e-10, unless experts have a capacity. With --checkpoint the state is saved every
-few steps. With --resume a run goes on from the latest step, on any mesh and with any schedule.
+few steps. With --resume a run goes on from the latest step, on any mesh, with any schedule. With --sample the model
+writes text at the end, as llama_decoding.py says.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -31,101 +31,131 @@ import report
 import text_data
 import torch
 from llama import HIDDEN, IDS, LOGITS, Config, Params
+from llama_decoding import generate
 from torch import Tensor
 
 import fspmd
-from fspmd import Mesh, P, TensorSpec, shard_map
-from fspmd.nn import (
-    LossScale,
-    Precision,
-    accumulate,
-    adafactor,
-    adamw,
-    dual_pipe_v,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    pipeline,
-    selected,
-    zbv,
-    zero_bubble,
-    zigzag,
-)
+from fspmd import Mesh, P, TensorSpec, nn, shard_map
+from fspmd.nn import Causal, LossScale, Optimizer, Precision, SlidingWindow, accumulate, pipeline, selected, zigzag
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 SCHEDULES = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zero-bubble": zero_bubble,
-    "zbv": zbv,
-    "dual-pipe-v": dual_pipe_v,
+    "gpipe": nn.gpipe,
+    "1f1b": nn.one_f_one_b,
+    "interleaved": nn.interleaved,
+    "zero-bubble": nn.zero_bubble,
+    "zbv": nn.zbv,
+    "dual-pipe-v": nn.dual_pipe_v,
 }
-OPTIMIZERS: dict[str, Callable] = {"adamw": functools.partial(adamw, betas=(0.9, 0.95)), "adafactor": adafactor}
-CLIP, DECAY, WARMUP = 1.0, 0.1, 20
+MATRICES = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # of a layer
+CLIP, DECAY, BETAS, WARMUP = 1.0, 0.1, (0.9, 0.95), 20
 Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, each [B, S]
+
+
+def parameters(c: Config) -> int:
+    """The number of parameters."""
+    return sum(math.prod(leaf.shape) for leaf in optree.tree_leaves(llama.leaves(c)))
+
+
+def flops(c: Config) -> float:
+    """FLOPs of the model for a token, forward and backward."""
+    mlp = 3 * c.D * c.F * (c.chosen if c.experts else 1) + c.D * c.experts
+    seen = nn.contiguous(c.S, 1).work(c.mask)[0] / c.S
+    attention = 2 * c.D * (c.H + c.G) * c.K + 2 * seen * c.H * c.K
+    return 6.0 * (c.layers * (mlp + attention) + c.D * c.V)
 
 
 # ---------------------------------------------------------------- a step, for any mesh
 
 
-def losses_of(c: Config, mesh: Mesh, name: str, microbatches: int) -> tuple[Callable, Callable]:
-    """Two functions of parameters and microbatches: of the mean loss with its gradients, and of the mean loss alone.
+def stages_in_order(schedule: str, ranks: int) -> tuple[int, ...]:
+    """The stages, as they lie on the ranks of pp: equally many on each, in rank order."""
+    return SCHEDULES[schedule](ranks, 1).order if ranks > 1 else (0,)
 
-    With one stage the first takes a number by which the loss is multiplied before it is differentiated.
+
+def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int) -> tuple[Callable, Callable]:
+    """Two functions of parameters and microbatches: one for training, and one of the mean loss alone.
+
+    The first takes a factor of the loss too, and returns ``((loss, beside), gradients)``. If there are experts, the
+    loss has that of their balance, and ``beside`` the counts of each layer.
     """
-    specs, layout = llama.stage_specs(c), zigzag(c.S, mesh.shape["cp"])
-    schedule = SCHEDULES[name](mesh.shape["pp"], microbatches) if mesh.shape["pp"] > 1 else None
-    p = c.precision  # a stage computes in its dtype; sums of gradients over microbatches have dtypes as well
-    sums = p and Precision(p.param, p.param, p.reduce, torch.promote_types(p.param, torch.float32))
-    if schedule is None:
+    specs = optree.tree_map(lambda spec: P(*spec, reduced=set(llama.ONCE)), llama.param_specs(c))
+    layout = zigzag(c.S, mesh.shape["cp"])
+    beside, dtype = llama.BESIDE if c.experts else {}, getattr(torch, args.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    # stages cast by themselves; gradients are summed over microbatches in a wide dtype, and then over replicas
+    sums: Precision | None = Precision(dtype, dtype, c.precision.reduce if c.precision else dtype, wide)
+    if c.experts and dtype is not wide:
+        sums = None  # parameters have two dtypes: the bias of experts is wide
+
+    def added(more: Params, rows: int) -> tuple[Any, Params]:
+        """What the balance of experts adds to the loss of a microbatch of so many tokens, and the rest."""
+        rest = {name: x for name, x in more.items() if name != "balance"}
+        return more["balance"].sum() * (rows * args.balance_loss) if more and args.balance_loss else 0.0, rest
+
+    if mesh.shape["pp"] == 1:
         model = llama.stage(c, layout, first=True, last=True)
 
-        def loss(params: Params, ids: Tensor, targets: Tensor) -> Tensor:
-            return llama.cross_entropy(model(params, ids), targets)
+        def total(params: Params, ids: Tensor, targets: Tensor) -> tuple[Tensor, Params]:
+            logits, more = model(params, ids)
+            return llama.cross_entropy(logits, targets), more
 
-        mapped = shard_map(loss, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=P())
+        mapped = shard_map(total, mesh=mesh, in_specs=(specs, IDS, IDS), out_specs=(P(), beside))
 
         def scaled(params: Params, batches: Batches, scale: Any = 1.0) -> tuple[Any, Params]:
-            def total(params: Params, batch: Any) -> tuple[Any, Any]:
-                return mapped(params, *batch) * scale, batch[1].numel()
+            def one(params: Params, batch: tuple[Any, Any]) -> Any:
+                value, more = mapped(params, *batch)
+                part, more = added(more, batch[1].numel())
+                return ((value + part) * scale, batch[1].numel()), more
 
-            mean, grads = accumulate(total, llama.WAIT, precision=sums)(params, batches)
-            return mean / scale, grads
+            (mean, more), grads = accumulate(one, llama.ONCE, precision=sums, has_aux=True)(params, batches)
+            return (mean / scale, more), grads
 
         def alone(params: Params, batches: Batches) -> Any:
-            return sum(mapped(params, *batch) for batch in batches) / sum(targets.numel() for _, targets in batches)
+            params = nn.gathered(params, llama.ONCE)
+            return sum(mapped(params, *batch)[0] for batch in batches) / sum(targets.numel() for _, targets in batches)
 
         return scaled, alone
 
-    def part(i: int) -> Callable:
-        first, last = i == 0, i == schedule.stages - 1
+    schedule = SCHEDULES[args.schedule](mesh.shape["pp"], microbatches)
+    stages = schedule.stages
+
+    def part(i: int, alone: bool) -> Callable:
+        first, last = i == 0, i == stages - 1
         entering, leaving = IDS if first else HIDDEN, LOGITS if last else HIDDEN
-        return shard_map(llama.stage(c, layout, first, last), in_specs=(specs, entering), out_specs=leaving)
+        run = shard_map(llama.stage(c, layout, first, last), in_specs=(specs, entering), out_specs=(leaving, beside))
+
+        def whole(params: Params, x: Any) -> Any:
+            y, more = run(params, x)
+            return y if alone else (y, *added(more, x.shape[0] * x.shape[1]))
+
+        return whole
 
     run, forward = (
         pipeline(
-            [part(i) for i in range(schedule.stages)],
-            table,
+            [part(i, alone) for i in range(stages)],
+            schedule.forwards() if alone else schedule,
             loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
             count=lambda targets: targets.numel(),
             mesh=mesh,
-            over=llama.WAIT,
+            over=llama.ONCE,
             precision=sums,
+            has_aux=not alone,
         )
-        for table in (schedule, schedule.forwards())
+        for alone in (False, True)
     )
 
     def of_layers(params: Params, f: Callable) -> Params:
         return {**params, "layers": {name: f(w) for name, w in params["layers"].items()}}
 
     def given(params: Params, batches: Batches) -> tuple:
-        rows = of_layers(params, lambda w: w.unflatten(0, (schedule.stages, -1)))  # of each stage its layers
+        rows = of_layers(params, lambda w: w.unflatten(0, (stages, -1)))  # of each stage its layers
         return rows, *map(list, zip(*batches, strict=True))
 
-    def scheduled(params: Params, batches: Batches) -> tuple[Any, Params]:
-        loss, grads = run(*given(params, batches))
-        return loss, of_layers(grads, lambda g: g.flatten(0, 1))
+    def scheduled(params: Params, batches: Batches, scale: Any = None) -> tuple[Any, Params]:
+        (loss, more), grads = run(*given(params, batches), scale)
+        more = {name: x.flatten(0, 1) for name, x in more.items()}
+        return (loss, more), of_layers(grads, lambda g: g.flatten(0, 1))
 
     return scheduled, lambda params, batches: forward(*given(params, batches))[0]
 
@@ -138,64 +168,103 @@ def init_params(c: Config, mesh: fspmd.Mesh, seed: int, dtype: torch.dtype) -> A
         if leaf.scale is None:
             return fspmd.ones(*leaf.shape, spec=spec, dtype=dtype, mesh=mesh)
         own = fspmd.random.fold_in(key, zlib.crc32(repr(path).encode()))
-        return fspmd.random.normal(own, leaf.shape, spec=spec, dtype=dtype, mesh=mesh) * leaf.scale
+        return fspmd.random.normal(own, leaf.shape, spec=spec, dtype=dtype_of(path, dtype), mesh=mesh) * leaf.scale
 
-    return optree.tree_map_with_path(first, llama.leaves(c), llama.param_specs(c, mesh))
-
-
-def stored_order(c: Config, stages: int, name: str) -> Tensor | None:
-    """The layers in the order in which the ranks of ``stages`` have them by a schedule; None if it is that of layers.
-
-    Checkpoints have the layers in their own order, so that another mesh or schedule can go on with them.
-    """
-    schedule = SCHEDULES[name](stages, 1)
-    order = torch.arange(c.layers).view(schedule.stages, -1)[list(schedule.order)].flatten()
-    return None if stages == 1 or torch.equal(order, torch.arange(c.layers)) else order
+    return optree.tree_map_with_path(first, llama.leaves(c), llama.param_specs(c, mesh.shape["pp"]))
 
 
-def with_layers_in(order: Tensor | None, tree: Any) -> Any:
-    """Parameters, or trees like them, with their layers in another order."""
-    if order is None:
+def dtype_of(path: tuple[Any, ...], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter. That of the bias of experts is wide, because its changes are small."""
+    return torch.promote_types(dtype, torch.float32) if path[-1] == "bias" else dtype
+
+
+def in_rows(tree: Any, rows: Tensor) -> Any:
+    """Parameters or a state of the optimizer with layer ``rows[i]`` in row i of the stacks of layers."""
+    if rows.equal(torch.arange(len(rows))):
         return tree
 
-    def moved(path: tuple[Any, ...], x: Any) -> Any:
-        return fspmd.reshard(x[order], x.spec.partition) if "layers" in path else x
+    def one(path: tuple[Any, ...], x: Any) -> Any:
+        return fspmd.reshard(x[rows], x.spec.partition) if "layers" in path and len(x) == len(rows) else x
 
-    return optree.tree_map_with_path(moved, tree)
-
-
-def optimizer(c: Config, name: str, peak: float, steps: int) -> fspmd.nn.Optimizer:
-    """A warm-up, then a straight line down to zero; weight decay for matrices alone."""
-
-    def rate(step: Tensor) -> Tensor:
-        return peak * torch.minimum(step / min(WARMUP, steps), (steps + 1 - step) / steps).clamp(0, 1)
-
-    decay = optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, llama.leaves(c))
-    made: fspmd.nn.Optimizer = OPTIMIZERS[name](rate, decay=decay)
-    return made
+    return optree.tree_map_with_path(one, tree, is_leaf=lambda x: isinstance(x, fspmd.Sharded))
 
 
-def make_step(both: Callable, update: Callable, scaled: bool = False) -> Callable:
-    """A step of training, from the loss with its gradients and the update of an optimizer.
+def optimizer(c: Config, args: argparse.Namespace) -> Optimizer:
+    """An optimizer with a warm-up, then a straight line down to zero; weight decay for matrices alone."""
+    steps, stored = args.steps, None
 
-    ``scaled``: the loss is multiplied by the scale in the state. A step whose gradients are not finite changes nothing
-    but the scale.
+    def rate(step: Tensor) -> Any:
+        return args.lr * torch.minimum(step / min(WARMUP, steps), (steps + 1 - step) / steps).clamp(0, 1)
+
+    if args.zero1:  # the state is cut over dp as well
+        whole = learned(llama.param_specs(c, args.mesh["pp"]))
+        stored = optree.tree_map(lambda spec: P(*(("fsdp", "dp") if axis == "fsdp" else axis for axis in spec)), whole)
+    decay = optree.tree_map(lambda leaf: DECAY if leaf.scale else 0.0, learned(llama.leaves(c)))
+    if args.optimizer == "adamw":
+        made = nn.adamw(rate, BETAS, decay=decay, specs=stored)
+    elif args.optimizer == "adafactor":
+        made = nn.adafactor(rate, decay=decay, specs=stored)
+    else:
+        (_, decay), (cut, rest) = apart(decay), apart(stored) if stored else (None, None)
+        matrices = nn.muon(rate, decay=DECAY, adjustment="match_rms_adamw", dtype=None, specs=cut)
+        made = both_of(matrices, nn.adamw(rate, BETAS, decay=decay, specs=rest))
+    wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
+    return nn.with_master(made, wide) if args.master else made
+
+
+def learned(tree: Params) -> Params:
+    """The parameters that have gradients."""
+    return {**tree, "layers": {name: w for name, w in tree["layers"].items() if name != "bias"}}
+
+
+def apart(tree: Params) -> tuple[Params, Params]:
+    """The matrices of layers, and all other parameters."""
+    layers = tree["layers"]
+    others = {name: w for name, w in layers.items() if name not in MATRICES}
+    return {"layers": {name: layers[name] for name in MATRICES}}, {**tree, "layers": others}
+
+
+def both_of(matrices: Optimizer, others: Optimizer) -> Optimizer:
+    """One optimizer for the matrices of layers, and another for all other parameters."""
+
+    def init(params: Params) -> Any:
+        first, second = apart(params)
+        return {"matrices": matrices.init(first), "others": others.init(second)}
+
+    def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        (g, other_g), (w, other_w) = apart(grads), apart(params)
+        w, first = matrices.update(g, state["matrices"], w)
+        other_w, second = others.update(other_g, state["others"], other_w)
+        return {**other_w, "layers": other_w["layers"] | w["layers"]}, {"matrices": first, "others": second}
+
+    return Optimizer(init, update)
+
+
+def make_step(both: Callable, update: Callable, args: argparse.Namespace) -> Callable:
+    """A step of training, from the first of `losses_of` and the update of an optimizer.
+
+    With a scale of the loss, which is in the state, a step whose gradients are not finite changes that scale alone.
     """
 
+    def updated(grads: Params, state: Any, params: Params, beside: Params) -> tuple[Params, Any]:
+        grads, _ = fspmd.clip_by_global_norm(learned(grads), CLIP)
+        after, state = update(grads, state, learned(params))
+        if args.experts:
+            after["layers"]["bias"] = nn.balance(params["layers"]["bias"], beside["counts"], args.balance)
+        return after, state
+
     def step(params: Params, state: Any, batches: Batches) -> tuple[Any, Params, Any]:
-        loss, grads = both(params, batches)
-        grads, _ = fspmd.clip_by_global_norm(grads, CLIP)
-        return loss, *update(grads, state, params)
+        (loss, beside), grads = both(params, batches)
+        return loss, *updated(grads, state, params, beside)
 
     def scaled_step(params: Params, state: Any, batches: Batches) -> tuple[Any, Params, Any]:
         inner, scale = {name: tree for name, tree in state.items() if name != "scale"}, state["scale"]
-        loss, grads = both(params, batches, scale.scale)
+        (loss, beside), grads = both(params, batches, scale.scale)
         grads, finite = scale.unscaled(grads)
-        grads, _ = fspmd.clip_by_global_norm(grads, CLIP)
-        params, inner = selected(finite, update(grads, inner, params), (params, inner))
+        params, inner = selected(finite, updated(grads, inner, params, beside), (params, inner))
         return loss, params, {**inner, "scale": scale.after(finite)}
 
-    return scaled_step if scaled else step
+    return scaled_step if args.loss_scale else step
 
 
 # ---------------------------------------------------------------- training
@@ -226,24 +295,28 @@ def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 def train(
     c: Config, mesh: Mesh, args: argparse.Namespace, both: Callable, batches: Iterator, say: Callable
-) -> tuple[list, Params]:
-    """The losses of all steps, and the parameters after them. ``both`` gives the loss and its gradients."""
+) -> tuple[list, Params, Tensor]:
+    """The losses of all steps, the parameters after them, and the layers in the order in which they lie.
+
+    ``both`` gives the loss and its gradients.
+    """
     dtype = getattr(torch, args.dtype)
-    order = stored_order(c, mesh.shape["pp"], args.schedule)
-    back = None if order is None else order.argsort()
-    params = with_layers_in(order, init_params(c, mesh, args.seed, dtype))
-    init, update = optimizer(c, args.optimizer, args.lr, args.steps)
-    step = make_step(both, update, scaled=bool(args.loss_scale))
+    order = SCHEDULES[args.schedule](mesh.shape["pp"], 1).order
+    rows = (
+        torch.arange(c.layers).view(len(order), -1)[list(order)].flatten()
+    )  # the layers, as the ranks of pp have them
+    params = in_rows(init_params(c, mesh, args.seed, dtype), rows)
+    init, update = optimizer(c, args)
+    step = make_step(both, update, args)
     step = fspmd.jit(step, donate_argnums=(0, 1)) if args.jit else step
-    state, losses = init(params), [math.nan] * args.steps
+    state, losses = init(learned(params)), [math.nan] * args.steps
     if args.loss_scale:
         state["scale"] = LossScale.of(args.loss_scale, mesh.device)
     begin = (fspmd.latest_step(args.checkpoint) or 0) if args.resume else 0
     if begin:
         like = {"params": params, "state": state, "losses": losses}
-        saved = fspmd.load(args.checkpoint, like, step=begin, mesh=mesh)
-        params, state = (with_layers_in(order, saved[name]) for name in ("params", "state"))
-        losses = saved["losses"]
+        saved = in_rows(fspmd.load(args.checkpoint, like, step=begin, mesh=mesh), rows)
+        params, state, losses = (saved[name] for name in ("params", "state", "losses"))
         say(f"resumed at step {begin}/{args.steps} of {args.checkpoint}")
     ranks = 1 if mesh.transport == "simulation" else math.prod(mesh.shape.values())  # a simulation is one process
     peak = ranks * (args.accelerator * 1e12 if args.accelerator else peak_flops(dtype, mesh.device))
@@ -252,19 +325,28 @@ def train(
         loss, params, state = step(params, state, put(c, mesh, batch, args.microbatches))
         losses[i] = float(loss)
         speed = (i + 1 - begin) * tokens / (time.perf_counter() - started)
-        text = f"loss {losses[i]:.4f}  {speed:,.0f} tokens/s  MFU {speed * c.flops() / peak:.1%}"
+        text = f"loss {losses[i]:.4f}  {speed:,.0f} tokens/s  MFU {speed * flops(c) / peak:.1%}"
         say(report.progress(i + 1, args.steps, text), end="", flush=True)
         if args.log and is_first(mesh):
             with Path(args.log).open("a") as file:
                 file.write(f"step {i + 1} {text}\n")
         if args.checkpoint and ((i + 1) % args.every == 0 or i + 1 == args.steps):
-            tree = {"params": with_layers_in(back, params), "state": with_layers_in(back, state), "losses": losses}
+            tree = in_rows({"params": params, "state": state, "losses": losses}, rows.argsort())
             fspmd.save(args.checkpoint, tree, step=i + 1, keep=2, mesh=mesh)
-    return losses, params
+    return losses, params, rows
 
 
 def validate(c: Config, mesh: Mesh, args: argparse.Namespace, alone: Callable, params: Params, batches: list) -> float:
     return sum(float(alone(params, put(c, mesh, batch, args.microbatches))) for batch in batches) / len(batches)
+
+
+def continued(c: Config, mesh: Mesh, args: argparse.Namespace, params: Params, text: Tensor) -> list[list[int]]:
+    """Prompts of a text and what the model writes after them, one for each rank that cuts the batch."""
+    slots, length = math.prod(mesh.shape[axis] for axis in llama.BATCH), c.S // 2
+    prompts = text[: slots * length].view(slots, length).tolist()
+    whole = fspmd.reshard(params, llama.param_specs(c))  # all ranks of pp do the same
+    drawn = generate(c, mesh, whole, prompts, args.sample, args.temperature, args.seed)
+    return [prompt + tokens for prompt, tokens in zip(prompts, drawn, strict=True)]
 
 
 # ---------------------------------------------------------------- a plan for ranks that do not exist
@@ -291,59 +373,61 @@ class Predicted(NamedTuple):
 
 def laid(c: Config, mesh: Mesh, dtype: torch.dtype) -> Any:
     """The layouts of the parameters of a stage."""
-    return optree.tree_map(lambda leaf: TensorSpec(mesh, leaf.spec, leaf.shape, dtype), llama.leaves(c))
+
+    def one(path: tuple[Any, ...], leaf: llama.Leaf) -> TensorSpec:
+        return TensorSpec(mesh, leaf.spec, leaf.shape, dtype_of(path, dtype))
+
+    return optree.tree_map_with_path(one, llama.leaves(c))
 
 
-def recorded(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int = 1) -> Predicted:
-    """What the record of a step says, for one stage and a few microbatches."""
+def recorded(c: Config, mesh: Mesh, args: argparse.Namespace) -> Predicted:
+    """What the record of a step says, for one stage and one microbatch."""
+    init, update = optimizer(c, args)
     params = laid(c, mesh, getattr(torch, args.dtype))
-    state = {"step": torch.zeros((), dtype=torch.float64), "mean": params, "square": params}
+    state = optree.tree_map(
+        lambda x: x if isinstance(x, TensorSpec) else torch.zeros_like(x, device="cpu"),
+        fspmd.jit(init).lower(learned(params)).out_info,
+    )
     ids = TensorSpec(mesh, IDS, (args.batch // args.microbatches, c.S), torch.int64)
-    step = make_step(losses_of(c, mesh, "gpipe", 1)[0], optimizer(c, "adamw", args.lr, args.steps).update)
-    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)] * microbatches)
+    if args.loss_scale:
+        state["scale"] = LossScale.of(args.loss_scale)
+    step = make_step(losses_of(c, mesh, args, 1)[0], update, args)
+    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
     cost = program.cost()
     return Predicted(cost.time, cost.exposed, program.memory().by_line)
 
 
 def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
-    """What records of a step say: of one stage, and of one or two microbatches; the schedule says the rest."""
+    """What the record of a step says: of one stage, and of one microbatch; the schedule says the rest."""
     stages, microbatches = sizes["pp"], args.microbatches
     mesh = fspmd.make_mesh(tuple({**sizes, "pp": 1}.values()), AXES, transport="abstract")
     rows = args.batch // microbatches * c.S // math.prod(sizes[axis] for axis in llama.TOKENS)  # tokens of a rank
     part = dataclasses.replace(c, layers=c.layers // stages)
     params = laid(part, mesh, getattr(torch, args.dtype))
     begun = time.perf_counter()
-    few, more = (dataclasses.replace(part, layers=n) for n in (min(part.layers, 2), 3))
-    costs = []
-    for count in (1, min(microbatches, 2)):
-        cost = recorded(few, mesh, args, count)
-        if part.layers > 2:
-            cost = cost.with_layers(part.layers - 2, recorded(more, mesh, args, count))
-        costs.append(cost)
-    one, two = costs  # microbatches. Each beyond the first adds the same time
-    each, exposed = (b - a if microbatches > 1 else a for a, b in zip(one[:2], two[:2], strict=True))
+    cost = recorded(dataclasses.replace(part, layers=min(part.layers, 2)), mesh, args)
+    if part.layers > 2:
+        cost = cost.with_layers(part.layers - 2, recorded(dataclasses.replace(part, layers=3), mesh, args))
     took = time.perf_counter() - begun
-    bubble, live, deep = 0.0, 1, part.layers
+    bubble, live = 0.0, 1
     if stages > 1:
         schedule = SCHEDULES[args.schedule](stages, microbatches)
-        bubble, live = schedule.bubble(), max(schedule.peaks())  # of activations of a stage
-        deep //= schedule.stages // stages
-    kept = (live - 1) * deep * rows * c.D * getattr(torch, args.dtype).itemsize
-    once = one.time - each
-    seconds = (microbatches * each / (1 - bubble) + once) / 1e6
+        bubble, live = schedule.bubble(), max(schedule.peaks())
+    chunks = len(stages_in_order(args.schedule, stages)) // stages
+    kept = max(live - chunks, 0) * part.layers // chunks * rows * c.D * getattr(torch, args.dtype).itemsize
+    seconds = microbatches * cost.time / 1e6 / (1 - bubble)
     tokens, ranks = args.batch * c.S, math.prod(sizes.values())
     print(f"{ranks:,} ranks: {', '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)}")
-    print(f"{c.parameters() / 1e9:,.2f} billion parameters; one stage has {part.layers} layers, and lies so:")
+    print(f"{parameters(c) / 1e9:,.2f} billion parameters; one stage has {part.layers} layers, and lies so:")
     for path, spec in zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True):
         name, layout = ".".join(map(str, path)), str(spec).partition(" on ")[0]
         print(f"  {name:<16} {layout:<44}{math.prod(spec.block_shape) * spec.dtype.itemsize:>14,} B a rank")
-    peak = max(map(max, two.held.values())) + kept
+    peak = max(map(max, cost.held.values())) + kept
     print(f"\nMemory of a rank: {peak / 1e9:.2f} GB at the peak, {kept / 1e9:.2f} of it for microbatches")
-    print(f"A microbatch: {each / 1e3:,.1f} ms, of which {exposed / 1e3:,.1f} wait for communication")
-    print(f"Sums of gradients and the update: {once / 1e3:,.1f} ms, of which {(one.exposed - exposed) / 1e3:,.1f} wait")
-    print(f"A step of {microbatches} microbatches: {seconds:,.2f} s; stages are idle {bubble:.1%} of the microbatches")
+    print(f"A microbatch: {cost.time / 1e3:,.1f} ms, of which {cost.exposed / 1e3:,.1f} wait for communication")
+    print(f"A step of {microbatches} microbatches: {seconds:,.2f} s, of which {bubble:.1%} is the bubble")
     speed = tokens / seconds
-    utilization = speed * c.flops() / (ranks * fspmd.topology().flops * 1e6)
+    utilization = speed * flops(c) / (ranks * fspmd.topology().flops * 1e6)
     print(f"{speed:,.0f} tokens/s, MFU {utilization:.1%}; recorded in {took:.1f} s. Predicted, not measured.")
 
 
@@ -370,13 +454,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of stages, where pp > 1")
     for name, size in (("length", "S"), ("layers", "layers"), ("width", "D"), ("hidden", "F"), ("heads", "H")):
         parser.add_argument(f"--{name}", type=int, default=getattr(Config, size))
+    parser.add_argument("--attention", choices=llama.ATTENTION, default="ring", help="over a sequence that cp cuts")
+    parser.add_argument("--window", type=int, help="a token sees so many tokens up to itself (default: all)")
     parser.add_argument("--kv-heads", type=int, default=Config.G)
     parser.add_argument("--vocabulary", type=int, default=Config.V)
     parser.add_argument("--experts", type=int, default=0, help="experts in each layer (default: one MLP)")
     parser.add_argument("--chosen", type=int, default=Config.chosen, help="experts of a token")
     parser.add_argument("--capacity", type=int, help="tokens for each rank and expert (default: none is dropped)")
-    parser.add_argument("--attention", choices=llama.ATTENTION, default=Config.attention, help="its way over cp")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--balance", type=float, default=0.0, help="change the bias of experts by it in each step")
+    parser.add_argument("--balance-loss", type=float, default=0.0, help="the factor of the loss of their balance")
+    parser.add_argument("--optimizer", choices=["adamw", "adafactor", "muon"], default="adamw")
+    parser.add_argument(
+        "--zero1", action="store_true", help="cut the state of the optimizer over dp, not over fsdp alone"
+    )
+    parser.add_argument("--master", action="store_true", help="update a copy of the parameters in float32")
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
@@ -386,6 +477,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--reduce", choices=dtypes, help="sum gradients over ranks in it (default: --dtype)")
     parser.add_argument("--loss-scale", type=float, help="multiply the loss by it, or less where gradients overflow")
+    parser.add_argument("--sample", type=int, default=0, help="tokens to draw at the end, after bytes held out")
+    parser.add_argument("--temperature", type=float, default=0.8, help="of --sample (default 0.8); 0 draws the best")
     parser.add_argument("--jit", action="store_true", help="record a step once, and replay it")
     parser.add_argument("--accelerator", type=float, help="TFLOP/s of a rank at most, for MFU (default: measured)")
     parser.add_argument("--checkpoint", metavar="DIR", help="save the state to this folder")
@@ -396,15 +489,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
     args = parser.parse_args(argv)
     mesh, batch = args.mesh, math.prod(args.mesh[axis] for axis in llama.BATCH)
-    stages = SCHEDULES[args.schedule](mesh["pp"], 1).stages if mesh["pp"] > 1 else 1
-    heads = mesh["tp"] * (mesh["cp"] if args.attention == "ulysses" else 1)
+    stages = len(stages_in_order(args.schedule, mesh["pp"]))
     cuts = [
-        ("layers", args.layers, "stages on pp", stages),
+        ("layers", args.layers, "the stages of --schedule on pp", stages),
         ("batch", args.batch, f"{args.microbatches} microbatches, dp, fsdp and ep", args.microbatches * batch),
         ("length", args.length, "cp", mesh["cp"]),
         ("kv-heads", args.kv_heads, "tp", mesh["tp"]),
         ("heads", args.heads, "kv-heads", args.kv_heads),
-        ("heads", args.heads, "tp, and cp in ulysses", heads),
+        (
+            "heads",
+            args.heads,
+            "tp and, by ulysses, cp",
+            mesh["tp"] * (mesh["cp"] if args.attention == "ulysses" else 1),
+        ),
         ("hidden", args.hidden, "tp and fsdp", mesh["tp"]),
         ("vocabulary", args.vocabulary, "tp", mesh["tp"]),
         ("width", args.width, "fsdp, and heads of even width", math.lcm(mesh["fsdp"], 2 * args.heads)),
@@ -413,14 +510,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, size, over, parts in cuts:
         if parts < 1 or size % parts:
             parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
-    if args.loss_scale and mesh["pp"] > 1:
-        parser.error("--loss-scale scales the loss of one stage; leave it out, or take pp=1")
-    if args.jit and args.experts and args.capacity is None and not args.plan:
-        parser.error(
-            "--jit records shapes that no choice changes; give --experts a --capacity, such as --batch * --length"
-        )
-    if args.plan and args.optimizer != "adamw":
-        parser.error("--plan knows the state of adamw; leave --optimizer out")
+    if args.jit and args.experts and args.capacity is None:
+        parser.error("--jit records shapes, and those of experts depend on the choice; give --capacity")
+    if (args.balance or args.balance_loss) and not args.experts:
+        parser.error("--balance and --balance-loss are of experts; give --experts too")
     if args.resume and not args.checkpoint:
         parser.error("--resume needs --checkpoint, the folder that the state is saved to")
     return args
@@ -428,10 +521,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def config(args: argparse.Namespace) -> Config:
     sizes = {"D": args.width, "F": args.hidden, "H": args.heads, "G": args.kv_heads, "V": args.vocabulary}
-    mixture = {"experts": args.experts, "chosen": args.chosen, "capacity": args.capacity, "attention": args.attention}
+    mixture = {"experts": args.experts, "chosen": args.chosen, "capacity": args.capacity}
     param, compute, reduce = (getattr(torch, name or args.dtype) for name in (args.dtype, args.compute, args.reduce))
     precision = Precision(param, compute, reduce) if args.compute or args.reduce else None
-    return Config(layers=args.layers, S=args.length, precision=precision, **sizes, **mixture)
+    mask = Causal() if args.window is None else Causal() & SlidingWindow(args.window)
+    attention = {"attention": args.attention, "mask": mask}
+    return Config(layers=args.layers, S=args.length, precision=precision, **sizes, **mixture, **attention)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -448,12 +543,15 @@ def main(argv: list[str] | None = None) -> None:
     text, held_out = text_data.load_text(args.text)
     batches = text_data.even_batches(held_out, args.batch, c.S, count=2)
     bigram = text_data.bigram_loss(text, batches)
-    say(f"{mesh}: {c.parameters():,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out")
+    say(f"{mesh}: {parameters(c):,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out")
     data = text_data.random_batches(text, args.batch, c.S, args.seed)
-    both, alone = losses_of(c, mesh, args.schedule, args.microbatches)
-    losses, params = train(c, mesh, args, both, data, say)
+    both, alone = losses_of(c, mesh, args, args.microbatches)
+    losses, params, rows = train(c, mesh, args, both, data, say)
     validation = validate(c, mesh, args, alone, params, batches)
     say(f"validation loss {validation:.3f} nats per byte; a byte bigram model has {bigram:.3f}")
+    if args.sample:
+        for tokens in continued(c, mesh, args, in_rows(params, rows.argsort()), held_out):
+            say(f"--- a sample ---\n{text_data.printable(tokens)}")
     if is_first(mesh):
         say(report.picture(args.out / "pretrain.png", losses, validation, bigram))
         if args.losses:

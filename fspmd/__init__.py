@@ -51,7 +51,6 @@ from fspmd.errors import (
     VarianceError,
 )
 from fspmd.fake_mode import install as _install_meta
-from fspmd.first_use import at_first_use as _at_first_use
 from fspmd.global_view.dispatch import propagation_cache_clear, propagation_cache_info, propagation_cache_resize
 from fspmd.global_view.methods import install as _install_methods
 from fspmd.global_view.refusals import NoRuleError
@@ -127,6 +126,7 @@ from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.upper import install as _install_upper
 from fspmd.value_types import typeof
+from fspmd.wrappers import at_first_use as _at_first_use
 
 _install_methods()
 _install_upper()

@@ -22,7 +22,6 @@ from fspmd.torch_internals import (
     DisableTorchFunction,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     OpOverload,
     aten_grouped_mm,
     disable_dispatch_modes,
@@ -137,11 +136,6 @@ _default_dtype = torch.get_default_dtype
 Look = tuple[torch.dtype, torch.Size, tuple[int, ...], int, torch.device, tuple[bool, ...]]
 
 
-def fake_mode() -> FakeTensorMode:
-    """A mode in which torch computes shapes alone, also for tensors with values."""
-    return CachingFakeMode()
-
-
 class Result(NamedTuple):
     """A cache entry: the look of a result, and whether it lies in the memory of the first argument."""
 
@@ -160,7 +154,7 @@ class _NotCacheable(Exception):
 
 
 class CachingFakeMode(DispatchMode, FakeMode):
-    """A fake mode with a cache of the results of aten functions."""
+    """A mode in which torch computes shapes alone, also for tensors with values. It has a cache of results."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)

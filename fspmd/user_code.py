@@ -1,18 +1,15 @@
-"""Which code is the user's, which line of it runs, and wrappers of users' functions."""
+"""Which code is the user's, and which line of it runs."""
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import optree
 import torch
@@ -93,34 +90,3 @@ def _line_at(frame: FrameType) -> UserLine:
 def line_of(where: str) -> UserLine:
     """The line with this text."""
     return UserLine(where, zlib.crc32(where.encode()))
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def wraps(f: Any) -> Callable[[F], F]:
-    """``functools.wraps`` without the attributes of the function.
-
-    ``torch.compile`` finds the original of a function by its attributes, and compiles the original. It would compile
-    the wrapped function and drop the wrapper.
-
-    >>> def f():
-    ...     "A function."
-    >>> f.mark = 1
-    >>> g = wraps(f)(lambda: None)
-    >>> g.__name__, g.__doc__, g.__wrapped__ is f, hasattr(g, "mark")
-    ('f', 'A function.', True, False)
-    """
-    return functools.partial(functools.update_wrapper, wrapped=f, updated=())  # type: ignore[return-value]
-
-
-def replace_everywhere(module: Any, name: str, new: Any) -> None:
-    """Put ``new`` in the place of a module's function, and in that of its copies in libraries that are imported.
-
-    tensordict has copies of functions of ``torch.func``, and puts functions that call them into torch.
-    """
-    old = getattr(module, name)
-    for key, other in list(sys.modules.items()):
-        if not key.startswith(("torch.", "fspmd")) and getattr(other, "__dict__", {}).get(name) is old:
-            setattr(other, name, new)
-    setattr(module, name, new)

@@ -90,7 +90,7 @@ def compute(case: Case, transport: str = "simulation", jitted: bool = False) -> 
         n = 1 if way == "ulysses" else sizes[0]
     sinks = torch.randn(heads, dtype=F64) if draw.random() < 0.5 else None
     mesh = make_mesh(sizes, AXES[: len(sizes)], transport=transport, device="cpu")
-    lies = LAYOUTS[layout](length, n)
+    lies = LAYOUTS[layout](length, sizes[way == "ulysses" :] if draw.random() < 0.5 else n)
     options: dict[str, Any] = {"mask": MASKS[mask][0], "layout": lies, "scale": draw.choice([None, 0.3])}
 
     def body(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
@@ -128,7 +128,7 @@ Refused = tuple[type[Exception], str, list[Tensor], dict[str, Any]]  # the error
 
 def refused(way: Callable[..., Tensor], ranks: int) -> list[Refused]:
     """Calls on so many ranks that do not fit."""
-    n, heads = 1 if way is ulysses_attention else ranks, ranks
+    n = heads = ranks
     q, k, v = (torch.randn(h, 3 * ranks, 3, dtype=F64) for h in (2 * heads, heads, heads))
     length = 3 * ranks
     short, fewer = k[:, : 2 * ranks], length - 1

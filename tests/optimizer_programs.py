@@ -27,6 +27,14 @@ LAYOUTS: dict[str, tuple[P, P]] = {
 }
 SHAPES: dict[str, tuple[int, ...]] = {"a": (6, 4), "b": (4, 6), "c": (6, 4), "d": (5, 3), "e": (1, 7)}
 OTHERS: dict[str, tuple[int, ...]] = {"v": (5,), "x": (4, 3, 5), "one": (1,)}
+#: stacks of matrices, with leading dims that are cut and that are not, beside the layouts of matrices
+STACKS: dict[str, tuple[int, ...]] = {"x": OTHERS["x"], "deep": (2, 3, 5, 4), "like": (2, 3, 5, 4)}
+STACKED = {
+    "replicated": P(),
+    "rows": P(None, None, "s"),
+    "columns": P(None, "s"),
+    "both": P("s", None, "r"),
+}
 Case = tuple[str, str, str, str]  # mesh, layout, optimizer, where the state lies or whether all runs in a body
 
 
@@ -45,19 +53,29 @@ def pair(name: str, specs: Any) -> tuple[Optimizer, Any]:
         return adafactor(0.1, -0.7, (None, 1e-2), 1.5, 0.2, specs=specs), lambda ps: torch.optim.Adafactor(
             ps, 0.1, -0.7, (None, 1e-2), 1.5, 0.2
         )
-    return muon(0.1, 0.9, 0.2, dtype=None, specs=specs), lambda ps: torch.optim.Muon(ps, 0.1, 0.2, 0.9)
+    return muon(0.1, 0.9, 0.2, dtype=None, specs=specs), _muon
+
+
+def _muon(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, 0.1, 0.2, 0.9)
 
 
 def torch_steps(make: Any, params: dict[str, Tensor], grads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Parameters after steps of torch's optimizer. Its Muon iterates in bfloat16; here it stays in float64."""
-    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
-    optimizer = make(list(leaves.values()))
+
+    def parts(x: Tensor) -> list[Tensor]:
+        """torch's Muon takes single matrices."""
+        return [part.clone() for part in (x.view(-1, *x.shape[-2:]) if make is _muon and x.dim() > 2 else x[None])]
+
+    leaves = {name: [part.requires_grad_() for part in parts(x)] for name, x in params.items()}
+    optimizer = make(list(itertools.chain(*leaves.values())))
     for step in grads:
-        for name, x in leaves.items():
-            x.grad = step[name].clone()
+        for name, own in leaves.items():
+            for x, grad in zip(own, parts(step[name]), strict=True):
+                x.grad = grad
         with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
             optimizer.step()
-    return {name: x.detach() for name, x in leaves.items()}
+    return {name: torch.stack(own).detach().view_as(params[name]) for name, own in leaves.items()}
 
 
 def compute(case: Case, transport: str = "simulation", jitted: bool = False) -> list[tuple[Tensor, Tensor]]:
@@ -66,10 +84,10 @@ def compute(case: Case, transport: str = "simulation", jitted: bool = False) -> 
     torch.manual_seed(sum(map(ord, "".join(case))))
     sizes, names = MESHES[mesh_name]
     mesh = make_mesh(sizes, names, transport=transport, device="cpu")
-    shapes = SHAPES if name == "muon" else {**SHAPES, **OTHERS}
+    shapes = {**SHAPES, **(STACKS if name == "muon" else OTHERS)}
     values = {key: torch.randn(shape, dtype=F64) for key, shape in shapes.items()}
     grads = [{key: torch.randn_like(x) * 3**i for key, x in values.items()} for i in range(3)]
-    specs = {key: LAYOUTS[layout][key in OTHERS] for key in values}
+    specs = {key: STACKED[layout] if len(shapes[key]) == 4 else LAYOUTS[layout][key in OTHERS] for key in values}
     (init, update), make = pair(name, P(names) if where == "cut" else None)
     params = device_put(values, specs, mesh=mesh)
     state = init(params)

@@ -21,6 +21,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "dual_pipe_v": dual_pipe_v,
 }
 WIDTH, ROWS, WORDS = 4, 6, 5
+PART = 0.1
 
 
 def block(params: Any, x: Any) -> Any:
@@ -53,6 +54,19 @@ def model(stages: int, repeated: bool = False) -> list[Any]:
     return [lambda p, x, f=f: checkpoint(f)(p, x) for f in found] if repeated else found
 
 
+def beside(stages: list[Any]) -> list[Any]:
+    """The stages with a part of the loss, and the number of positive results."""
+
+    def with_both(f: Any) -> Any:
+        def run(params: Any, x: Any) -> Any:
+            y = f(params, x)
+            return y, y.square().sum() * PART, {"positive": (y > 0).sum()}
+
+        return run
+
+    return list(map(with_both, stages))
+
+
 def arguments(stages: int, microbatches: int) -> tuple[dict[str, Tensor], list[Tensor], list[Tensor]]:
     g = torch.Generator().manual_seed(stages * 10 + microbatches)
     params = {
@@ -68,15 +82,27 @@ def arguments(stages: int, microbatches: int) -> tuple[dict[str, Tensor], list[T
 
 def dense(params: dict[str, Tensor], inputs: list[Tensor], targets: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The definition: one batch on one device."""
+    value, grads, _ = dense_beside(params, inputs, targets, 0.0)
+    return value, grads
+
+
+def dense_beside(
+    params: dict[str, Tensor], inputs: list[Tensor], targets: list[Tensor], part: float
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The same, with what the stages `beside` add to the loss, and count: [stages]."""
     leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
     x = leaves["table"][torch.stack(inputs)]
+    passed_on = []
     for w, b in zip(leaves["w"], leaves["b"], strict=True):
-        x = x + torch.tanh(x @ w + b)
+        passed_on.append(x := x + torch.tanh(x @ w + b))
+    passed_on[-1] = x @ leaves["table"].T
     target = torch.stack(targets)
-    logs = (x @ leaves["table"].T).log_softmax(-1)
+    logs = passed_on[-1].log_softmax(-1)
     picked = logs.gather(-1, target.clamp(min=0)[..., None])[..., 0]
-    value = -(picked * (target >= 0)).sum() / (target >= 0).sum()
-    return value.detach(), dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+    more = sum(y.square().sum() for y in passed_on) * part
+    value = (more - (picked * (target >= 0)).sum()) / (target >= 0).sum()
+    grads = dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+    return value.detach(), grads, torch.stack([(y > 0).sum() for y in passed_on])
 
 
 def compute(
@@ -111,6 +137,33 @@ def compute(
     back = torch.tensor(order).argsort()
     found = {n: device_get(g).cpu() for n, g in grads.items()}
     return value.cpu(), {n: g[back] if n in laid else g for n, g in found.items()}, log, schedule
+
+
+def compute_beside(
+    name: str, shape: dict[str, int], microbatches: int, scale: float | None = None, recorded: bool = False
+) -> list[tuple[Tensor, Tensor]]:
+    """The loss, the counts and the gradients of stages with a part of the loss, and the dense ones."""
+    mesh = make_mesh(tuple(shape.values()), tuple(shape))
+    schedule = SCHEDULES[name](shape["pp"], microbatches)
+    params, inputs, targets = arguments(schedule.stages, microbatches)
+    order = list(schedule.order)
+    laid = {"w": P("pp", None, "tp" if "tp" in shape else None), "b": P("pp", "tp" if "tp" in shape else None)}
+    stored = {n: device_put(x[order] if n in laid else x, laid.get(n, P()), mesh=mesh) for n, x in params.items()}
+    x, t = device_put((inputs, targets), P("dp") if "dp" in shape else P(), mesh=mesh)
+    step = pipeline(beside(model(schedule.stages, True)), schedule, loss=loss, count=count, mesh=mesh, has_aux=True)
+    (value, aux), grads = (jit(step) if recorded else step)(stored, x, t, scale)
+    right_value, right, counts = dense_beside(params, inputs, targets, PART)
+    found = {n: device_get(g)[torch.tensor(order).argsort()] if n in laid else device_get(g) for n, g in grads.items()}
+    return [
+        (value, right_value),
+        (device_get(aux["positive"]), counts[order]),
+        *((found[n], right[n] * (scale or 1.0)) for n in right),
+    ]
+
+
+def worst_beside(cases: list[tuple[Any, ...]]) -> list[float]:
+    """The largest distance from the dense model, for each case."""
+    return [max(float((x - y).abs().max()) for x, y in compute_beside(*case)) for case in cases]
 
 
 def worst(cases: list[tuple[Any, ...]]) -> list[float]:

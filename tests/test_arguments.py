@@ -52,6 +52,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "two parts of the same queries": lambda: nn.merge(*(nn.attend_block(Q[:, :, :n], Q, Q) for n in (3, 8))),
     "a Causal for allowed": lambda: nn.attend_block(Q, Q, Q, Causal()),  # type: ignore[arg-type]
     "ring_attention was called outside": lambda: nn.ring_attention(Q, Q, Q, "a"),
+    "None for axis_name": lambda: within(lambda x: nn.ring_attention(x, x, x, None), Q),  # type: ignore[arg-type]
     "the float 1.0 for sinks": lambda: within(lambda x: nn.ring_attention(x, x, x, "a", sinks=1.0), Q),  # type: ignore[arg-type]
     "give it a TensorSpec": lambda: nn.attention_costs(Q, Q, Q, "a"),  # type: ignore[arg-type]
     "heads a multiple of kv_heads": lambda: nn.attention_costs(

@@ -64,7 +64,7 @@ def test_several_axes_cut_a_sequence_of_any_length(way: Any, sizes: tuple[int, i
     mesh, rows = make_mesh(sizes, ("a", "b"), transport="simulation"), P(None, ("a", "b"))
     torch.manual_seed(length)
     for make in LAYOUTS.values():
-        lies = make(length, 1 if way is ulysses_attention else sizes)
+        lies = make(length, sizes)
         attend = functools.partial(way, axis=("a", "b"), mask=Causal(), layout=lies)
         call = shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
         leaves = [torch.randn(6, length, 4, dtype=F64, requires_grad=True) for _ in range(3)]
@@ -151,7 +151,7 @@ def test_bfloat16_is_as_exact_on_eight_ranks_as_on_one(way: Any, kv_heads: int, 
 
     def errors(n: int) -> list[float]:
         mesh = make_mesh((n,), ("cp",), transport="simulation")
-        lies = zigzag(512, 1 if way is ulysses_attention else n)
+        lies = zigzag(512, n)
         call = shard_map(
             functools.partial(way, axis="cp", mask=Causal(), layout=lies), mesh=mesh, in_specs=rows, out_specs=rows
         )

@@ -53,7 +53,7 @@ def right(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tenso
 @pytest.mark.parametrize("way", WAYS)
 def test_tangents(way: Any, length: int) -> None:
     """In a body and around it, where a rank has queries that see none of the keys of a step."""
-    lies = contiguous(length, 1 if way is ulysses_attention else 4)
+    lies = contiguous(length, 4)
     mask, seen = Causal() & SlidingWindow(5), torch.ones(length, length, dtype=torch.bool).tril().triu(-4)
     primals, tangents = ([*operands(length), torch.randn(4, dtype=F64)] for _ in range(2))
     tangents = [torch.randn_like(x) for x in tangents]

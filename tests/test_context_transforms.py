@@ -22,24 +22,22 @@ def operands() -> list[Tensor]:
 
 
 def attend(way: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-    options = {} if way is ulysses_attention else {"layout": LIES}
-    return way(q, k, v, "cp", mask=Causal(), sinks=sinks, **options)
+    return way(q, k, v, "cp", mask=Causal(), layout=LIES, sinks=sinks)
 
 
 def right(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     return dense(q, k, v, seen_by("causal", LENGTH), WIDTH**-0.5, sinks)
 
 
-def on_mesh(way: Any, f: Callable[..., Any], *args: Tensor, out: P, jitted: bool = False) -> Tensor:
+def on_mesh(f: Callable[..., Any], *args: Tensor, out: P, jitted: bool = False) -> Tensor:
     """``f`` of the stored blocks in a body, whose sequence dim is the one before the last; ``out`` likewise."""
     mesh = make_mesh((2,), ("cp",), transport="simulation")
-    moves = way is not ulysses_attention
     rows = [P() if x.dim() < 3 else P(*[None] * (x.dim() - 2), "cp") for x in args]
     call = shard_map(f, mesh=mesh, in_specs=tuple(rows), out_specs=out)
-    stored = [LIES.store(x, x.dim() - 2) if moves and x.dim() > 2 else x for x in args]
+    stored = [LIES.store(x, x.dim() - 2) if x.dim() > 2 else x for x in args]
     found = device_get((jit(call) if jitted else call)(*stored))
     dim = next((i for i, entry in enumerate(out) if entry == "cp"), None)
-    return LIES.restore(found, dim) if moves and dim is not None else found
+    return LIES.restore(found, dim) if dim is not None else found
 
 
 @pytest.mark.one_of(3)
@@ -54,7 +52,7 @@ def test_second_derivatives_are_those_of_the_definition(way: Any, jitted: bool, 
         total = sum(g.cos().sum() for g in grads)
         return [*grads, *torch.autograd.grad(total, leaves)]
 
-    found = twice(lambda *x: on_mesh(way, lambda *y: attend(way, *y), *x, out=ROWS, jitted=jitted))
+    found = twice(lambda *x: on_mesh(lambda *y: attend(way, *y), *x, out=ROWS, jitted=jitted))
     torch.testing.assert_close(found, twice(right), rtol=1e-10, atol=1e-10)
 
 
@@ -65,7 +63,7 @@ def test_grad_in_a_body(way: Any, argnum: int) -> None:
     def loss(*x: Tensor) -> Tensor:
         return psum(attend(way, *x).sin().sum(), "cp")
 
-    found = on_mesh(way, func.grad(loss, argnum), *operands(), out=ROWS)
+    found = on_mesh(func.grad(loss, argnum), *operands(), out=ROWS)
     torch.testing.assert_close(found, func.grad(lambda *x: right(*x).sin().sum(), argnum)(*operands()))
 
 
@@ -78,7 +76,7 @@ def test_grad_of_grad_in_a_body(way: Any) -> None:
         attended = right if total is torch.sum else lambda *x: attend(way, *x)
         return func.grad(inner)
 
-    found = on_mesh(way, twice(lambda x: psum(x.sum(), "cp")), *operands(), out=ROWS)
+    found = on_mesh(twice(lambda x: psum(x.sum(), "cp")), *operands(), out=ROWS)
     torch.testing.assert_close(found, twice(torch.sum)(*operands()))
 
 
@@ -86,7 +84,7 @@ def test_grad_of_grad_in_a_body(way: Any) -> None:
 def test_vjp_in_a_body(way: Any) -> None:
     q, k, v = operands()
     g = torch.randn_like(q)
-    found = on_mesh(way, lambda q, k, v, g: func.vjp(lambda v: attend(way, q, k, v), v)[1](g)[0], q, k, v, g, out=ROWS)
+    found = on_mesh(lambda q, k, v, g: func.vjp(lambda v: attend(way, q, k, v), v)[1](g)[0], q, k, v, g, out=ROWS)
     torch.testing.assert_close(found, func.vjp(lambda v: right(q, k, v), v)[1](g)[0])
 
 
@@ -101,14 +99,13 @@ def test_vmap_in_a_body(way: Any, batched: tuple[bool, ...]) -> None:
     leaves = [torch.stack([x, x.sin(), x.cos()]) if b else x for x, b in zip(plain, batched, strict=True)]
     dims = tuple(0 if b else None for b in batched)
     rows = P(None, None, "cp")
-    found = on_mesh(way, func.vmap(lambda *x: attend(way, *x), dims), *leaves[:3], leaves[3], out=rows)
+    found = on_mesh(func.vmap(lambda *x: attend(way, *x), dims), *leaves[:3], leaves[3], out=rows)
     torch.testing.assert_close(found, func.vmap(right, dims)(*leaves))
 
     def loss(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return func.vmap(func.grad(lambda *x: f(*x).sin().sum(), 2), dims)
 
     each = on_mesh(
-        way,
         func.vmap(func.grad(lambda *x: psum(attend(way, *x).sin().sum(), "cp"), 2), dims),
         *leaves[:3],
         leaves[3],

@@ -13,8 +13,10 @@ from pipeline_programs import (
     SCHEDULES,
     WIDTH,
     arguments,
+    beside,
     block,
     compute,
+    compute_beside,
     dense,
     errors_and_permutes,
     loss,
@@ -22,11 +24,12 @@ from pipeline_programs import (
     separate,
     waiting,
     worst,
+    worst_beside,
 )
 from processes import Processes
 
-from fspmd import P, device_get, device_put, jit, make_mesh
-from fspmd.errors import ArgumentError, AxisError, MeshError, ShapeError, SpecError, VarianceError
+from fspmd import P, communication_log, device_get, device_put, jit, make_mesh
+from fspmd.errors import ArgumentError, AxisError, MeshError, ShapeError, SpecError, TreeError, VarianceError
 from fspmd.nn import Action, Costs, Precision, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv, zero_bubble
 
 CASES = list(itertools.product(SCHEDULES, (1, 2, 3, 4), (1, 2, 3, 8)))
@@ -428,7 +431,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ArgumentError, match=match):
             pipeline(lambda w, x: x * w, one_f_one_b(2, 1), loss=result, mesh=mesh)(w, [x], [x])
-    with pytest.raises(ArgumentError, match=r"a stage returned the tuple .* it returns one"):
+    with pytest.raises(ArgumentError, match=r"stage 0 returned the tuple .* expected one"):
         pipeline(lambda w, x: (x, w), one_f_one_b(2, 1), loss=loss, mesh=mesh)(w, [x], [x])
 
 
@@ -440,3 +443,75 @@ def test_the_dense_model_is_right_by_differences() -> None:
     assert (dense({**params, "w": moved}, inputs, targets)[0] - value) / 1e-6 == pytest.approx(
         float(grads["w"][1, 0, 0]), rel=1e-4
     )
+
+
+BESIDE = [
+    (name, shape, m, scale, recorded)
+    for name, shape, m in itertools.product(
+        SCHEDULES, ({"pp": 1}, {"pp": 2}, {"pp": 3, "tp": 2}, {"dp": 4, "pp": 2}), (1, 5)
+    )
+    for scale, recorded in ((None, False), (3.0, True))
+]
+
+
+@pytest.mark.one_of(8)
+@pytest.mark.parametrize("case", BESIDE)
+def test_stages_may_add_to_the_loss_and_return_more(case: tuple[Any, ...]) -> None:
+    for mine, right in compute_beside(*case):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
+def test_stages_on_processes_may_add_to_the_loss_and_return_more() -> None:
+    with Processes(4) as pool:
+        cases = [("zbv", {"dp": 2, "pp": 2}, 3, 2.0, False), ("one_f_one_b", {"pp": 4}, 3, None, True)]
+        for found in pool.run(worst_beside, cases):
+            assert max(found) < 1e-12
+
+
+def test_forwards_alone_return_more() -> None:
+    mesh = make_mesh((2,), ("pp",), transport="simulation")
+    stages = beside([block, block])
+    schedule = one_f_one_b(2, 3)
+    params, inputs, _ = arguments(2, 3)
+    stored = {n: device_put(params[n], P("pp"), mesh=mesh) for n in ("w", "b")}
+    xs = [device_put(params["table"][x], P(), mesh=mesh) for x in inputs]
+
+    def squares(y: Any, t: Any) -> Any:
+        return (y * y).sum()
+
+    both = [
+        pipeline(stages, table, loss=squares, mesh=mesh, has_aux=True)(stored, xs, xs)
+        for table in (schedule, schedule.forwards())
+    ]
+    (value, aux), (again, more) = both[0][0], both[1][0]
+    assert value == again
+    assert both[1][1] is None
+    assert torch.equal(device_get(aux["positive"]), device_get(more["positive"]))
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (lambda y: y, "returns \\(y, part, aux\\), but stage 0 returned"),
+        (lambda y: (y, 0.0), "stage 0 returned a tuple of 2"),
+        (lambda y: (y, y, None), "for its part of the loss; expected a scalar"),
+        (lambda y: (y, torch.ones(()), None), "for its part of the loss; expected a scalar"),
+        (lambda y: (y, 0.0, {"n": 3}), "in aux; expected Sharded values"),
+    ],
+)
+def test_stages_that_return_no_triple_are_refused(out: Any, words: str) -> None:
+    mesh = make_mesh((2,), ("pp",), transport="simulation")
+    step = pipeline(lambda w, x: out(x * w), one_f_one_b(2, 2), loss=lambda y, t: y.sum(), mesh=mesh, has_aux=True)
+    w, x = device_put(torch.ones(2), P("pp"), mesh=mesh), device_put([torch.ones(3)] * 2, P(), mesh=mesh)
+    with communication_log() as log, pytest.raises(TreeError, match=words):
+        step(w, x, x)
+    assert not log
+
+
+def test_stages_return_one_tree() -> None:
+    mesh = make_mesh((2,), ("pp",), transport="simulation")
+    stages = [lambda w, x, n=n: (x * w, 0.0, {n: x.sum()}) for n in ("a", "b")]
+    step = pipeline(stages, one_f_one_b(2, 2), loss=lambda y, t: y.sum(), mesh=mesh, has_aux=True)
+    w, x = device_put(torch.ones(2), P("pp"), mesh=mesh), device_put([torch.ones(3)] * 2, P(), mesh=mesh)
+    with pytest.raises(TreeError, match=r"stage 1 returns \{'b': f32\[\] .*stage 0 returns \{'a'"):
+        step(w, x, x)

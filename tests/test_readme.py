@@ -46,7 +46,7 @@ def test_programs_print_what_is_said_of_decoding() -> None:
 
 
 def test_programs_print_what_is_said_of_pipelines() -> None:
-    check(PIPELINES, 2)
+    check(PIPELINES, 3)
 
 
 def test_programs_print_what_is_said_of_state() -> None:

@@ -1,5 +1,6 @@
 """Training on cut parameters: gathers, microbatches, dtypes. Values, gradients, counts, bytes, errors."""
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -24,7 +25,7 @@ from fspmd import (
     shard_map,
 )
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError, VarianceError
-from fspmd.nn import Precision, accumulate, gathered
+from fspmd.nn import Precision, accumulate, balance, gathered, route
 
 CASES = cases()
 
@@ -164,6 +165,43 @@ def test_records_gather_a_layer_during_the_layer_before_it() -> None:
     assert len(begins) >= 2
     assert begins[-1] < products[1]  # the gather of the last layer, and the product of the layer before it
     assert ahead.cost().exposed < 0.65 * plain.cost().exposed
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_a_loss_returns_beside_is_added_up(cut: bool, jitted: bool) -> None:
+    """As experts are balanced: by a bias of the choice, changed once a step by the counts of all microbatches."""
+    torch.manual_seed(0)
+    params = {name: torch.randn(8, 6, dtype=F64) for name in ("router", "w")}
+    bias, x = torch.randn(6, dtype=F64), torch.randn(24, 8, dtype=F64)
+
+    def loss(params: Any, bias: Any, x: Any, axes: Any = ()) -> Any:
+        p = gathered(params, axes) if axes else params
+        chosen = route(x @ p["router"], 2, bias=bias, axes=axes)
+        total = ((x @ p["w"]).square().mean(1) * chosen.weights[:, 0]).sum()
+        return (psum(total, axes) if axes else total) + chosen.balance_loss * 8, chosen.counts
+
+    inside = functools.partial(loss, axes="s")
+    mesh, given = make_mesh((4,), ("s",), transport="simulation"), (params, bias, x.split(8))
+    if cut:
+        inside = shard_map(inside, mesh=mesh, in_specs=(P("s"), P(), P("s")), out_specs=(P(), P()))
+        given = tuple(device_put(v, spec, mesh=mesh) for v, spec in zip(given, (P("s"), P(), P("s")), strict=True))
+
+    def step(params: Any, bias: Any, batches: Any) -> Any:
+        def one(params: Any, x: Any) -> Any:
+            total, counts = (inside if cut else loss)(params, bias, x)
+            return (total, len(x)), counts
+
+        (mean, counts), grads = accumulate(one, has_aux=True)(params, batches)
+        return mean, grads, balance(bias, counts, 0.25)
+
+    leaves = {name: v.clone().requires_grad_() for name, v in params.items()}
+    totals, counts = zip(*(loss(leaves, bias, part) for part in x.split(8)), strict=True)
+    mean, total = sum(totals) / 24, sum(counts).double()
+    grads = dict(zip(leaves, torch.autograd.grad(mean, list(leaves.values())), strict=True))
+    right = mean.detach(), grads, bias + 0.25 * (total.mean() - total).sign()
+    found = device_get((jit(step) if jitted else step)(*given))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_scale_with_the_loss() -> None:
@@ -320,6 +358,12 @@ def test_errors_of_microbatches() -> None:
         accumulate(lambda p, x: (p.sum(), "x"))(torch.ones(3), [1])
     with pytest.raises(VarianceError, match=r"the total is f32\[\]{V:s}, a number of each rank; .* pcast\(x, 's', to="):
         in_body(lambda x: accumulate(lambda w, x: ((w * x).sum(), 1))(torch.ones(2), [x])[0], torch.ones(8))
+    with pytest.raises(
+        TreeError, match=r"has_aux=True the loss returns \(\(total, count\), aux\), but it returned the tuple"
+    ):
+        accumulate(lambda p, x: (p.sum(), 1), has_aux=True)(torch.ones(3), [1])
+    with pytest.raises(TreeError, match="one structure of aux for all microbatches"):
+        accumulate(lambda p, x: ((p.sum(), 1), [p] * x), has_aux=True)(torch.ones(3), [1, 2])
 
 
 @pytest.mark.parametrize("checked", [True, False])

@@ -23,8 +23,8 @@ from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import NOT_MAPPED, batch_dim_of, level_of, running_transforms
 from fspmd.transport.randomness import kept
 from fspmd.trees import DIMS, flatten_values, leaf_paths, parameter_names, prefix_over
-from fspmd.user_code import wraps
 from fspmd.variance import get_variance, set_variance
+from fspmd.wrappers import wraps
 
 Q = ParamSpec("Q")
 R = TypeVar("R")

@@ -68,7 +68,7 @@ def jvp(f: Function, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[A
     labels = leaf_paths(primals, "primals", none_is_leaf=False)
     check_leaves(leaves, lambda: list(zip(leaves, labels, strict=True)), "jvp")
     blocks = list(map(local_of, leaves))
-    duals = list(map(_laid_alike, blocks, tangents_of(given, leaves, labels, "jvp")))
+    duals = list(map(_laid_alike, blocks, tangents_of(given, leaves, labels)))
     outs: list[Any] = []
     out_tree: Any = None
 

@@ -221,14 +221,14 @@ def stop_gradient(tree: T) -> T:
     return result
 
 
-def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -> list[Tensor]:
+def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any]) -> list[Tensor]:
     """The blocks of the cotangents of all leaves of a result. One error names all that do not fit."""
     cotangent = _filled(cotangent, out)
     given, tree = flatten(cotangent)
     _, out_tree = flatten(out)
     if tree != out_tree:
         raise TreeError(
-            f"{what} got a cotangent with the tree {tree_text(tree)}, but the result has the tree "
+            f"vjp got a cotangent with the tree {tree_text(tree)}, but the result has the tree "
             f"{tree_text(out_tree)}; give one tensor per leaf of the result"
         )
     if any(_cotangent_failure(c, o, "", "") is not None for c, o in zip(given, outputs, strict=True)):
@@ -237,7 +237,7 @@ def cotangents_of(cotangent: Any, out: Any, outputs: Sequence[Any], what: str) -
         ]
         rows = zip(given, outputs, *paths, strict=True)
         failures = (_cotangent_failure(*row) for row in rows)
-        refuse(f"{what}: cotangents that do not fit", [failure for failure in failures if failure is not None])
+        refuse("vjp: cotangents that do not fit", [failure for failure in failures if failure is not None])
     return [
         _block(c, o.spec.dual) if isinstance(o, Sharded) else _cast(c, get_variance(o).dual)
         for c, o in zip(given, outputs, strict=True)
@@ -274,7 +274,7 @@ def cotangent_of(cotangent: Any, out: Sharded, what: str) -> Tensor:
     return _block(cotangent, out.spec.dual)
 
 
-def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequence[str], what: str) -> list[Tensor]:
+def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequence[str]) -> list[Tensor]:
     """The blocks of the tangents of all leaves."""
     failures = [
         failure
@@ -282,7 +282,7 @@ def tangents_of(tangents: Sequence[Any], primals: Sequence[Any], labels: Sequenc
         if (failure := _tangent_failure(t, primal, label.replace("primals", "tangents", 1), label)) is not None
     ]
     if failures:
-        refuse(f"{what}: tangents that do not fit", failures)
+        refuse("jvp: tangents that do not fit", failures)
     return [_block(t, getattr(primal, "spec", None)) for t, primal in zip(tangents, primals, strict=True)]
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from fspmd.autodiff.leaves import check_function
 from fspmd.body import state
 from fspmd.torch_internals import transforms_active
-from fspmd.user_code import wraps
+from fspmd.wrappers import wraps
 
 Q = ParamSpec("Q")
 R = TypeVar("R")

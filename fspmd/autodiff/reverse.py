@@ -41,8 +41,8 @@ from fspmd.saved_tensor_hooks import KeptTensors, is_checkpointed, without_saved
 from fspmd.sharded import Sharded, alike, is_plain, pair
 from fspmd.torch_internals import DisableTorchFunction, execution_engine, transforms_active
 from fspmd.trees import parameter_names
-from fspmd.user_code import wraps
 from fspmd.variance import get_variance, set_variance
+from fspmd.wrappers import wraps
 
 _run_backward: Final[Any] = execution_engine.run_backward
 
@@ -89,7 +89,7 @@ def vjp(f: Function, *primals: Any, has_aux: bool = False) -> Any:
 
     def pull(cotangent: Any) -> Any:
         outputs, _ = flatten(out)
-        cotangents = cotangents_of(cotangent, out, outputs, "vjp")
+        cotangents = cotangents_of(cotangent, out, outputs)
         pairs = [(o, c) for o, c in zip(map(local_of, outputs), cotangents, strict=True) if o.requires_grad]
         create_again = create or any(c.requires_grad for _, c in pairs)
         values, given = tuple(o for o, _ in pairs), tuple(c for _, c in pairs)
@@ -360,7 +360,7 @@ def _vjp_by_transform(run: Function, leaves: list[Any], unflatten: Unflatten, ha
     out = trees["out"][1].unflatten(outs)
 
     def pull(cotangent: Any) -> Any:
-        cotangents = cotangents_of(cotangent, out, outs, "vjp")
+        cotangents = cotangents_of(cotangent, out, outs)
         with without_saved_tensor_hooks():
             grads = pull_flat(tuple(cotangents))
         grads = all_typed(list(grads), blocks, dual=True)

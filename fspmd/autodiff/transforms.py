@@ -19,7 +19,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike, pair
 from fspmd.torch_internals import NOT_MAPPED, VariableFunctions, batch_dim_of, transforms_module, vmap_module
 from fspmd.tracing import is_traced
-from fspmd.user_code import replace_everywhere
+from fspmd.wrappers import replace_everywhere
 
 
 def install() -> None:
@@ -70,7 +70,7 @@ def _is_mapped(_: Any, x: Sharded) -> bool:
 def dual(x: Any, tangent: Any, *, level: int) -> Any:
     """``torch.autograd.forward_ad.make_dual``. The tangent is moved to the layout of its primal."""
     _refuse_graph(x, tangent)
-    (block,) = tangents_of((tangent,), (x,), ("primals",), "jvp")
+    (block,) = tangents_of((tangent,), (x,), ("primals",))
     make = VariableFunctions._make_dual
     return alike(make(x.local, block, level=level), x) if type(x) is Sharded else make(x, block, level=level)
 

@@ -21,7 +21,7 @@ from fspmd.errors import ArgumentError, TreeError
 from fspmd.foreign import misfit
 from fspmd.messages import Failure, described, holds_all_ranks, refuse
 from fspmd.sharded import Sharded
-from fspmd.spec import P, TensorSpec, describe
+from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import is_simulated
 from fspmd.trees import adopt
 
@@ -281,8 +281,3 @@ def kind_of(value: Any) -> str:
     if type(value) in (list, tuple):
         return f"list of {len(value)}"
     return type(value).__name__
-
-
-def shown(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """Return the text of a tensor in an error: ``f32[4, 2]``."""
-    return describe(dtype, shape)

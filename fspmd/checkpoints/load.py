@@ -22,7 +22,6 @@ from fspmd.checkpoints.boxes import (
     named_leaves,
     parts,
     pieces_of,
-    shown,
     whole,
 )
 from fspmd.checkpoints.crew import crew_of
@@ -34,7 +33,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import Failure, counted, described, refuse
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
-from fspmd.spec import TensorSpec
+from fspmd.spec import TensorSpec, describe
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import local_tensor
 
@@ -113,7 +112,7 @@ class Reader:
         if not isinstance(x, Tensor) or x.dtype is not saved.dtype or tuple(x.shape) != block.box.sizes:
             raise CheckpointError(
                 f"{self._path(block)} holds for {name!r} {described(x)}, but its index says "
-                f"{shown(saved.dtype or torch.uint8, block.box.sizes)}"
+                f"{describe(saved.dtype or torch.uint8, block.box.sizes)}"
             )
         return x
 
@@ -258,12 +257,12 @@ def _difference(value: Any, there: SavedLeaf) -> str:
         x = value.get_state() if isinstance(value, torch.Generator) else value
         dtype, shape = x.dtype, x.shape
         if there.dtype is None:
-            return f"is {shown(dtype, shape)}, but a plain value was saved: {there.kind or 'of any kind'}"
+            return f"is {describe(dtype, shape)}, but a plain value was saved: {there.kind or 'of any kind'}"
         if (dtype, tuple(shape)) != (there.dtype, there.shape):
-            return f"is {shown(dtype, shape)}, but {shown(there.dtype, there.shape)} was saved"
+            return f"is {describe(dtype, shape)}, but {describe(there.dtype, there.shape)} was saved"
         return ""
     if there.dtype is not None:
-        return f"is {described(value)}, but the tensor {shown(there.dtype, there.shape)} was saved"
+        return f"is {described(value)}, but the tensor {describe(there.dtype, there.shape)} was saved"
     if there.kind is not None and there.kind != kind_of(value):
         return f"is {described(value)}, but a value of the kind {there.kind!r} was saved"
     return ""

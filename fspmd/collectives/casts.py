@@ -9,13 +9,7 @@ import optree
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes, state
-from fspmd.collectives.operands import (
-    WORDS,
-    AxisName,
-    one_state,
-    steps_of,
-    tensor_leaves,
-)
+from fspmd.collectives.operands import WORDS, AxisName, one_state, operand_of
 from fspmd.collectives.steps import T
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import as_axis_name, quoted
@@ -54,12 +48,11 @@ def pcast(x: T, axis_name: AxisName, *, to: str) -> T:
     >>> _ = shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())(torch.ones(2))
     f32[2] f32[2]{V:x}
     """
-    body = bound_body("pcast")
-    axes = resolve_axes(body, axis_name, "pcast")
+    operand = operand_of(x, axis_name, "pcast")
+    body, axes, leaves, treedef = operand.body, operand.axes, operand.leaves, operand.treedef
     targets = sorted({target for _, target in _PCASTS})
     if to not in targets:
         raise ArgumentError(f"pcast got to={to!r}; expected one of {quoted(targets)}{_NOT_CASTS.get(to, '')}")
-    leaves, treedef = tensor_leaves(x, "pcast")
     if not axes:
         return x
     if not body.checked:  # there are no types, but each rank needs a copy of its own
@@ -70,7 +63,7 @@ def pcast(x: T, axis_name: AxisName, *, to: str) -> T:
     def build(i: int, leaf: Tensor) -> None:
         results[i] = _pcast_one(body, leaf, axes, to)
 
-    steps_of(leaves, treedef, "pcast", build)
+    operand.steps(build)
     cast: T = optree.tree_unflatten(treedef, results)
     return cast
 

@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives. They run before any communication."""
+"""Checks of the arguments of collectives, before any communication; and of the blocks that the ranks hold together."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.body import Body
-from fspmd.entries import blocks
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.entries import Flat, blocks, entry_axes
+from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.meshes.axes import place_at
 from fspmd.meshes.mesh import Mesh
-from fspmd.messages import as_axis_name, described
-from fspmd.spec import short_dtype
+from fspmd.messages import as_axis_name, counted, described
+from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import outside_transforms
+from fspmd.transport import transport_named
+from fspmd.transport.call import Layout
 from fspmd.transport.frame import frame, groups
 from fspmd.transport.local_tensor import is_uneven
 from fspmd.variance import show
@@ -40,12 +42,12 @@ def check_dim(dim: Any, ndim: int, what: str, parameter: str) -> int:
     return value % ndim
 
 
-def check_position(position: Any, size: int, axes: tuple[str, ...], what: str, parameter: str) -> int:
-    """A position along the axes."""
-    value = _integer(position, what, parameter, f"a position along {as_axis_name(axes)}, an int")
+def check_source(position: Any, size: int, axes: tuple[str, ...]) -> int:
+    """The source of a broadcast: a position along the axes."""
+    value = _integer(position, "pbroadcast", "source", f"a position along {as_axis_name(axes)}, an int")
     if not 0 <= value < size:
         raise ShapeError(
-            f"{what} got {parameter}={value}, but positions along {as_axis_name(axes)} are from 0 to {size - 1}"
+            f"pbroadcast got source={value}, but positions along {as_axis_name(axes)} are from 0 to {size - 1}"
         )
     return value
 
@@ -71,41 +73,41 @@ def check_index_groups(groups: Any, size: int, what: str, equal: bool) -> tuple[
     return result
 
 
-def check_permutation(perm: Any, size: int, what: str) -> tuple[tuple[int, int], ...]:
+def check_permutation(perm: Any, size: int) -> tuple[tuple[int, int], ...]:
     """(source, destination) pairs within the axis. No source and no destination occurs twice."""
     if isinstance(perm, dict):
-        raise ArgumentError(f"{what} got {described(perm)} for perm; write its pairs: perm={list(perm.items())}")
+        raise ArgumentError(f"ppermute got {described(perm)} for perm; write its pairs: perm={list(perm.items())}")
     pairs: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, (str, Tensor)) else [None]
     if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
         raise ArgumentError(
-            f"{what} got {described(perm)} for perm; expected (source, destination) pairs, such as "
+            f"ppermute got {described(perm)} for perm; expected (source, destination) pairs, such as "
             f"{[(i, (i + 1) % size) for i in range(size)]}"
         )
-    result = [tuple(_integer(i, what, "a position in perm") for i in pair) for pair in pairs]
+    result = [tuple(_integer(i, "ppermute", "a position in perm") for i in pair) for pair in pairs]
     if outside := sorted({i for pair in result for i in pair if not 0 <= i < size}):
-        raise ShapeError(f"{what} got perm={result}, but positions are from 0 to {size - 1}, not {_listed(outside)}")
+        raise ShapeError(f"ppermute got perm={result}, but positions are from 0 to {size - 1}, not {_listed(outside)}")
     for side, name in ((0, "source"), (1, "destination")):
         seen = [pair[side] for pair in result]
         if repeated := sorted({i for i in seen if seen.count(i) > 1}):
             raise ShapeError(
-                f"{what} got perm={result}, in which {_listed(repeated)} is a {name} more than once; each rank sends "
+                f"ppermute got perm={result}, in which {_listed(repeated)} is a {name} more than once; each rank sends "
                 "at most once and receives at most once"
             )
     return tuple((source, destination) for source, destination in result)
 
 
-def check_shuffle(perm: Any, size: int, what: str) -> tuple[tuple[int, int], ...]:
+def check_shuffle(perm: Any, size: int) -> tuple[tuple[int, int], ...]:
     """The pairs of a full permutation, which is given as the source of each position."""
     sources: list[Any] = list(perm) if isinstance(perm, Iterable) and not isinstance(perm, (str, Tensor)) else [None]
     if any(isinstance(i, Tensor) or not hasattr(i, "__index__") for i in sources):
         pairs = all(isinstance(i, (tuple, list)) for i in sources)
         raise ArgumentError(
-            f"{what} got {described(perm)} for perm; expected the source of each position, such as {list(range(size))}"
-            + ("; for pairs use ppermute" if pairs else "")
+            f"pshuffle got {described(perm)} for perm; expected the source of each position, such as "
+            f"{list(range(size))}{'; for pairs use ppermute' if pairs else ''}"
         )
     if sorted(sources) != list(range(size)):
         raise ShapeError(
-            f"{what} got perm={sources}, but it must name each position from 0 to {size - 1} once; to send to some "
+            f"pshuffle got perm={sources}, but it must name each position from 0 to {size - 1} once; to send to some "
             "ranks only, use ppermute"
         )
     return tuple((source, i) for i, source in enumerate(sources))
@@ -231,3 +233,52 @@ def where(mesh: Mesh, at: tuple[int, ...]) -> str:
     """``rank 3 at x=1, y=1`` for a coordinate."""
     place = ", ".join(f"{axis}={c}" for axis, c in zip(mesh.axis_names, at, strict=True))
     return f"rank {mesh.rank_at(at)} at {place}"
+
+
+def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: object) -> TensorSpec:
+    """Return the layout whose blocks the ranks hold. None stands for a value that is not a tensor.
+
+    Raises:
+        FspmdError: The blocks do not fit together. All ranks raise, and the message names the first rank that differs.
+    """
+    with outside_transforms():
+        layouts = [layout for (layout,) in transport_named(mesh.transport).layouts([x], mesh)]
+    return spec_of_layouts(layouts, partition, mesh, name)
+
+
+def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, name: object) -> TensorSpec:
+    """Return `spec_of_blocks` for the dtype and shape of each rank, in row-major order."""
+    coordinates = list(frame(mesh, mesh.axis_names).coordinates())
+    checked = []
+    for at, layout in zip(coordinates, layouts, strict=True):
+        if layout is None:
+            raise ArgumentError(f"{name}: {where(mesh, at)} has no tensor; every rank must pass its block")
+        checked.append(layout)
+    dtype, first = checked[0]
+    for at, (kind, shape) in zip(coordinates, checked, strict=True):
+        if kind != dtype or len(shape) != len(first):
+            raise ShapeError(
+                f"{name}: {where(mesh, at)} has {short_dtype(kind)} of shape {shape}, but the first rank has "
+                f"{short_dtype(dtype)} of shape {first}; all ranks must hold one dtype and one number of dims"
+            )
+    if wrong := complain(partition, mesh, len(first)):
+        raise SpecError(f"{name} of blocks with {counted(len(first), 'dim')}: {wrong}")
+    total = list(first)
+    for dim, entry in enumerate(partition):
+        if isinstance(entry, Flat):
+            total[dim] = entry.size
+            continue
+        axes = entry_axes(entry)
+        total[dim] = sum(
+            shape[dim]
+            for at, (_, shape) in zip(coordinates, checked, strict=True)
+            if all(c == 0 or axis in axes for axis, c in zip(mesh.axis_names, at, strict=True))
+        )
+    spec = TensorSpec(mesh, partition, total, dtype)
+    for at, (_, shape) in zip(coordinates, checked, strict=True):
+        if shape != spec.local_shape(at):
+            raise ShapeError(
+                f"{name}: {where(mesh, at)} has a block of shape {shape}, but torch.chunk of the whole, {spec!r}, "
+                f"gives it {spec.local_shape(at)}; pad the blocks to one shape, or put them together first: all_gather"
+            )
+    return spec

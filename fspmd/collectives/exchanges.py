@@ -8,16 +8,16 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from fspmd.body import Body, bound_body, resolve_axes
+from fspmd.body import Body
 from fspmd.collectives.checks import (
     block_lengths,
     check_alike,
     check_dim,
     check_index_groups,
     check_permutation,
-    check_position,
     check_shuffle,
     check_size_use,
+    check_source,
     check_tiles,
 )
 from fspmd.collectives.operands import (
@@ -27,11 +27,10 @@ from fspmd.collectives.operands import (
     done,
     elementwise_step,
     exchange_rows,
-    steps_of,
-    tensor_leaves,
+    operand_of,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, LeafCollective, Reshape, Rows, T, run
+from fspmd.collectives.steps import Handle, LeafCollective, Operand, Reshape, Rows, T
 from fspmd.errors import ShapeError
 from fspmd.pairs import Call, call
 from fspmd.torch_internals import DisableTorchFunction
@@ -100,10 +99,8 @@ def all_to_all(
 def _all_to_all(
     x: Any, axis_name: AxisName, dims: tuple[int, int], groups: Groups, tiled: bool, size: Any, wait: bool, what: str
 ) -> Any:
-    body = bound_body(what)
-    axes = resolve_axes(body, axis_name, what)
-    leaves, treedef = tensor_leaves(x, what)
-    n = math.prod(body.sizes(axes))
+    operand = operand_of(x, axis_name, what)
+    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(groups, n, what, equal=True)
     if not axes:
         return x if wait else done(x)
@@ -125,8 +122,8 @@ def _all_to_all(
         return LeafCollective(call("all_to_all", body.mesh, axes, o), after, before, back, rows)
 
     with DisableTorchFunction():  # no mode need see questions about operands
-        steps = steps_of(leaves, treedef, what, build)
-    return run(body, leaves, steps, treedef, wait, what)
+        steps = operand.steps(build)
+    return operand.run(steps, wait)
 
 
 def _options(
@@ -234,7 +231,7 @@ def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wa
     >>> device_get(f(torch.arange(4)))
     tensor([3, 0, 1, 2])
     """
-    return _permute(x, axis_name, lambda size: check_permutation(perm, size, "ppermute"), wait, "ppermute")
+    return _permute(x, axis_name, lambda size: check_permutation(perm, size), wait, "ppermute")
 
 
 @overload
@@ -254,18 +251,15 @@ def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, wait: bool = T
     tensor([3, 2, 1, 0])
     """
 
-    return _permute(x, axis_name, lambda size: check_shuffle(perm, size, "pshuffle"), wait, "pshuffle")
+    return _permute(x, axis_name, lambda size: check_shuffle(perm, size), wait, "pshuffle")
 
 
 def _permute(x: Any, axis_name: AxisName, pairs: Callable[[int], Any], wait: bool, what: str) -> Any:
-    body = bound_body(what)
-    axes = resolve_axes(body, axis_name, what)
-    leaves, treedef = tensor_leaves(x, what)
-    if not axes:
+    operand = operand_of(x, axis_name, what)
+    if not operand.axes:
         return x if wait else done(x)
-    check_alike(body, leaves, axes, what)
-    the_call = call("ppermute", body.mesh, axes, Options(perm=pairs(math.prod(body.sizes(axes)))))
-    return _moved(body, leaves, treedef, axes, the_call, wait, what)
+    check_alike(operand.body, operand.leaves, operand.axes, operand.what)
+    return _moved(operand, call("ppermute", operand.body.mesh, operand.axes, Options(perm=pairs(operand.ranks))), wait)
 
 
 @overload
@@ -286,26 +280,22 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -
     >>> device_get(shard_map(f, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))(torch.arange(4)))
     tensor([2, 2, 2, 2])
     """
-    what = "pbroadcast"
-    body = bound_body(what)
-    axes = resolve_axes(body, axis_name, what)
-    leaves, treedef = tensor_leaves(x, what)
-    n = math.prod(body.sizes(axes))
-    root = check_position(source, n, axes, what, "source")
-    if not axes:
+    operand = operand_of(x, axis_name, "pbroadcast")
+    root = check_source(source, operand.ranks, operand.axes)
+    if not operand.axes:
         return x if wait else done(x)
-    check_alike(body, leaves, axes, what)
-    return _moved(body, leaves, treedef, axes, call(what, body.mesh, axes, Options(root=root)), wait, what)
+    check_alike(operand.body, operand.leaves, operand.axes, operand.what)
+    return _moved(operand, call("pbroadcast", operand.body.mesh, operand.axes, Options(root=root)), wait)
 
 
-def _moved(
-    body: Body, leaves: list[Tensor], treedef: Any, axes: tuple[str, ...], the_call: Call, wait: bool, what: str
-) -> Any:
+def _moved(operand: Operand, the_call: Call, wait: bool) -> Any:
+    body, axes = operand.body, operand.axes
+
     def build(i: int, leaf: Tensor) -> LeafCollective:
-        after = varying_operand(body, leaf, axes, what).moved(axes, "V") if body.checked else INVARIANT
-        leaves[i] = as_varying(body, leaf, after)
+        after = varying_operand(body, leaf, axes, operand.what).moved(axes, "V") if body.checked else INVARIANT
+        operand.leaves[i] = as_varying(body, leaf, after)
         return elementwise_step(the_call, after, leaf)
 
     with DisableTorchFunction():  # no mode need see questions about operands
-        steps = steps_of(leaves, treedef, what, build)
-    return run(body, leaves, steps, treedef, wait, what)
+        steps = operand.steps(build)
+    return operand.run(steps, wait)

@@ -26,12 +26,11 @@ from fspmd.collectives.operands import (
     done,
     gather_rows,
     one_state,
+    operand_of,
     scatter_rows,
-    steps_of,
-    tensor_leaves,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, LeafCollective, Rows, T, run
+from fspmd.collectives.steps import Handle, LeafCollective, Rows, T
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.foreign import refuse_misfit
 from fspmd.messages import as_axis_name, quoted
@@ -101,12 +100,10 @@ def all_gather(
     tensor([0, 1, 2, 3, 4])
     """
     what = "all_gather"
-    body = bound_body(what)
-    axes = resolve_axes(body, axis_name, what)
+    operand = operand_of(x, axis_name, what)
+    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
     if to not in _GATHER_ROWS:
         raise ArgumentError(f"all_gather got to={to!r}; expected one of {quoted(_GATHER_ROWS)}")
-    leaves, treedef = tensor_leaves(x, what)
-    n = math.prod(body.sizes(axes))
     index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
     if index_groups and to != "varying":
         raise ArgumentError(
@@ -135,8 +132,8 @@ def all_gather(
         return _gather_step(body, leaf, axes, name, dim, tiled, lengths, index_groups, after)
 
     with DisableTorchFunction():  # no mode need see questions about operands
-        steps = steps_of(leaves, treedef, what, build)
-    return run(body, leaves, steps, treedef, wait, what)
+        steps = operand.steps(build)
+    return operand.run(steps, wait)
 
 
 _GATHER_ROWS = {
@@ -226,10 +223,8 @@ def psum_scatter(
     tensor([ 0,  4,  8, 12, 16])
     """
     what = "psum_scatter"
-    body = bound_body(what)
-    axes = resolve_axes(body, axis_name, what)
-    leaves, treedef = tensor_leaves(x, what)
-    n = math.prod(body.sizes(axes))
+    operand = operand_of(x, axis_name, what)
+    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
     if not axes:
         return x if wait else done(x)
@@ -271,8 +266,8 @@ def psum_scatter(
         return LeafCollective(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows)
 
     with DisableTorchFunction():  # no mode need see questions about operands
-        steps = steps_of(leaves, treedef, what, build)
-    return run(body, leaves, steps, treedef, wait, what)
+        steps = operand.steps(build)
+    return operand.run(steps, wait)
 
 
 def _scatter_rows(

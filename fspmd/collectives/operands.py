@@ -5,6 +5,7 @@ Uneven blocks become padded rows of equal length, so that many leaves share one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,9 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.body import Body, state
-from fspmd.collectives.steps import Handle, LeafCollective, Rows
-from fspmd.errors import ArgumentError, FspmdError, VarianceError
+from fspmd.body import Body, bound_body, resolve_axes, state
+from fspmd.collectives.steps import LEAF, Handle, LeafCollective, Operand, Rows
+from fspmd.errors import ArgumentError, VarianceError
 from fspmd.foreign import refuse_misfit
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import Call, call
@@ -34,7 +35,7 @@ def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
     if is_plain(tree):
         with DisableTorchFunction():  # no mode need see questions about a tensor
             refuse_misfit(tree, f"{what} got")
-        return [tree], _LEAF
+        return [tree], LEAF
     leaves, treedef = optree.tree_flatten(tree)
     check_keys(treedef)
     failures = []
@@ -54,30 +55,15 @@ def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
     return leaves, treedef
 
 
-_LEAF = optree.tree_structure(0)
-
-
-def steps_of(
-    leaves: list[Any], treedef: optree.PyTreeSpec, what: str, build: Callable[[int, Any], LeafCollective | None]
-) -> list[LeafCollective | None]:
-    """One step per leaf. One error lists all leaves of a tree that fail."""
-    if treedef == _LEAF:
-        return [build(0, leaves[0])]
-    steps: list[LeafCollective | None] = []
-    failures = []
-    for i, leaf in enumerate(leaves):
-        try:
-            steps.append(build(i, leaf))
-        except FspmdError as error:
-            failures.append(Failure(f"{treedef.accessors()[i].codify('x')}: {error}", type(error)))
-    if failures:
-        refuse(f"{what}: leaves that do not fit", failures)
-    return steps
-
-
-def tensor_leaves(tree: Any, what: str) -> tuple[list[Any], Any]:
-    leaves, treedef = flatten_operand(tree, what)
-    return [leaf if is_plain(leaf) else torch.as_tensor(leaf) for leaf in leaves], treedef
+def operand_of(x: Any, axis_name: AxisName, what: str, *, takes_numbers: bool = False) -> Operand:
+    """The operand of a call. Python numbers become tensors, unless the collective takes them as they are."""
+    body = bound_body(what)
+    axes = resolve_axes(body, axis_name, what)
+    ranks = math.prod(body.sizes(axes))
+    leaves, treedef = flatten_operand(x, what)
+    if not takes_numbers:
+        leaves = [leaf if is_plain(leaf) else torch.as_tensor(leaf) for leaf in leaves]
+    return Operand(what, body, axes, ranks, leaves, treedef)
 
 
 def elementwise_step(the_call: Call, after: Variance, x: Tensor) -> LeafCollective:

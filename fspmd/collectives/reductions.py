@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from fspmd.body import Body, bound_body, resolve_axes, state
+from fspmd.body import Body, state
 from fspmd.collectives.checks import check_alike, check_index_groups
 from fspmd.collectives.operands import (
     AxisName,
@@ -17,13 +16,12 @@ from fspmd.collectives.operands import (
     as_varying,
     done,
     elementwise_step,
-    flatten_operand,
     one_state,
-    steps_of,
+    operand_of,
     then,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, LeafCollective, T, run
+from fspmd.collectives.steps import Handle, LeafCollective, T
 from fspmd.errors import VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import Call, apply, call, watched
@@ -90,10 +88,8 @@ def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait
 
 
 def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: str) -> Any:
-    body = bound_body(what)
-    axes = resolve_axes(body, axis_name, what)
-    leaves, treedef = flatten_operand(x, what)
-    n = math.prod(body.sizes(axes))
+    operand = operand_of(x, axis_name, what, takes_numbers=True)
+    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(groups, n, what, equal=False)
     if not axes:
         return x if wait else done(x)
@@ -117,7 +113,7 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
             leaves[i] = _operand(body, leaves[i], axes, step)
         return step
 
-    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
+    return operand.run(operand.steps(build), wait)
 
 
 def _count(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Any:
@@ -225,19 +221,22 @@ def extremum(x: Tensor, axes: tuple[str, ...], within: Within) -> Tensor:
 
 def product(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     """Of the blocks of mesh axes, an all-reduce; real numbers, of which nobody asks for a gradient."""
-    body = bound_body("product")
-    after = varying_operand(body, x, axes, "product").moved(axes, "I")
-    step = elementwise_step(call("psum", body.mesh, axes, Options(op="product")), after, x)
-    leaves, treedef = flatten_operand(_operand(body, x, axes, step), "product")
-    return run(body, leaves, [step], treedef, True, "product")  # type: ignore[no-any-return]
+    operand = operand_of(x, axes, "product")
+    body = operand.body
+    step = elementwise_step(
+        call("psum", body.mesh, axes, Options(op="product")),
+        varying_operand(body, x, axes, "product").moved(axes, "I"),
+        x,
+    )
+    operand.leaves = [_operand(body, x, axes, step)]
+    return operand.run([step], True)  # type: ignore[no-any-return]
 
 
 def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, within: Within | None = None) -> Any:
     what = f"p{op}"
-    body = bound_body(what)
-    axes = resolve_axes(body, axis_name, what)
-    leaves, treedef = flatten_operand(x, what)
-    index_groups = check_index_groups(groups, math.prod(body.sizes(axes)), what, equal=False)
+    operand = operand_of(x, axis_name, what, takes_numbers=True)
+    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
+    index_groups = check_index_groups(groups, n, what, equal=False)
     if not axes:
         return x if wait else done(x)
     if within is None:
@@ -268,7 +267,7 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, 
         counted = watched(x, count)
         return then(step, lambda found: _Extremum.apply(x, [found], counted, within))
 
-    return run(body, leaves, steps_of(leaves, treedef, what, build), treedef, wait, what)
+    return operand.run(operand.steps(build), wait)
 
 
 class _Extremum(torch.autograd.Function):

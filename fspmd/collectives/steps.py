@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn
 
 import optree
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from fspmd.body import Body, state
-from fspmd.errors import ArgumentError
+from fspmd.errors import ArgumentError, FspmdError
 from fspmd.flights import Flight, depart, land
-from fspmd.messages import described
+from fspmd.messages import Failure, described, refuse
 from fspmd.pairs import Call, apply
 from fspmd.remembered import last_write
 from fspmd.torch_internals import DisableTorchFunction
@@ -141,34 +141,62 @@ for _shown, _names in {
         setattr(Handle, f"__{_name}__", _operator(_shown))
 
 
-def run(
-    body: Body, leaves: list[Any], steps: list[LeafCollective | None], treedef: optree.PyTreeSpec, wait: bool, what: str
-) -> Any:
-    """Run every step. A leaf whose step is None stays as it is."""
-    if wait is not True and wait is not False:
-        raise ArgumentError(f"{what} got {described(wait)} for wait; expected True, or False for a handle")
-    kept: list[Variance] | None = None
-    if state.tracker is not None and not body.checked:  # an enclosing body tracks its own axes
-        kept = [get_variance(x) if isinstance(x, Tensor) else INVARIANT for x in leaves]
-    with DisableTorchFunction():
-        waiting: list[Callable[[], None]] = []
-        results = list(leaves)
-        for members in _packs(body, leaves, steps):
-            start = _start_packed if len(members) > 1 else _start_one
-            waiting.append(start(leaves, steps, members, results, wait))
+LEAF: Final = optree.tree_structure(0)  # the structure of an operand that is one tensor
 
-    def finish() -> Any:
+
+@dataclass(slots=True)
+class Operand:
+    """The operand of a collective: a tree in a body, and the axes that it moves over."""
+
+    what: str  # the name of the collective
+    body: Body
+    axes: tuple[str, ...]
+    ranks: int  # along the axes
+    leaves: list[Any]  # a step may put a cast in the place of its leaf
+    treedef: optree.PyTreeSpec
+
+    def steps(self, build: Callable[[int, Any], LeafCollective | None]) -> list[LeafCollective | None]:
+        """One step per leaf. One error lists all leaves of a tree that fail."""
+        if self.treedef == LEAF:
+            return [build(0, self.leaves[0])]
+        steps: list[LeafCollective | None] = []
+        failures = []
+        for i, leaf in enumerate(self.leaves):
+            try:
+                steps.append(build(i, leaf))
+            except FspmdError as error:
+                failures.append(Failure(f"{self.treedef.accessors()[i].codify('x')}: {error}", type(error)))
+        if failures:
+            refuse(f"{self.what}: leaves that do not fit", failures)
+        return steps
+
+    def run(self, steps: list[LeafCollective | None], wait: bool) -> Any:
+        """Run every step, and return the tree of their results, or a handle of it. A leaf without a step stays."""
+        body, leaves, treedef = self.body, self.leaves, self.treedef
+        if wait is not True and wait is not False:
+            raise ArgumentError(f"{self.what} got {described(wait)} for wait; expected True, or False for a handle")
+        kept: list[Variance] | None = None
+        if state.tracker is not None and not body.checked:  # an enclosing body tracks its own axes
+            kept = [get_variance(x) if isinstance(x, Tensor) else INVARIANT for x in leaves]
         with DisableTorchFunction():
-            for complete in waiting:
-                complete()
-            for i, step in enumerate(steps):
-                if step is not None:
-                    set_variance(results[i], step.variance if kept is None else kept[i])
-                    if step.variance is INVARIANT and body.checked:
-                        setattr(results[i], ATTRIBUTE, INVARIANT)  # seen, and invariant
-        return optree.tree_unflatten(treedef, results)
+            waiting: list[Callable[[], None]] = []
+            results = list(leaves)
+            for members in _packs(body, leaves, steps):
+                start = _start_packed if len(members) > 1 else _start_one
+                waiting.append(start(leaves, steps, members, results, wait))
 
-    return finish() if wait else Handle(finish, leaves)
+        def finish() -> Any:
+            with DisableTorchFunction():
+                for complete in waiting:
+                    complete()
+                for i, step in enumerate(steps):
+                    if step is not None:
+                        set_variance(results[i], step.variance if kept is None else kept[i])
+                        if step.variance is INVARIANT and body.checked:
+                            setattr(results[i], ATTRIBUTE, INVARIANT)  # seen, and invariant
+            return optree.tree_unflatten(treedef, results)
+
+        return finish() if wait else Handle(finish, leaves)
 
 
 def _packs(body: Body, leaves: list[Any], steps: list[LeafCollective | None]) -> list[list[int]]:

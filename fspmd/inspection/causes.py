@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fspmd.cache import cached
 from fspmd.flights import land
 from fspmd.global_view.refusals import shown
 from fspmd.messages import quoted
@@ -147,13 +146,13 @@ def _is_path_of(model: nn.Module, path: str, module: nn.Module) -> bool:
 
 _HERE: Final = str(Path(__file__).parents[1])
 _RECORDERS: Final = f"{_HERE}/programs/"  # runs functions of the user
-_DISPATCH: Final = f"{_HERE}/global_view/dispatch.py"
+_DISPATCH: Final = f"{_HERE}/global_view/dispatch.py", "dispatch"
+#: the functions, by file and name, whose argument ``func`` is a torch function
+_OPS: Final = frozenset((_DISPATCH, (f"{_HERE}/local_view/tracking.py", "__torch_function__")))
 #: the function that lays out values for a style
 _STYLES: Final = f"{_HERE}/modules/plans.py", "_arranged"
 #: the function that runs torch functions whose results depend on values, on global tensors
 _GATHERED: Final = f"{_HERE}/global_view/unruled.py", "gathered"
-#: file -> the function in it whose argument ``func`` is a torch function
-_OPS: Final = {_DISPATCH: "dispatch", f"{_HERE}/local_view/tracking.py": "__torch_function__"}
 #: file -> the public name, where the outermost of our functions has another name
 _NAMES: Final = {
     "entry.py": "shard_map entry",
@@ -163,6 +162,8 @@ _NAMES: Final = {
     "hooks.py": "autograd.Function.apply",
     "transforms.py": "torch.func",
 }
+#: the same for the entries and exits of a body, by path
+_EDGES: Final = {f"{_HERE}/local_view/{name}": _NAMES[name] for name in ("entry.py", "exit.py")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,56 +211,42 @@ class Trace:
     cause: Cause
 
 
-class _File(NamedTuple):
-    """The owner of the code in a file."""
-
-    is_library: bool  # and not the user's
-    is_ours: bool  # a public function may be in it, or code that a public function calls
-    op: str  # the function that `_OPS` names
-    name: str
-
-
-@cached
-def _file(path: str) -> _File:
-    is_ours = path.startswith(_HERE) and not path.startswith(_RECORDERS)
-    return _File(is_library[path], is_ours, _OPS.get(path, ""), Path(path).name)
-
-
 def trace(frame: FrameType | None = None) -> Trace:
     """Find the cause of the call that runs: the nearest frame that is neither ours nor torch's, and the function that
     it called. ``frame``: the innermost frame of another thread."""
     dispatches: list[FrameType] = []
     op: FrameType | None = None
     outermost: FrameType | None = None
-    style = edges = why = ""  # the style that lays out values; the file of a body's entries or exits
+    style = edge = why = ""  # the style that lays out values; the name of a body's entries or exits
     innermost = frame = frame or sys._getframe(1)
-    while frame is not None and (file := _file((code := frame.f_code).co_filename)).is_library:
-        if file.is_ours:
+    while frame is not None and is_library[path := frame.f_code.co_filename]:
+        if path.startswith(_HERE) and not path.startswith(_RECORDERS):
             outermost = frame
-            if code.co_name == file.op:
+            place = path, frame.f_code.co_name
+            if place in _OPS:
                 op = frame
-                if code.co_filename == _DISPATCH:
+                if place == _DISPATCH:
                     dispatches.append(frame)
-            elif (code.co_filename, code.co_name) == _STYLES:
+            elif place == _STYLES:
                 style = f"{frame.f_locals['self'].path or 'the module'}: {type(frame.f_locals['style']).__name__}"
-            elif (code.co_filename, code.co_name) == _GATHERED:
+            elif place == _GATHERED:
                 why = "its result, or the shape of it, depends on values"
-            elif file.name in ("entry.py", "exit.py"):
-                edges = file.name
+            elif path in _EDGES:
+                edge = _EDGES[path]
         frame = frame.f_back
-    what = shown(op.f_locals["func"]) if op is not None else style or _name(outermost, edges)
+    what = shown(op.f_locals["func"]) if op is not None else style or _name(outermost, edge)
     written = op is None and what != _NAMES["hooks.py"]
-    place = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
-    return Trace(tuple(dispatches), frame, Cause(what, written, *place, why, path_of(innermost)))
+    line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+    return Trace(tuple(dispatches), frame, Cause(what, written, *line, why, path_of(innermost)))
 
 
-def _name(outermost: FrameType | None, edges: str) -> str:
-    """The public name of the outermost of our functions."""
+def _name(outermost: FrameType | None, edge: str) -> str:
+    """The public name of the outermost of our functions; ``edge`` is that of the entries or exits that run."""
     if outermost is None or current_autograd_node() is not None:
         return "backward()"
-    file = _file(outermost.f_code.co_filename).name
-    if file == "shard_map.py" and edges:
-        return _NAMES[edges]
+    file = Path(outermost.f_code.co_filename).name
+    if file == "shard_map.py" and edge:
+        return edge
     return _NAMES.get(file) or outermost.f_code.co_qualname.partition(".<locals>")[0]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from fspmd.global_view.calls import Calls, operands_of, replaced
+from fspmd.global_view.composed import Calls, operands_of, replaced
 from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh
@@ -25,7 +25,7 @@ from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import RecomputeContext, recomputed_in
-from fspmd.user_code import wraps
+from fspmd.wrappers import wraps
 
 _AHEAD = 4  # the most steps to search: a run may leave out steps that were recorded on replicated values
 

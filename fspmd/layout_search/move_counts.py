@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
-from fspmd.global_view.calls import operands_of, replaced
+from fspmd.global_view.composed import operands_of, replaced
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import shown
 from fspmd.meshes.mesh import Mesh

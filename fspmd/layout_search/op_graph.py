@@ -20,7 +20,7 @@ from torch import Tensor
 from fspmd.autodiff.leaves import DEPTH
 from fspmd.body import state
 from fspmd.errors import ArgumentError, FspmdError, RecordError
-from fspmd.global_view.calls import Calls, operands_of
+from fspmd.global_view.composed import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.kernels import GlobalCall
 from fspmd.global_view.op_plan import places_of, tensors_of

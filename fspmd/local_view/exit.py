@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.cache import Cache
+from fspmd.collectives.checks import spec_of_blocks
 from fspmd.collectives.steps import Handle
 from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
 from fspmd.foreign import misfit
 from fspmd.local_view.entry import manual_complaint
-from fspmd.local_view.measured_layouts import spec_of_blocks
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import from_blocks, from_even_blocks

@@ -56,8 +56,8 @@ from fspmd.torch_internals import (
 from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder, untraceable
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.transport.randomness import go_on, kept_states
-from fspmd.user_code import replace_everywhere
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance, show
+from fspmd.wrappers import replace_everywhere
 
 _BODY = "_fspmd_body"
 _SAVED = "_fspmd_saved"  # on the backward of a Function: the types of the tensors that it saves

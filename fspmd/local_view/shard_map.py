@@ -49,7 +49,7 @@ from fspmd.transport import known_values
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.transport.reports import tell_failure
 from fspmd.trees import flatten, flatten_args
-from fspmd.user_code import wraps
+from fspmd.wrappers import wraps
 
 MISSING: Any = object()
 

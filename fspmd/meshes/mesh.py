@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 
 from fspmd.errors import MeshError
-from fspmd.first_use import begin
 from fspmd.meshes import device_mesh, process_groups, world
 from fspmd.meshes.axes import RankMap, Ranks, check_names, check_ranks, check_sizes, integers
 from fspmd.meshes.grid import Grid, lay_out
 from fspmd.meshes.layout import Layout, concat
+from fspmd.wrappers import begin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

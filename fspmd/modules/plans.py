@@ -23,7 +23,7 @@ from fspmd.modules.styles import ColwiseParallel, Layout, OnBlocks, PrepareInput
 from fspmd.redistribution.redistribute import redistribute_once, to_blocks
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec
-from fspmd.user_code import wraps
+from fspmd.wrappers import wraps
 
 # --- plans -----------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ The scale is a value, for gradients in float16 (Micikevicius et al., "Mixed Prec
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
@@ -133,6 +134,7 @@ def accumulate(
     *,
     grads: Any = None,
     precision: Precision | None = None,
+    has_aux: bool = False,
 ) -> Callable[[Any, Sequence[Any]], tuple[Any, Any]]:
     """A function of parameters and microbatches that returns the mean loss and its gradient.
 
@@ -151,14 +153,16 @@ def accumulate(
         grads: How the gradients lie: a prefix of the parameters of `P`. The default is the layout of the parameters.
             With ``P("dp")`` for parameters of ``P()`` they are scattered instead of summed on all ranks (ZeRO 2).
         precision: The dtypes of the computation and of sums. The default is that of each parameter.
+        has_aux: ``loss`` returns ``((total, count), aux)``. Leaves of ``aux``, such as `Routing.counts`, are added up
+            over microbatches. The result is ``((mean, aux), gradient)``.
 
     Communication: that of `gathered`, forward and backward, whatever the number of microbatches; that of ``loss``; and
     an all-reduce of two numbers.
 
     Raises:
         VarianceError: in a body, total or count varies over an axis.
-        TreeError, ArgumentError: ``loss`` does not return a pair, there is no microbatch, or parameters have another
-            dtype than ``precision.param``.
+        TreeError, ArgumentError: ``loss`` does not return such pairs, there is no microbatch, or parameters have
+            another dtype than ``precision.param``.
 
     >>> from fspmd import P, communication_log, device_put, make_mesh
     >>> mesh = make_mesh((4,), ("dp",), transport="simulation")
@@ -174,7 +178,7 @@ def accumulate(
     """
 
     wide, reduce = (None, None) if precision is None else (precision.accumulate, precision.reduce)
-    one_step = value_and_grad(functools.partial(_pair, loss), has_aux=True)
+    one_step = value_and_grad(functools.partial(_pair, loss, has_aux), has_aux=True)
 
     def accumulated(params: Any, microbatches: Sequence[Any]) -> tuple[Any, Any]:
         if not isinstance(microbatches, Iterable):
@@ -183,13 +187,15 @@ def accumulate(
             check_dtypes(params, (precision.param,), "accumulate")
         whole = gathered(params, axis, specs, dtype=precision)
         total, count, sums, treedef, dtype = None, None, [], optree.tree_structure(whole, is_leaf=is_sharded), None
+        beside: Any = None
         for microbatch in microbatches:
-            (one, (items, narrow)), parts = one_step(whole, microbatch)
+            (one, (items, narrow, aux)), parts = one_step(whole, microbatch)
             if total is None:
-                total, count, dtype = one, items, narrow.dtype
+                total, count, dtype, beside = one, items, narrow.dtype, aux
                 sums = [cast_terms(part, wide or part.dtype) for part in treedef.flatten_up_to(parts)]
             else:
                 total, count = total + one, count + items
+                beside = _added(beside, aux)
                 parts = treedef.flatten_up_to(parts)
                 sums = [s + cast_terms(g, s.dtype) for s, g in zip(sums, parts, strict=True)]
         if total is None:
@@ -197,14 +203,25 @@ def accumulate(
         total, count = _settled_sums(total, count)
         summed = settled(treedef.unflatten(sums), params, axis, specs, grads, reduce)
         mean_grads = optree.tree_map(lambda g: g / count.to(g.dtype), summed, is_leaf=is_sharded)
-        return (total / count).to(dtype), mean_grads
+        mean = (total / count).to(dtype)
+        return (mean, beside) if has_aux else mean, mean_grads
 
     return accumulated
 
 
-def _pair(loss: Callable[..., Any], params: Any, microbatch: Any) -> tuple[Any, tuple[Any, Any]]:
-    """The total and the count of a microbatch, checked, and wide: 256 in bfloat16, plus 1, is 256. Last the total."""
-    out = loss(params, microbatch)
+def _pair(loss: Callable[..., Any], has_aux: bool, params: Any, microbatch: Any) -> tuple[Any, tuple[Any, Any, Any]]:
+    """The total and the count of a microbatch, checked, and wide: 256 in bfloat16, plus 1, is 256.
+
+    Then the total as it was, and what the loss returns beside.
+    """
+    out, aux = loss(params, microbatch), None
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], tuple):
+            raise TreeError(
+                "accumulate: with has_aux=True the loss returns ((total, count), aux), but it returned "
+                f"{described(out)}"
+            )
+        out, aux = out
     if not isinstance(out, tuple) or len(out) != 2:
         given = f"a tuple of {len(out)}" if isinstance(out, tuple) else described(out)
         raise TreeError(f"accumulate: the loss returns a pair, (total, count), but it returned {given}")
@@ -218,7 +235,15 @@ def _pair(loss: Callable[..., Any], params: Any, microbatch: Any) -> tuple[Any, 
                 f"{axes}), or after all microbatches by pcast(x, {axes}, to='unreduced')"
             )
     total, count = out
-    return _wide(total), (_wide(count), total.detach() if isinstance(total, Tensor) else total)
+    return _wide(total), (_wide(count), total.detach() if isinstance(total, Tensor) else total, aux)
+
+
+def _added(before: Any, after: Any) -> Any:
+    """The sums of the leaves of two trees."""
+    try:
+        return optree.tree_map(operator.add, before, after, is_leaf=is_sharded)
+    except ValueError as error:
+        raise TreeError(f"accumulate: the loss returns one structure of aux for all microbatches: {error}") from None
 
 
 def _wide(x: Any) -> Any:

@@ -13,7 +13,7 @@ from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.meshes.axes import row_major
 from fspmd.messages import described, quoted
-from fspmd.nn.sequences import Axes, SequenceLayout, contiguous
+from fspmd.nn.sequences import Axes, SequenceLayout, contiguous, joined
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import outside_transforms
@@ -102,6 +102,8 @@ def check_layout(
 ) -> SequenceLayout:
     """The layout, or a contiguous one, of a sequence that ``ring`` cuts into its blocks, and ``axis`` these into parts.
 
+    A layout over the ranks of both axes becomes one over ``ring`` alone.
+
     Raises:
         ShapeError: The layout has other ranks or blocks than the ring, or another length than the blocks.
     """
@@ -111,19 +113,23 @@ def check_layout(
         if len(set(lengths.values())) > 1:
             raise ShapeError(
                 f"{what} got blocks of different lengths, {', '.join(map(str, lengths.values()))}, and no layout; pass "
-                f"one of the whole sequence: contiguous(length, {ranks})"
+                f"one of the whole sequence: contiguous(length, {ranks * parts})"
             )
         layout = contiguous(next(iter(lengths.values())) * ranks * parts, ranks)  # so any axes cut it alike
     if not isinstance(layout, SequenceLayout):
-        raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {ranks})")
-    if len(layout.cuts) != ranks:
-        raise ShapeError(
-            f"{what} cuts the sequence over {ranks} ranks, and got a layout of {len(layout.cuts)}; make one: "
-            f"contiguous({layout.length}, {ranks})"
-        )
+        n = ranks * parts
+        raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {n})")
     body = bound_body(what)
     rings, inner = (resolve_axes(body, x, what) for x in (ring, axis))
-    if layout.cuts != (wanted := blocks(layout.length, body.sizes(rings))):
+    wanted = blocks(layout.length, body.sizes(rings))
+    if layout.cuts != wanted and layout.cuts == blocks(layout.length, body.sizes((*rings, *inner))):
+        layout = joined(layout, body.sizes(rings) or 1)
+    if len(layout.cuts) != ranks:
+        raise ShapeError(
+            f"{what} cuts the sequence over {ranks * parts} ranks, and got a layout of {len(layout.cuts)}; make one: "
+            f"contiguous({layout.length}, {ranks * parts})"
+        )
+    if layout.cuts != wanted:
         raise ShapeError(
             f"{what} over {rings}, which cut {layout.length} positions into blocks of {[n for _, n in wanted]}, got a "
             f"layout with blocks of {[n for _, n in layout.cuts]}; give the layout the sizes of the axes, such as "

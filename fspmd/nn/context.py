@@ -116,7 +116,8 @@ def ulysses_attention(
 
     Args:
         ring: A second axis, over which the sequence is cut first: ``P(..., ("ring", "heads"))``. Along it the keys and
-            values pass in a ring, as in `ring_attention`; ``layout`` then says which positions its ranks have.
+            values pass in a ring, as in `ring_attention`.
+        layout: Which positions the ranks of all these axes have, or those of ``ring`` alone.
 
     Communication: an `all_to_all` of each operand and one of the result, forward; the same of gradients, backward.
 
@@ -133,10 +134,6 @@ def ulysses_attention(
     out = _attend(exchanged, (part, *pair), sinks, part)
     result: Tensor = all_to_all(out, axis, out.dim() - 2, out.dim() - 3, tiled=True)
     return result.narrow(-2, 0, query.shape[-2])
-
-
-def _names(axis: Axes) -> Axes:
-    return (axis,) if isinstance(axis, str) else axis
 
 
 W = TypeVar("W", Ring, Gathered)
@@ -159,9 +156,10 @@ def _checked(
     tensors = [x for x in (query, key, value, sinks) if isinstance(x, Tensor)]
     everywhere = shapes_everywhere(what, *tensors)
     check_operands(query, key, value, scale, what, everywhere)
-    names = (*_names(ring), *_names(axis))
-    if names:
-        check_varies(what, names, "a query, key and value", query, key, value)
+    body = bound_body(what)
+    rings, inner = resolve_axes(body, ring, what), resolve_axes(body, axis, what)
+    if rings or inner:
+        check_varies(what, (*rings, *inner), "a query, key and value", query, key, value)
     for shapes in everywhere.values():
         if shapes[0][-2] != shapes[1][-2]:
             raise ShapeError(
@@ -180,13 +178,8 @@ def _checked(
     mask = Full() if mask is None else as_mask(mask, what)
     layout = check_layout(layout, everywhere, ring, axis, what)
     mask.check(layout.length)
-    body = bound_body(what)
-    parts = body.sizes(resolve_axes(body, axis, what))
-    return way(
-        turns_of(ring if isinstance(ring, str) else tuple(ring), mask.outline, layout, parts, way is Gathered),
-        mask,
-        scale,
-    )
+    names = ring if isinstance(ring, str) else tuple(ring)
+    return way(turns_of(names, mask.outline, layout, body.sizes(inner), way is Gathered), mask, scale)
 
 
 def _padded(blocks_of_rank: Iterable[Tensor], length: int) -> Iterator[Tensor]:

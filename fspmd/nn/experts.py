@@ -114,8 +114,8 @@ def balance(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, algorithm 1.
 
     Args:
-        bias: [experts], that of `route`.
-        counts: [experts], `Routing.counts`. Add up those of microbatches.
+        bias: [..., experts], that of `route`, or of several layers.
+        counts: [..., experts], `Routing.counts`. Add up those of microbatches.
         rate: By how much a bias changes, such as 0.001.
 
     >>> import torch
@@ -126,7 +126,7 @@ def balance(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     if bias.shape != counts.shape:
         raise ShapeError(f"balance got a bias of shape {tuple(bias.shape)} and counts of {tuple(counts.shape)}")
     with torch.no_grad():
-        gap = counts.sum() - counts * counts.shape[0]
+        gap = counts.sum(-1, keepdim=True) - counts * counts.shape[-1]
         return bias + rate * gap.sign().to(bias.dtype)
 
 

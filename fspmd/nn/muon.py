@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described, quoted
 from fspmd.nn.arguments import checked
@@ -40,8 +42,9 @@ def muon(
 ) -> Optimizer:
     """Muon, as ``torch.optim.Muon``, on matrices of any layout, and on blocks in a body.
 
-    An update needs the whole matrix. Matrices of one shape and layout are stacked, and the stack is cut over all ranks
-    by matrices: each rank makes its share of them orthogonal, and no rank computes what another does.
+    A parameter [..., m, n] is a matrix, or a stack of matrices: of layers, of experts. An update needs whole matrices.
+    Those of one shape and layout are stacked, and the stack is cut over all ranks by matrices: each rank makes its
+    share of them orthogonal, and no rank computes what another does.
 
     Args:
         rate, decay, specs: As for `adamw`.
@@ -56,7 +59,7 @@ def muon(
     an all-gather.
 
     Raises:
-        ShapeError: a parameter is no matrix.
+        ShapeError: a parameter has fewer than two dims.
         VarianceError, ArgumentError: As `adafactor`.
 
     >>> from fspmd import communication_log, device_put, make_mesh
@@ -79,9 +82,10 @@ def muon(
 
     def slots_of(p: Any, lie: Lies) -> dict[str, Any]:
         check_known(p, lie, "muon")
-        if p.ndim != 2:
+        if p.ndim < 2:
             raise ShapeError(
-                f"muon got a parameter of shape {tuple(p.shape)}; it takes matrices, so give other parameters to adamw"
+                f"muon got a parameter of shape {tuple(p.shape)}; it takes matrices, and stacks of them, [..., m, n], "
+                "so give other parameters to adamw"
             )
         return {"mean": torch.zeros_like(p)}
 
@@ -92,7 +96,7 @@ def muon(
         changes = [g.lerp(m, momentum) for m, g in zip(means, grads, strict=True)] if nesterov else means
         whole = _each_orthogonal(changes, lies, coefficients, steps, eps, dtype)
         shapes = [p.shape if lie is None else lie.shape for p, lie in zip(params, lies, strict=True)]
-        scales = [ADJUSTMENTS[adjustment](*shape) if math.prod(shape) else 1.0 for shape in shapes]
+        scales = [ADJUSTMENTS[adjustment](*shape[-2:]) if math.prod(shape) else 1.0 for shape in shapes]
         news = [
             p * (1 - rate * w) - u * (rate * scale)
             for p, u, w, scale in zip(params, whole, decays, scales, strict=True)
@@ -119,11 +123,11 @@ def _each_orthogonal(
         stack: Any = torch.stack([matrices[i] for i in places])
         given = stack.to(dtype or stack.dtype)
         if is_sharded(stack):
-            spread = reshard(given, P(stack.spec.mesh.axis_names))
+            spread = reshard(given, _by_matrices(stack.spec))
             whole = reshard(orthogonal(spread, coefficients, steps, eps), stack.spec.partition)
         elif isinstance(lie, TensorSpec):
             there = TensorSpec(lie.mesh, P(None, *lie.partition), (len(places), *lie.shape), given.dtype)
-            here = there.with_partition(P(lie.mesh.axis_names))
+            here = there.with_partition(_by_matrices(there))
             spread = moved(given, there, here, Variance(varying=lie.mesh.axis_names))
             whole = moved(orthogonal(spread, coefficients, steps, eps), here, there, get_variance(stack))
         else:
@@ -133,8 +137,23 @@ def _each_orthogonal(
     return done
 
 
+def _by_matrices(spec: TensorSpec) -> P:
+    """The layout that cuts a stack [..., m, n] over all axes by matrices.
+
+    Cuts of the leading dims stay. Each other axis cuts the leading dim of which a block has the most.
+    """
+    mesh, sizes = spec.mesh.shape, spec.shape[:-2]
+    cuts = [entry_axes(entry) for entry in (*spec.partition, *[None] * len(sizes))[: len(sizes)]]
+    left = [math.ceil(size / math.prod(mesh[axis] for axis in axes)) for size, axes in zip(sizes, cuts, strict=True)]
+    for axis in spec.mesh.axis_names:
+        if axis not in itertools.chain(*cuts):
+            dim = left.index(max(left))
+            cuts[dim], left[dim] = (*cuts[dim], axis), math.ceil(left[dim] / mesh[axis])
+    return P(*(axes or None for axes in cuts))
+
+
 def orthogonal(stack: Any, coefficients: tuple[float, float, float], steps: int, eps: float) -> Any:
-    """Matrices [k, m, n] with singular values near 1, by the Newton-Schulz iteration."""
+    """Matrices [..., m, n] with singular values near 1, by the Newton-Schulz iteration."""
     a, b, c = coefficients
     tall = stack.shape[-2] > stack.shape[-1]
     x = stack.mT if tall else stack

@@ -17,14 +17,14 @@ from fspmd import tracing
 from fspmd.autodiff.engine import gradients
 from fspmd.body import check_outside
 from fspmd.cache import Cache, forgettable
-from fspmd.errors import ArgumentError, AxisError, ShapeError
+from fspmd.errors import ArgumentError, AxisError, FspmdError, ShapeError, TreeError
 from fspmd.meshes.mesh import Mesh, set_mesh
 from fspmd.messages import described, quoted
 from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
 from fspmd.nn.places import Places, without_row
 from fspmd.nn.schedules import Action, Schedule
 from fspmd.nn.sequences import Axes
-from fspmd.placement.creation import zeros
+from fspmd.placement.creation import full, zeros
 from fspmd.placement.device_put import device_get
 from fspmd.placement.reshard import reshard
 from fspmd.programs.recordable import capture_fake, without_values
@@ -44,8 +44,11 @@ def pipeline(
     axis: str = "pp",
     over: Axes = (),
     precision: Precision | None = None,
-) -> Callable[[Any, Sequence[Any], Sequence[Any]], tuple[Tensor, Any]]:
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
     """A function of parameters, inputs and targets that returns the loss and its gradients, by a schedule.
+
+    Its last argument, ``scale=None``, is a factor of the loss in backward alone: gradients are of the loss times it.
 
     Stages are functions ``stage(params, x)`` of `Sharded` values, in the global view. They run on the part of the mesh
     that has their position along ``axis``, so other axes may cut batches and parameters. A stage in the local view
@@ -66,6 +69,10 @@ def pipeline(
             are `gathered` over them before the first one, and gradients are summed once. Over other axes they are
             summed in each microbatch.
         precision: The dtypes of the computation and of sums, as in `accumulate`.
+        has_aux: Stages return ``(y, part, aux)`` instead of ``y``. The scalar ``part`` is added to the loss of the
+            microbatch, such as a loss of the balance of experts. ``aux`` is a tree of values, such as counts of tokens,
+            that are added up over microbatches. The result is ``((loss, aux), gradients)``, where leaves of ``aux`` are
+            stacked: [stages, ...] with ``P(axis, ...)``, in the order of ``schedule.order``.
 
     Inputs and targets are lists with one entry for each microbatch, not cut over ``axis``. What stages pass on of a
     microbatch has one shape, dtype and layout. With ``schedule.forwards()`` nothing is kept for backward, and the
@@ -82,6 +89,7 @@ def pipeline(
         SpecError: the layout of a value does not say whose it is.
         VarianceError: a value is a pending sum over the axis of the stages.
         ShapeError: a stage returns another shape, dtype or layout than the stage before.
+        TreeError: with ``has_aux``, a stage returns no such triple, or ``aux`` of another structure than another stage.
 
     >>> from fspmd import device_put, make_mesh
     >>> from fspmd.nn import one_f_one_b
@@ -124,9 +132,9 @@ def pipeline(
     if len(functions) != schedule.stages:
         raise ArgumentError(f"pipeline got {len(functions)} stages, but the schedule has {schedule.stages}")
     places = Places(mesh, axis)
-    boundaries: Cache[Any, TensorSpec | None] = forgettable(Cache())  # by the layouts of parameters and input
+    boundaries: Cache[Any, tuple[Any, Any]] = forgettable(Cache())  # by the layouts of parameters and input
 
-    def step(params: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[Tensor, Any]:
+    def step(params: Any, inputs: Sequence[Any], targets: Sequence[Any], scale: Any = None) -> tuple[Any, Any]:
         check_outside("pipeline")
         for name, given in (("inputs", inputs), ("targets", targets)):
             if not isinstance(given, (list, tuple)):
@@ -145,17 +153,19 @@ def pipeline(
             check_dtypes(params, (precision.param,), "pipeline")
         whole = gathered(params, over, dtype=precision) if given_axes or precision is not None else params
         wide, reduce = (None, None) if precision is None else (precision.accumulate, precision.reduce)
-        run = _PipelineCall(places, schedule, functions, loss, whole, inputs, targets, wide)
+        run = _PipelineCall(places, schedule, functions, loss, whole, inputs, targets, wide, scale, has_aux)
         layouts = run.treedef, tuple(x.spec for x in run.leaves)
         for x in inputs:
             key = layouts, x.spec
             if key not in boundaries:
                 boundaries[key] = run.find_boundary(x.spec)
-            run.boundaries.append(boundaries[key])
+            boundary, run.aux = boundaries[key]
+            run.boundaries.append(boundary)
         run.count = schedule.microbatches if count is None else _total([count(target) for target in targets])
         ranks = {r: _Rank(run, r) for r in places.mine}
         run.act(ranks)
-        value = device_get(places.summed({r: rank.value for r, rank in ranks.items()}, P()))
+        value: Any = device_get(places.summed({r: rank.value for r, rank in ranks.items()}, P()))
+        value = (value, run.aux_of(ranks)) if has_aux else value
         if not run.trains:
             return value, None
         grads = run.gradients(ranks)
@@ -190,13 +200,17 @@ class _PipelineCall:
         inputs: Sequence[Any],
         targets: Sequence[Any],
         wide: torch.dtype | None,
+        scale: Any,
+        has_aux: bool,
     ) -> None:
         self.wide = wide  # the dtype in which gradients are summed; None for their own
         self.places, self.schedule, self.functions, self.loss = places, schedule, functions, loss
+        self.scale, self.has_aux = scale, has_aux
         self.leaves, self.treedef = optree.tree_flatten(params, is_leaf=is_sharded)
         self.inputs, self.targets, self.trains = inputs, targets, schedule.trains
         self.count: Any = 1
         self.boundaries: list[Any] = []  # of each microbatch
+        self.aux: Any = None  # how what a stage returns beside lies
 
     @property
     def dtype(self) -> torch.dtype:
@@ -233,11 +247,23 @@ class _PipelineCall:
                 grads.append(ranks[owner].gradient(i) if owner in ranks else leaf)  # elsewhere it is empty
             elif self.places.is_stacked(leaf):
                 rows = {r: [rank.grads[s][i] for s in rank.stages] for r, rank in ranks.items()}
-                grads.append(self.places.stacked(rows, leaf))
+                grads.append(self.places.stacked(rows, leaf.spec.dual))
             else:
                 own = {r: rank.gradient(i) for r, rank in ranks.items()}
                 grads.append(self.places.summed(own, leaf.spec.dual.partition))
         return self.treedef.unflatten(grads)
+
+    def aux_of(self, ranks: dict[int, _Rank]) -> Any:
+        """What stages returned beside, stacked in the order of stages."""
+        specs, treedef = optree.tree_flatten(self.aux)
+        leaves = {r: [treedef.flatten_up_to(rank.aux[s]) for s in rank.stages] for r, rank in ranks.items()}
+        stacks = []
+        for i, spec in enumerate(specs):
+            rows = {r: [row[i] for row in of_stages] for r, of_stages in leaves.items()}
+            cut = P(self.places.axis, *spec.partition)
+            whole = TensorSpec(self.places.mesh, cut, (self.schedule.stages, *spec.shape), spec.dtype)
+            stacks.append(self.places.stacked(rows, whole))
+        return treedef.unflatten(stacks)
 
     def by_boundary(self, rounds: Any) -> Iterator[tuple[list[tuple[int, int, Action]], TensorSpec]]:
         """Yield the edges of each permute. What travels in it has one shape."""
@@ -245,8 +271,8 @@ class _PipelineCall:
             for boundary in dict.fromkeys(self.boundaries[action.microbatch] for *_, action in edges):
                 yield [edge for edge in edges if self.boundaries[edge[2].microbatch] is boundary], boundary
 
-    def find_boundary(self, first: TensorSpec) -> TensorSpec | None:
-        """What stages pass on of an input, by recording each of them alone on an abstract mesh."""
+    def find_boundary(self, first: TensorSpec) -> tuple[TensorSpec | None, Any]:
+        """What stages pass on of an input, and beside it, by recording each of them alone on an abstract mesh."""
         mesh = self.places.abstract
 
         def seen(x: Any, r: int) -> TensorSpec | None:
@@ -256,32 +282,69 @@ class _PipelineCall:
             return TensorSpec(mesh, without_row(x.spec.partition, cut), x.spec.shape[cut:], x.dtype)
 
         x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
-        found = None
-        for stage, function in enumerate(self.functions[:-1]):
+        found, aux = [], []
+        for stage, function in enumerate(self.functions if self.has_aux else self.functions[:-1]):
             r = self.schedule.ranks_of_stages[stage]
-            out = x = _result(function, self.treedef.unflatten([seen(leaf, r) for leaf in self.leaves]), x)
-            if found is not None and out is not found:
-                raise ShapeError(
-                    f"pipeline: stage {stage} returns {out!r}, but stage {stage - 1} returns {found!r}; all stages "
-                    "pass on one shape, dtype and layout"
-                )
-            found = out
-        return found
+            params = self.treedef.unflatten([seen(leaf, r) for leaf in self.leaves])
+            x, beside = _result(function, params, x, self.has_aux, stage)
+            found.append(x)
+            aux.append(beside)
+        _check_alike(found[: self.schedule.stages - 1], "", ShapeError, "pass on one shape, dtype and layout")
+        _check_alike(aux, " as aux", TreeError, "return one tree of one shape, dtype and layout")
+        return next(iter(found[: self.schedule.stages - 1]), None), next(iter(aux), None)
+
+
+def _check_alike(found: list[Any], what: str, error: type[FspmdError], law: str) -> None:
+    for stage, (before, after) in enumerate(itertools.pairwise(found), 1):
+        if before != after:
+            raise error(
+                f"pipeline: stage {stage} returns {after!r}{what}, but stage {stage - 1} returns {before!r}; all "
+                f"stages {law}"
+            )
 
 
 @tracing.hidden
-def _result(stage: Stage, params: Any, x: TensorSpec) -> TensorSpec:
-    """The layout of what a stage returns. The stage is recorded, and runs nowhere, also while `jit` records."""
+def _result(stage: Stage, params: Any, x: TensorSpec, has_aux: bool, place: int) -> tuple[TensorSpec, Any]:
+    """How what a stage returns lies. The stage is recorded, and runs nowhere, also while `jit` records."""
 
-    def passed_on(params: Any, x: Any) -> Any:
-        y = stage(params, x)
-        if not is_sharded(y):
-            raise ArgumentError(f"pipeline: a stage returned {described(y)}; it returns one Sharded")
-        return reshard(y, P(*y.spec.partition.entries))
+    def settled(params: Any, x: Any) -> Any:
+        y, _, aux = _triple(stage(params, x), has_aux, place)
+        return optree.tree_map(_settled, (y, aux), is_leaf=is_sharded)
 
     with set_mesh(x.mesh):
-        spec: TensorSpec = capture_fake(passed_on, *without_values((params, x), {})).out.spec
-    return spec
+        out = capture_fake(settled, *without_values((params, x), {})).out
+    specs: Any = optree.tree_map(lambda y: y.spec, out, is_leaf=is_sharded)
+    return specs  # type: ignore[no-any-return]
+
+
+def _triple(out: Any, has_aux: bool, stage: int) -> tuple[Any, Any, Any]:
+    """What a stage passes on, its part of the loss, and what it returns beside."""
+    if not has_aux:
+        out = out, 0.0, None
+    if not isinstance(out, tuple) or len(out) != 3:
+        given = f"a tuple of {len(out)}" if isinstance(out, tuple) else described(out)
+        raise TreeError(
+            f"pipeline: with has_aux=True a stage returns (y, part, aux), but stage {stage} returned {given}"
+        )
+    if not is_sharded(out[0]):
+        raise ArgumentError(f"pipeline: stage {stage} returned {described(out[0])} to pass on; expected one Sharded")
+    if out[1].shape != () if is_sharded(out[1]) else not isinstance(out[1], Real):
+        raise TreeError(
+            f"pipeline: stage {stage} returned {described(out[1])} for its part of the loss; expected a scalar: a "
+            "Sharded or a number"
+        )
+    for leaf in optree.tree_leaves(out[2], is_leaf=is_sharded):
+        if not is_sharded(leaf):
+            raise TreeError(
+                f"pipeline: stage {stage} returned {described(leaf)} in aux; expected Sharded values, on the part of "
+                "the mesh that the stage has"
+            )
+    return out
+
+
+def _settled(x: Any) -> Any:
+    """A value without pending sums."""
+    return reshard(x, P(*x.spec.partition.entries))
 
 
 class _Rank:
@@ -293,6 +356,7 @@ class _Rank:
         self.stages = [s for s in schedule.order if schedule.ranks_of_stages[s] == r]
         self.params = {s: [places.of_stage(x, r, i) for x in run.leaves] for i, s in enumerate(self.stages)}
         self.grads: dict[int, list[Any]] = {}
+        self.aux: dict[int, Any] = {}
         self.inbox: dict[tuple[bool, int, int], Any] = {}
         self.kept: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.inputs = [places.on_part(x, r) for x in run.inputs] if 0 in self.stages else []
@@ -317,36 +381,53 @@ class _Rank:
         with torch.set_grad_enabled(run.trains):
             params = [_leaf(p) for p in self.params[stage]]
             x = _leaf(x) if stage else x
-            y = run.functions[stage](run.treedef.unflatten(params), x)
-            if stage == run.schedule.stages - 1:
-                y = run.loss(y, self.targets[m])
-                if not is_sharded(y) or y.ndim or not y.is_floating_point():
-                    raise ArgumentError(
-                        f"pipeline: the loss returned {described(y)}; it returns the sum of the losses of a "
-                        "microbatch, a 0-d Sharded of floats"
-                    )
-                y = y / run.count
-                self.value = self.value + reshard(y.detach().to(run.dtype), self.pending)  # summed over ranks once
-            else:
-                y = reshard(y, run.boundaries[m].partition)
+            y, part, aux = _triple(run.functions[stage](run.treedef.unflatten(params), x), run.has_aux, stage)
+            is_last = stage == run.schedule.stages - 1
+            roots = [] if is_last else [reshard(y, run.boundaries[m].partition)]
+            for one in (self._loss(y, m), part) if is_last else (part,):
+                if is_sharded(one) or one:
+                    roots.append(self._added(one))
+        if run.has_aux:
+            aux = optree.tree_map(lambda leaf: _settled(leaf.detach()), aux, is_leaf=is_sharded)
+            old = self.aux.get(stage)
+            self.aux[stage] = aux if old is None else optree.tree_map(operator.add, old, aux, is_leaf=is_sharded)
         if run.trains:
-            self.kept[stage, m] = (params, x, y)
-        return None if stage == run.schedule.stages - 1 else y.detach()
+            self.kept[stage, m] = (params, x, roots)
+        return None if is_last else roots[0].detach()
+
+    def _added(self, part: Any) -> Any:
+        """Add a part of the loss, a scalar or a number, to the value. Return it as backward begins from it."""
+        run = self.run_of
+        given = part if is_sharded(part) else full((), part, spec=P(), dtype=run.dtype, mesh=self.mesh)
+        mean = given / run.count
+        self.value = self.value + reshard(mean.detach().to(run.dtype), self.pending)  # summed over ranks once
+        return mean if run.scale is None else mean * run.scale
+
+    def _loss(self, y: Any, m: int) -> Any:
+        total = self.run_of.loss(y, self.targets[m])
+        if not is_sharded(total) or total.ndim or not total.is_floating_point():
+            raise ArgumentError(
+                f"pipeline: the loss returned {described(total)}; it returns the sum of the losses of a microbatch, a "
+                "0-d Sharded of floats"
+            )
+        return total
 
     def _backward(self, kind: str, stage: int, m: int) -> Any:
-        params, x, y, *cotangent = self.kept[stage, m]
+        params, x, roots, *cotangents = self.kept[stage, m]
         if kind in "BI" and stage < self.run_of.schedule.stages - 1:
-            cotangent = [self.inbox.pop((False, stage, m))]
+            cotangents = [self.inbox.pop((False, stage, m))]
         to_x = [x] if kind in "BI" and stage else []
         to_params = params if kind in "BW" else []
         if kind == "I":
-            self.kept[stage, m] = (params, x, y, *cotangent)
+            self.kept[stage, m] = (params, x, roots, *cotangents)
         else:
             del self.kept[stage, m]
         wanted = [t for t in (*to_x, *to_params) if t is not None and t.requires_grad]
         values: Iterator[Any] = itertools.repeat(None)
-        if wanted and y.requires_grad:
-            values = iter(gradients(y, wanted, cotangent or None, retain_graph=kind == "I", allow_unused=True))
+        pairs = [pair for pair in itertools.zip_longest(roots, cotangents) if pair[0].requires_grad]
+        if wanted and pairs:
+            outs, seeds = zip(*pairs, strict=True)
+            values = iter(gradients(outs, wanted, seeds, retain_graph=kind == "I", allow_unused=True))
         found = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
             new, old = found[len(to_x) :], self.grads.get(stage)

@@ -134,10 +134,9 @@ class Places:
             self.part(x.local, x.spec.partition, r)[i], TensorSpec(self.parts[r], rest, x.spec.shape[1:], x.dtype)
         )
 
-    def stacked(self, rows: dict[int, list[Any]], like: Any) -> Any:
-        """The gradients of all rows of a leaf, as one value."""
+    def stacked(self, rows: dict[int, list[Any]], spec: TensorSpec) -> Any:
+        """All rows of a leaf as one value, laid out by ``spec``, of their own dtype."""
         blocks = {r: torch.stack([x.local for x in row]) if row[1:] else row[0].local[None] for r, row in rows.items()}
-        spec = like.spec.dual
         dtype = next(iter(blocks.values())).dtype
         return Sharded(self.whole(blocks, spec.partition), TensorSpec(spec.mesh, spec.partition, spec.shape, dtype))
 

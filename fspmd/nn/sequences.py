@@ -149,6 +149,12 @@ class SequenceLayout:
         return [sum(_pairs(mask, run, range(self.length)) for run in _runs(row[row >= 0])) for row in self.table]
 
 
+@cached(maxsize=256)
+def joined(layout: SequenceLayout, ranks: Ranks) -> SequenceLayout:
+    """The same order of positions in the larger blocks of fewer ranks."""
+    return SequenceLayout(layout.order, ranks)
+
+
 def _cut(length: int, axis: Axes, what: str) -> tuple[tuple[int, ...], int]:
     """The sizes of the axes, and the length of this rank's block of a sequence that they cut."""
     body = bound_body(what)

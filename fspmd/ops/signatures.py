@@ -1,11 +1,12 @@
-"""The parameters of torch functions, and the arguments of a call in their order."""
+"""The parameters of torch functions, the arguments of a call in their order, and the numbers that bear on no layout."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from math import inf
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -160,3 +161,45 @@ def _parameter(order: list[str], name: str) -> str:
 
 def _rank(order: list[str]) -> Any:
     return lambda name: order.index(name) if name in order else len(order)
+
+
+# --- numbers that bear on no layout: keys of plans do not hold their values -----------------------------------------
+
+Kinds = frozenset[type]
+
+FLOATS: Final[Kinds] = frozenset((float, complex))
+NUMBERS: Final[Kinds] = FLOATS | {int}
+#: all numbers count: even floats bear on shapes, or on the dims that must be whole
+NONE: Final[Kinds] = frozenset()
+
+
+class Free(NamedTuple):
+    """The numbers of a function that bear on no layout, so that calls with other such numbers share a plan."""
+
+    kinds: Kinds = FLOATS  # the types of these numbers
+    places: frozenset[int | str] = frozenset()  # places and names of ints among them
+    distinct: frozenset[float] = frozenset()  # values that need a plan of their own
+
+
+#: ints that are values, in functions whose other ints are dims or sizes
+_VALUES: Final[dict[str, frozenset[int | str]]] = {
+    **dict.fromkeys(("index_fill", "index_fill_", "scatter", "scatter_", "pad"), frozenset((3, "value"))),
+    "constant_pad_nd": frozenset((2, "value")),
+    "layer_norm": frozenset((4, "eps")),
+    "rms_norm": frozenset((3, "eps")),
+    "__setitem__": frozenset((2,)),
+}
+#: special values: a rate of 0 drops, smooths or adds nothing, and norms of order inf are maxima
+_DISTINCT: Final = dict.fromkeys(
+    (
+        *("scaled_dot_product_attention", "cross_entropy", "linear_cross_entropy"),
+        *("constant_pad_nd", "linalg_vector_norm", "_cdist_forward", "_pdist_forward"),
+    ),
+    frozenset((0.0, inf, -inf)),
+)
+
+
+def free(name: str, kinds: Kinds) -> Free:
+    """Return the free numbers of a function by its name, given the types of its row."""
+    distinct = _DISTINCT.get(name, frozenset[float]())
+    return Free(kinds - {float} if distinct else kinds, _VALUES.get(name, frozenset()), distinct)

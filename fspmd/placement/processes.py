@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from fspmd.body import refuse_recorded, the_mesh
-from fspmd.collectives.checks import where
+from fspmd.collectives.checks import spec_of_layouts, where
 from fspmd.digests import digests
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.foreign import refuse_foreign
-from fspmd.local_view.measured_layouts import spec_of_layouts
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh, current_mesh, make_mesh
 from fspmd.messages import described, quoted

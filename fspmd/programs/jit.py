@@ -11,7 +11,6 @@ from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Prot
 from fspmd.body import state
 from fspmd.cache import Cache
 from fspmd.errors import ArgumentError, RecordError
-from fspmd.first_use import begin
 from fspmd.inspection.replays import leave_out
 from fspmd.inspection.watch import hears_of_records, tell
 from fspmd.local_view.modes import leave_to_python
@@ -35,15 +34,15 @@ from fspmd.programs.keys import (
     surroundings,
     without_key,
 )
-from fspmd.programs.known_arguments import check_orders, tell_values
 from fspmd.programs.lower import Lowered
 from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.readers import Reader, picker, reader
 from fspmd.programs.recordable import Recordable
-from fspmd.programs.records import Record, changed, meet, replayed
+from fspmd.programs.records import Record, changed, check_orders, meet, replayed, tell_values
 from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
 from fspmd.tracing import is_recording, is_traced
 from fspmd.transport.local_tensor import kinds_of
+from fspmd.wrappers import begin
 
 Q = ParamSpec("Q")
 Q2 = ParamSpec("Q2")

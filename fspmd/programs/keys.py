@@ -26,7 +26,7 @@ from fspmd.torch_internals import (
 )
 from fspmd.transport.local_tensor import blocks_of, kinds_of
 from fspmd.trees import flatten, flatten_args, flatten_trees, parameter_names
-from fspmd.user_code import wraps
+from fspmd.wrappers import wraps
 
 _grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
@@ -277,9 +277,3 @@ def check_choice(name: str, value: Any) -> None:
     """Raise `ArgumentError` unless the value is True or False."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} got {described(value)}; expected True or False")
-
-
-def check_counts(name: str, values: Any) -> None:
-    """Raise `ArgumentError` unless the values are ints >= 1."""
-    if not isinstance(values, (tuple, list)) or not all(type(n) is int and n >= 1 for n in values):
-        raise ArgumentError(f"{name} got {described(values)}; expected ints >= 1, such as (2, 4, 8)")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import optree
+import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, MeshError, RecordError
@@ -156,6 +158,7 @@ class Lowered:
         self._arguments = _names(function, *given)
         self._donated = [self.program.inputs[i] for i in donated] if captured.followed is None else []
         self._compiled = compiled
+        self._out = captured.out
 
     def __repr__(self) -> str:
         counts = f"{counted(len(self.program.steps), 'step')}, {len(self.program.deferred)} deferred"
@@ -168,6 +171,17 @@ class Lowered:
         with the user's line that caused the step.
         """
         return program_text(self.name, self.program, self._arguments, self.mesh)
+
+    @property
+    def out_info(self) -> Any:
+        """The result without values: a pytree with a `TensorSpec` for a `Sharded`, and a meta tensor for a tensor.
+
+        >>> from fspmd import P, TensorSpec, jit, make_mesh
+        >>> x = TensorSpec(make_mesh((4,), ("x",), transport="abstract"), P("x"), (8, 2), torch.float32)
+        >>> jit(lambda x: {"rows": x.sum(1), "all": x.mT}).lower(x).out_info
+        {'rows': f32[8@x] on mesh(x=4), 'all': f32[2, 8@x] on mesh(x=4)}
+        """
+        return optree.tree_map(_without_values, self._out, is_leaf=is_sharded)
 
     def collectives(self) -> CommunicationLog:
         """The collectives in order: a list of `Communication` that prints as a table.
@@ -237,6 +251,12 @@ def _names(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         rows = zip(paths_of(treedef, name), leaves, strict=True)
         tensor_paths += [path for path, leaf in rows if isinstance(leaf, Tensor)]
     return tensor_paths
+
+
+def _without_values(x: Any) -> Any:
+    if is_sharded(x):
+        return x.spec
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _mesh_of(program: Program) -> Mesh | None:

@@ -192,13 +192,13 @@ _KEYS: Final = 512  # of a block, in `_flash`
 _COLUMNS: Final = 64  # of a block, in `_product`
 
 
-def scratch_of(node: fx.Node, threads: int | None = None) -> int:
-    """The bytes that a step allocates beside its results. ``threads``: of torch; the default is as many as now."""
+def scratch_of(node: fx.Node) -> int:
+    """The bytes that a step allocates beside its results, on as many threads of torch as now."""
     formula, call = _FORMULAS.get(node.target), node.meta.get("call")
     if (formula is None and call is None) or (device := device_of(node)) is None or device.type != "cpu":
         return 0
     if formula is not None:
-        return formula(node.args, torch.get_num_threads() if threads is None else threads)
+        return formula(node.args, torch.get_num_threads())
     return _staged(call, node.all_input_nodes[0]) if call is not None and communicates(call) else 0
 
 

@@ -27,7 +27,7 @@ from torch.fx.node import map_aggregate
 
 from fspmd import tracing
 from fspmd.errors import ValuesNeededError
-from fspmd.fake_mode import fake_mode
+from fspmd.fake_mode import CachingFakeMode
 from fspmd.messages import described
 from fspmd.programs.cache_misses import call_facts, report
 from fspmd.programs.capture import Capture, capture, recording
@@ -295,7 +295,7 @@ def without_values(
     args: tuple[Any, ...], kwargs: dict[str, Any], as_they_lie: bool = False
 ) -> tuple[Any, Any, FakeTensorMode]:
     """The arguments with fake tensors, and the fake mode. ``as_they_lie`` is that of `stand_ins`."""
-    mode = fake_mode()
+    mode = CachingFakeMode()
     with torch.inference_mode(False):
         return *stand_ins((args, kwargs), mode, as_they_lie), mode
 

@@ -1,8 +1,9 @@
-"""Records: how a record is made of a capture, replayed, and checked for being out of date."""
+"""Records: made of a capture, replayed, checked for being out of date, and compared between processes."""
 
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
@@ -16,20 +17,34 @@ from fspmd.errors import RecordError
 from fspmd.inspection.agreements import agree
 from fspmd.inspection.histories import History
 from fspmd.inspection.watch import Communication
+from fspmd.local_view.closures import held_values
+from fspmd.local_view.key_orders import check_order
+from fspmd.meshes.mesh import Mesh
 from fspmd.ops.traits import autocasts, without_autocast
 from fspmd.programs.backward import Halves, halves_of, replay
 from fspmd.programs.cache_misses import Facts
 from fspmd.programs.capture import Capture
 from fspmd.programs.communication import histories, known_communication, name_of, replayed_by, report_when_run
 from fspmd.programs.donation import Donation, reuse
-from fspmd.programs.keys import guard
+from fspmd.programs.keys import Static, guard
 from fspmd.programs.program import memory_of, owner
 from fspmd.programs.replay import Maker, ProgramPart, below_autograd, draws_seed, from_lists
 from fspmd.programs.shortened import in_few_steps
 from fspmd.remembered import wrote
-from fspmd.sharded import Sharded, lies, shell, shell_of
+from fspmd.sharded import Sharded, is_sharded, lies, shell, shell_of
+from fspmd.transport import known_values
+from fspmd.transport.known_values import layout_row
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor, strides_of
-from fspmd.trees import filling, flatten_values
+from fspmd.trees import (
+    filling,
+    flatten_in_order,
+    flatten_values,
+    labels,
+    leaf_paths,
+    order_of,
+    parameter_names,
+    paths_of,
+)
 
 
 class Closed:
@@ -366,3 +381,59 @@ class _Expressions:
         name = f"c{len(self.scope)}"
         self.scope[name] = value
         return name
+
+
+def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let `known_values.hear` hear of the arguments of a call, and of the values that its function closes over.
+
+    It hears of them for each mesh that the record and the arguments name. All processes must have them alike.
+    """
+    hear = known_values.hear
+    if hear is None:
+        return
+    name, meshes = _call_name(function), _meshes(record, args, kwargs)
+    values: list[tuple[str, Any]] = []
+    layouts: list[known_values.ArgumentRow] = []
+    for root, tree in _trees(function, args, kwargs):
+        paths = leaf_paths(tree, root)
+        if paths != [root]:
+            places = {path: i for i, path in enumerate(paths)}
+            order = [places[path] for path in paths_of(flatten_in_order(tree, is_sharded)[1], root)]
+            values.append((f"the order of keys in {root} of {name}", zlib.crc32(repr(order).encode())))
+        for path, leaf in zip(paths, flatten_values(tree)[0], strict=True):
+            if type(leaf) is Sharded:
+                layouts.append(layout_row(path, name, leaf.spec))
+            else:
+                values.append((f"{path} of {name}", leaf.value if type(leaf) is Static else leaf))
+    if not any(mesh.transport == "process_group" for mesh in meshes):
+        return
+    values += [(f"{label}, which {name} closes over", value) for label, value in held_values(function)]
+    if record.draws_seeds:
+        values.append((f"the state of torch's generator before {name}", torch.get_rng_state()))
+    for mesh in meshes:
+        known_values.hear_layouts(mesh, name, tuple(layouts))
+        for label, value in values:
+            hear(mesh, label, value)
+
+
+def check_orders(record: Record, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise `LockstepError` if another rank has made a record of this call with keys of dicts in another order."""
+    roots, trees = zip(*named, strict=True) if (named := _trees(function, args, kwargs)) else ((), ())
+    treedef = flatten_values(trees)[1]
+    names = labels(treedef, roots)
+    check_order(_meshes(record, args, kwargs), _call_name(function), function, treedef, order_of(treedef), names)
+
+
+def _call_name(function: Callable[..., Any]) -> str:
+    return f"jit({getattr(function, '__name__', type(function).__name__)})"
+
+
+def _meshes(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Mesh, None]:
+    """The meshes of a record and of its arguments, in one order on all ranks."""
+    leaves = flatten_values((args, kwargs))[0]
+    return dict.fromkeys((*(each.mesh for each in record.moved), *(x.spec.mesh for x in leaves if type(x) is Sharded)))
+
+
+def _trees(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The arguments with their names."""
+    return [*zip(parameter_names(function, len(args)), args, strict=True), *sorted(kwargs.items())]

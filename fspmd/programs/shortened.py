@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 from fspmd.cache import cached
-from fspmd.fake_mode import fake_mode
+from fspmd.fake_mode import CachingFakeMode
 from fspmd.inspection.watch import communicates
 from fspmd.ops.traits import without_autocast
 from fspmd.programs.program import copy_node, device_of, owner
@@ -339,7 +339,7 @@ def _equal(expected: Any, found: Any, operands: tuple[Any, ...]) -> bool:
 @cached
 def _shown(function: Callable[..., Any], *args: Any) -> Any:
     """The steps of a call; None where torch refuses it. Each `EmptyTensor` stands for an operand."""
-    with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad(), without_autocast(), fake_mode():
+    with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad(), without_autocast(), CachingFakeMode():
         tensors = [x.empty() if isinstance(x, EmptyTensor) else x for x in args]
         seen = _StepsSeen(tensors)
         try:

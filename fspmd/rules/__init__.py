@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fspmd.ops.signatures import FLOATS, NONE, Free
 from fspmd.rules.bodies import Bodied, BodyLayout, Site, reducing
 from fspmd.rules.composites import composite_of, may_be_composite
 from fspmd.rules.factors import Factors, Rule, Whole, match, parse
 from fspmd.rules.handlers import ENGINE, handler_of
-from fspmd.rules.numbers import FLOATS, NONE, Free
 from fspmd.rules.table import IN_C, Row, free_numbers, is_ragged, is_registered, register, row_of, without_write, writes
 
 __all__ = [

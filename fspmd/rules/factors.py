@@ -185,12 +185,8 @@ def elementwise(whole: Whole) -> Factors:
     return match(_PATTERNS[len(whole.shapes), len(whole.results)], whole.shapes)
 
 
-def elementwise_over(place: int, name: str, default: int) -> Rule:
-    """Return the rule of a function that is elementwise except along one dim of the result, which must be whole."""
-
-    def rule(whole: Whole) -> Factors:
-        factors = elementwise(whole)
-        factor = factors.results[0][whole.argument(place, name, default)]
-        return factors._replace(whole=frozenset(() if factor is None else (factor,)))
-
-    return rule
+def cross(whole: Whole) -> Factors:
+    """The rule of ``linalg.cross``: elementwise except along one dim of the result, which must be whole."""
+    factors = elementwise(whole)
+    factor = factors.results[0][whole.argument(2, "dim", -1)]
+    return factors._replace(whole=frozenset(() if factor is None else (factor,)))

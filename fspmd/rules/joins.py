@@ -115,7 +115,7 @@ def _size(site: Site, d: int) -> int:
     return site.operands[0].shape[d]
 
 
-def _from(start: int, step: int = 1) -> Places:
+def _from(start: int, step: int) -> Places:
     return lambda i: start + step * i
 
 

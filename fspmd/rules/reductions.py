@@ -91,9 +91,9 @@ def along(whole: Whole, dims: Sequence[int], *, kept: bool = False) -> Factors:
     return Factors(tuple(operands), tuple(results), whole=frozenset(dims))
 
 
-def all_but(place: int, name: str) -> Rule:
-    """Return a rule in which only the dim that an argument names may be sharded."""
-    return lambda whole: along(whole, [d for d in range(whole.ndim) if d != whole.argument(place, name) % whole.ndim])
+def renorm(whole: Whole) -> Factors:
+    """The rule of ``renorm``: only the dim that the argument names may be sharded."""
+    return along(whole, [d for d in range(whole.ndim) if d != whole.argument(2, "dim") % whole.ndim])
 
 
 def max_or_min(whole: Whole) -> Factors:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fspmd.cache import cached
 from fspmd.ops.linearity import LINEAR, WHEN
 from fspmd.ops.operators import OPERATORS
+from fspmd.ops.signatures import FLOATS, NONE, NUMBERS, Free, Kinds, free
 from fspmd.ops.traits import is_tagged, is_torch, name_of, plain_name
 from fspmd.rules import (
     attention,
@@ -41,12 +42,11 @@ from fspmd.rules.contractions import (
     with_added,
 )
 from fspmd.rules.extremes import EXTREMES, SCANS
-from fspmd.rules.factors import Rule, elementwise, elementwise_over, notation
+from fspmd.rules.factors import Rule, cross, elementwise, notation
 from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
 from fspmd.rules.handlers import handler_of
 from fspmd.rules.losses import ELEMENTWISE, alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.normalizations import sums_of_groups
-from fspmd.rules.numbers import FLOATS, NONE, NUMBERS, Free, Kinds, free
 from fspmd.rules.reductions import max_or_min, mean_of_blocks, over
 from fspmd.rules.resizes import RESIZES
 from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
@@ -164,7 +164,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "baddbmm": Row(with_added("b m k, b k n -> b m n", 0)),
     "addbmm": Row(with_added("b m k, b k n -> m n", 0)),
     "einsum": Row(einsum),
-    "linalg_cross": Row(elementwise_over(2, "dim", -1)),
+    "linalg_cross": Row(cross),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
     "_cdist_forward": Row(distances, body=reductions.distances_body),
     "_pdist_forward": Row(distances_within, body=reductions.distances_within_body),
@@ -226,7 +226,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
     "slice_scatter": Row(lookups.slice_scattered, body=lookups.set_slice),
     "select_scatter": Row(lookups.select_scattered, body=lookups.set_row),
-    "renorm": Row(reductions.all_but(2, "dim")),
+    "renorm": Row(reductions.renorm),
     "select": Row(parts(1, "dim", gone=True), body=joins.select),
     **{name: Row(parts(1, "dim", gone=True)) for name in _names("unbind unbind_copy")},
     **{name: Row(parts(1, "dim"), body=joins.narrow) for name in _names("narrow narrow_copy")},

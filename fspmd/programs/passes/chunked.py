@@ -10,9 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
+from fspmd.errors import ArgumentError
+from fspmd.messages import described
 from fspmd.pairs import Call
 from fspmd.programs.flops import flops_of
-from fspmd.programs.keys import check_counts
 from fspmd.programs.passes.rewrites import (
     GATHERS,
     SUMS,
@@ -64,7 +65,9 @@ class Chunked:
     chunks: tuple[int, ...] = (2, 4, 8)
 
     def __post_init__(self) -> None:
-        check_counts("Chunked(chunks=...)", self.chunks)
+        given: Any = self.chunks
+        if not isinstance(given, (tuple, list)) or not all(type(n) is int and n >= 1 for n in given):
+            raise ArgumentError(f"Chunked(chunks=...) got {described(given)}; expected ints >= 1, such as (2, 4, 8)")
 
     def __call__(self, program: Program) -> int:
         """Run the pass. Returns the number of matmuls that were cut."""
