@@ -158,8 +158,8 @@ def _checked(
     check_operands(query, key, value, scale, what, everywhere)
     body = bound_body(what)
     rings, inner = resolve_axes(body, ring, what), resolve_axes(body, axis, what)
-    if rings or inner:
-        check_varies(what, (*rings, *inner), "a query, key and value", query, key, value)
+    if cut := rings + inner:
+        check_varies(what, cut, "a query, key and value", query, key, value)
     for shapes in everywhere.values():
         if shapes[0][-2] != shapes[1][-2]:
             raise ShapeError(
