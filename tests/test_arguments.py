@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd import FspmdError, P, TensorSpec, make_mesh, nn, random, shard_map
-from fspmd.errors import ArgumentError
+from fspmd.errors import ArgumentError, VarianceError
 from fspmd.nn import Action, Causal, Costs, KVCache, LossScale, contiguous, zigzag
 from fspmd.nn.arguments import checked
 
@@ -52,6 +52,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "two parts of the same queries": lambda: nn.merge(*(nn.attend_block(Q[:, :, :n], Q, Q) for n in (3, 8))),
     "a Causal for allowed": lambda: nn.attend_block(Q, Q, Q, Causal()),  # type: ignore[arg-type]
     "ring_attention was called outside": lambda: nn.ring_attention(Q, Q, Q, "a"),
+    "None for axis_name": lambda: within(lambda x: nn.ring_attention(x, x, x, None), Q),  # type: ignore[arg-type]
     "the float 1.0 for sinks": lambda: within(lambda x: nn.ring_attention(x, x, x, "a", sinks=1.0), Q),  # type: ignore[arg-type]
     "give it a TensorSpec": lambda: nn.attention_costs(Q, Q, Q, "a"),  # type: ignore[arg-type]
     "heads a multiple of kv_heads": lambda: nn.attention_costs(
@@ -128,6 +129,34 @@ WRONG: dict[str, Callable[[], Any]] = {
 def test_wrong_arguments_are_refused_by_name(told: str) -> None:
     with pytest.raises(FspmdError, match=told):
         WRONG[told]()
+
+
+def merged_twice(q: Tensor) -> Tensor:
+    return nn.merge_over(nn.merge_over(nn.attend_block(q, q, q), "a"), "a").lse
+
+
+#: programs with one reduction too many: ranks of "a" have the same, and would count it once each
+DOUBLED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "merge_over got a part": (merged_twice, (Q,)),
+    "route got logits": (lambda x: nn.route(x, 1, axes=("a", "b")).counts, (LOGITS,)),
+    "ring_attention got a query, key and value": (lambda x: nn.ring_attention(x, x, x, "a"), (Q,)),
+    "gathered_attention got a query, key and value": (lambda x: nn.gathered_attention(x, x, x, ("a", "b")), (Q,)),
+    "ulysses_attention got a query, key and value": (lambda x: nn.ulysses_attention(x, x, x, "b", ring="a"), (Q,)),
+    "greedy got logits": (lambda x: nn.greedy(x, "a"), (LOGITS,)),
+    "sample got logits": (lambda x: nn.sample(x, KEYS, AT, "a"), (LOGITS,)),
+    "append got a cache": (lambda x: CACHE.append(x, x, axis="a").lengths, (K,)),
+    "cached_attention got a cache": (lambda x: nn.cached_attention(x, CACHE, axis="a"), (K,)),
+}
+
+
+@pytest.mark.parametrize("told", DOUBLED)
+def test_what_is_equal_on_all_ranks_is_not_counted_by_each(told: str) -> None:
+    """In bodies without types nothing says so, and nothing is checked."""
+    body, values = DOUBLED[told]
+    specs = P(None, None, "a") if body is merged_twice else P()  # its first merge is right
+    call = shard_map(body, mesh=MESH, in_specs=specs, out_specs=P())
+    with pytest.raises(VarianceError, match=f"{told} .*equal on all ranks of 'a'(, 'b')?, .*leave the axis out"):
+        call(*values)
 
 
 @checked

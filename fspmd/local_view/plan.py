@@ -13,7 +13,7 @@ import optree
 from torch import Tensor
 
 from fspmd.body import Body, state, usable_mesh
-from fspmd.errors import ArgumentError, AxisError, MeshError, TreeError
+from fspmd.errors import ArgumentError, AxisError, FspmdError, MeshError, TreeError
 from fspmd.foreign import refuse_foreign
 from fspmd.local_view.closures import held_tensors, held_values
 from fspmd.local_view.entry import Entry, argument_failure, make_entry, static
@@ -103,7 +103,11 @@ class Plan:
             if failure is not None:
                 failures.append(failure)
         if failures:
-            refuse(header, failures)
+            try:
+                refuse(header, failures)
+            except FspmdError as error:
+                error.add_note(f"these results are those of {name}{_place(function)}")
+                raise
         kinds = [(spec, isinstance(x, Sharded)) for x, spec in zip(leaves, specs, strict=True)]
         exits = {kind: make_exit(kind[0], body, self.outer_axes, self.nested, kind[1]) for kind in set(kinds)}
         may_share = self._shares_memory and any(each.axes for each in exits.values())
@@ -114,6 +118,14 @@ class Plan:
     def _shares_memory(self) -> bool:
         """Whether blocks that nothing checks lie in the memory of global values. In a simulation no two ranks share."""
         return not (self.nested or self.body.checked or self.body.simulated)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """Where a function begins, if it is one of Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f", which begins at {code.co_filename}:{code.co_firstlineno}"
 
 
 def _writes_into(x: Any) -> int:

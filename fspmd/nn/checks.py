@@ -10,13 +10,14 @@ from torch import Tensor
 from fspmd.body import bound_body, resolve_axes
 from fspmd.collectives import axis_size
 from fspmd.entries import blocks
-from fspmd.errors import ArgumentError, ShapeError
+from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.meshes.axes import row_major
-from fspmd.messages import described
+from fspmd.messages import described, quoted
 from fspmd.nn.sequences import Axes, SequenceLayout, contiguous, joined
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import outside_transforms
+from fspmd.variance import get_variance, show
 
 Shape = tuple[int, ...]
 Everywhere = dict[tuple[int, ...] | None, list[Shape]]  # the shapes of tensors by the mesh coordinate; None: everywhere
@@ -40,6 +41,22 @@ def shapes_everywhere(what: str, *tensors: Tensor) -> Everywhere:
         rows = body.transport.layouts(tensors, mesh)
     coordinates = itertools.product(*map(range, mesh.shape.values()))
     return {at: [layout[1] for layout in row if layout is not None] for at, row in zip(coordinates, rows, strict=True)}
+
+
+def check_varies(what: str, axis: Axes, words: str, *operands: Tensor) -> None:
+    """Raise `VarianceError` in a body with types unless some operand differs over each axis.
+
+    Ranks that have the same would count it once each: a sum over one axis too many. ``words``: what the operands are.
+    """
+    body = bound_body(what)
+    if not body.checked:
+        return
+    varying = frozenset().union(*(get_variance(x).varying for x in operands))
+    if equal := [name for name in resolve_axes(body, axis, what) if name not in varying]:
+        raise VarianceError(
+            f"{what} got {words} of type {', '.join(map(show, operands))}, equal on all ranks of {quoted(equal)}, "
+            "which it would count as often as there are ranks; leave the axis out, or cut what is given over it"
+        )
 
 
 def check_operands(

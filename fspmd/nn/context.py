@@ -24,7 +24,7 @@ from fspmd.collectives import all_to_all, axis_index, axis_size
 from fspmd.errors import ShapeError
 from fspmd.nn.arguments import checked
 from fspmd.nn.attention import Way, attention
-from fspmd.nn.checks import check_layout, check_operands, shapes_everywhere
+from fspmd.nn.checks import check_layout, check_operands, check_varies, shapes_everywhere
 from fspmd.nn.masks import Full, Mask, as_mask
 from fspmd.nn.ring import Exchanged, Gathered, Ring, turns_of
 from fspmd.nn.sequences import Axes, SequenceLayout
@@ -156,6 +156,10 @@ def _checked(
     tensors = [x for x in (query, key, value, sinks) if isinstance(x, Tensor)]
     everywhere = shapes_everywhere(what, *tensors)
     check_operands(query, key, value, scale, what, everywhere)
+    body = bound_body(what)
+    rings, inner = resolve_axes(body, ring, what), resolve_axes(body, axis, what)
+    if cut := rings + inner:
+        check_varies(what, cut, "a query, key and value", query, key, value)
     for shapes in everywhere.values():
         if shapes[0][-2] != shapes[1][-2]:
             raise ShapeError(
@@ -175,9 +179,7 @@ def _checked(
     layout = check_layout(layout, everywhere, ring, axis, what)
     mask.check(layout.length)
     names = ring if isinstance(ring, str) else tuple(ring)
-    body = bound_body(what)
-    parts = body.sizes(resolve_axes(body, axis, what))
-    return way(turns_of(names, mask.outline, layout, parts, way is Gathered), mask, scale)
+    return way(turns_of(names, mask.outline, layout, body.sizes(inner), way is Gathered), mask, scale)
 
 
 def _padded(blocks_of_rank: Iterable[Tensor], length: int) -> Iterator[Tensor]:

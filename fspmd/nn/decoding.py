@@ -24,7 +24,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.nn.arguments import checked
 from fspmd.nn.attention import OneBlock, attention
-from fspmd.nn.checks import Everywhere, Shape, shapes_everywhere, shapes_of
+from fspmd.nn.checks import Everywhere, Shape, check_varies, shapes_everywhere, shapes_of
 from fspmd.nn.masks import Causal, Mask, as_mask
 from fspmd.nn.parts import merge_over
 from fspmd.nn.sequences import Axes
@@ -388,6 +388,8 @@ def _check(
     for name, numbers in (("counts", counts), ("slots", slots)):
         if numbers is not None and (not isinstance(numbers, Tensor) or numbers.dtype is not torch.int64):
             raise ArgumentError(f"{what} got {described(numbers)} for {name}; give it an int64 for each sequence")
+    if axis:
+        check_varies(what, axis, "a cache", *of_cache)
     tensors = *of_cache, *operands, *(x for x in (counts, slots) if x is not None)
     ranks = axis_size(axis) if axis else 1
     for key, value, *shapes in _everywhere(what, *tensors).values():

@@ -20,6 +20,7 @@ from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, RecordError, ShapeError
 from fspmd.messages import described
 from fspmd.nn.arguments import checked
+from fspmd.nn.checks import check_varies
 from fspmd.nn.parameters import moved
 from fspmd.nn.parts import wide
 from fspmd.nn.sequences import Axes
@@ -58,7 +59,7 @@ def route(
         bias: [experts]. Added to scores for the choice, not for weights. See `balance`.
         score: What scores are of logits.
         normalize: Whether the weights of a token add up to 1. With ``k=1`` they then have no gradient.
-        axes: The mesh axes that cut the batch. The type checker names the line of a result that lacks one.
+        axes: The mesh axes that cut the batch. The type checker names a result that lacks one, and its function.
 
     Returns:
         A `Routing`. Its counts and losses are those of the whole batch: sums over all tokens, divided by their number,
@@ -69,6 +70,7 @@ def route(
     Raises:
         ArgumentError: ``k`` or ``score`` is unknown.
         ShapeError: ``logits`` is no matrix, or ``bias`` has another length.
+        VarianceError: Ranks of one of ``axes`` have the same tokens, which would count several times.
 
     >>> import torch
     >>> from fspmd.nn import route
@@ -85,6 +87,8 @@ def route(
         raise ArgumentError(f"route got score={score!r}; expected 'softmax' or 'sigmoid'")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ShapeError(f"route got a bias of shape {tuple(bias.shape)} for {n} experts; give it shape ({n},)")
+    if axes:
+        check_varies("route", axes, "logits", logits)
     logits = logits.to(wide(logits))
     scores = logits.softmax(1) if score == "softmax" else logits.sigmoid()
     shares = scores if score == "softmax" else scores / scores.sum(1, keepdim=True)

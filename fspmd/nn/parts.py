@@ -18,6 +18,7 @@ from torch import Tensor
 from fspmd.collectives import pmax, psum
 from fspmd.errors import ShapeError
 from fspmd.nn.arguments import checked
+from fspmd.nn.checks import check_varies
 
 
 class PartialAttention(NamedTuple):
@@ -84,6 +85,9 @@ def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAt
 
     Communication: a `pmax` of ``lse`` and a `psum` of as many numbers as the part has.
 
+    Raises:
+        VarianceError: the part is equal on all ranks of an axis, as one that was merged already.
+
     >>> from fspmd import P, make_mesh, shard_map
     >>> from fspmd.nn import attend_block
     >>> q, k, v = torch.ones(1, 1, 2), torch.eye(4, 2)[None], torch.arange(4.0).view(1, 4, 1)
@@ -92,6 +96,7 @@ def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAt
     >>> torch.allclose(call(k, v).local, attend_block(q, k, v).out)
     True
     """
+    check_varies("merge_over", axis, "a part", *part)
     top = pmax(part.lse.detach(), axis)
     top = top.where(top != -torch.inf, 0)
     weight = (part.lse - top).exp()

@@ -19,7 +19,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.axes import row_major
 from fspmd.messages import described
 from fspmd.nn.arguments import checked
-from fspmd.nn.checks import shapes_everywhere
+from fspmd.nn.checks import check_varies, shapes_everywhere
 from fspmd.nn.parts import wide
 from fspmd.nn.sequences import Axes
 from fspmd.random.counter import derived
@@ -181,6 +181,7 @@ def _places(logits: Tensor, axis: Axes, vocabulary: int | None, what: str) -> tu
         return 0, None
     body = bound_body(what)
     axes = resolve_axes(body, axis, what)
+    check_varies(what, axis, "logits", logits)
     sizes, mesh = body.sizes(axes), body.mesh
     lengths = {at: logits[1] for at, (logits,) in shapes_everywhere(what, logits).items()}
     if vocabulary is None and len(set(lengths.values())) == 1:
