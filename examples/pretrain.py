@@ -380,8 +380,8 @@ def laid(c: Config, mesh: Mesh, dtype: torch.dtype) -> Any:
     return optree.tree_map_with_path(one, llama.leaves(c))
 
 
-def recorded(c: Config, mesh: Mesh, args: argparse.Namespace) -> Predicted:
-    """What the record of a step says, for one stage and one microbatch."""
+def recorded(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int = 1) -> Predicted:
+    """What the record of a step says, for one stage and a few microbatches."""
     init, update = optimizer(c, args)
     params = laid(c, mesh, getattr(torch, args.dtype))
     state = optree.tree_map(
@@ -391,23 +391,30 @@ def recorded(c: Config, mesh: Mesh, args: argparse.Namespace) -> Predicted:
     ids = TensorSpec(mesh, IDS, (args.batch // args.microbatches, c.S), torch.int64)
     if args.loss_scale:
         state["scale"] = LossScale.of(args.loss_scale)
-    step = make_step(losses_of(c, mesh, args, 1)[0], update, args)
-    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)])
+    step = make_step(losses_of(c, mesh, args, microbatches)[0], update, args)
+    program = fspmd.jit(step, donate_argnums=(0, 1)).lower(params, state, [(ids, ids)] * microbatches)
     cost = program.cost()
     return Predicted(cost.time, cost.exposed, program.memory().by_line)
 
 
 def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
-    """What the record of a step says: of one stage, and of one microbatch; the schedule says the rest."""
+    """What records of a step say: of one stage, and of one or two microbatches; the schedule says the rest."""
     stages, microbatches = sizes["pp"], args.microbatches
     mesh = fspmd.make_mesh(tuple({**sizes, "pp": 1}.values()), AXES, transport="abstract")
     rows = args.batch // microbatches * c.S // math.prod(sizes[axis] for axis in llama.TOKENS)  # tokens of a rank
     part = dataclasses.replace(c, layers=c.layers // stages)
     params = laid(part, mesh, getattr(torch, args.dtype))
     begun = time.perf_counter()
-    cost = recorded(dataclasses.replace(part, layers=min(part.layers, 2)), mesh, args)
-    if part.layers > 2:
-        cost = cost.with_layers(part.layers - 2, recorded(dataclasses.replace(part, layers=3), mesh, args))
+    few, more = (dataclasses.replace(part, layers=n) for n in (min(part.layers, 2), 3))
+    costs = []
+    for count in (1, min(microbatches, 2)):
+        cost = recorded(few, mesh, args, count)
+        if part.layers > 2:
+            cost = cost.with_layers(part.layers - 2, recorded(more, mesh, args, count))
+        costs.append(cost)
+    one, two = costs
+    # each microbatch beyond the first adds the same time; sums over replicas and the update come once
+    each, waits = (b - a if microbatches > 1 else a for a, b in zip(one[:2], two[:2], strict=True))
     took = time.perf_counter() - begun
     bubble, live = 0.0, 1
     if stages > 1:
@@ -415,17 +422,20 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
         bubble, live = schedule.bubble(), max(schedule.peaks())
     chunks = len(stages_in_order(args.schedule, stages)) // stages
     kept = max(live - chunks, 0) * part.layers // chunks * rows * c.D * getattr(torch, args.dtype).itemsize
-    seconds = microbatches * cost.time / 1e6 / (1 - bubble)
+    seconds = (microbatches * each / (1 - bubble) + one.time - each) / 1e6
     tokens, ranks = args.batch * c.S, math.prod(sizes.values())
     print(f"{ranks:,} ranks: {', '.join(f'{axis}={size}' for axis, size in sizes.items() if size > 1)}")
     print(f"{parameters(c) / 1e9:,.2f} billion parameters; one stage has {part.layers} layers, and lies so:")
     for path, spec in zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True):
         name, layout = ".".join(map(str, path)), str(spec).partition(" on ")[0]
         print(f"  {name:<16} {layout:<44}{math.prod(spec.block_shape) * spec.dtype.itemsize:>14,} B a rank")
-    peak = max(map(max, cost.held.values())) + kept
+    peak = max(map(max, two.held.values())) + kept
     print(f"\nMemory of a rank: {peak / 1e9:.2f} GB at the peak, {kept / 1e9:.2f} of it for microbatches")
-    print(f"A microbatch: {cost.time / 1e3:,.1f} ms, of which {cost.exposed / 1e3:,.1f} wait for communication")
-    print(f"A step of {microbatches} microbatches: {seconds:,.2f} s, of which {bubble:.1%} is the bubble")
+    print(f"A microbatch: {each / 1e3:,.1f} ms, of which {waits / 1e3:,.1f} wait for communication")
+    print(
+        f"Sums over replicas and the update: {(one.time - each) / 1e3:,.1f} ms, {(one.exposed - waits) / 1e3:,.1f} wait"
+    )
+    print(f"A step of {microbatches} microbatches: {seconds:,.2f} s; the bubble is {bubble:.1%} of the microbatches")
     speed = tokens / seconds
     utilization = speed * flops(c) / (ranks * fspmd.topology().flops * 1e6)
     print(f"{speed:,.0f} tokens/s, MFU {utilization:.1%}; recorded in {took:.1f} s. Predicted, not measured.")

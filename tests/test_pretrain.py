@@ -383,7 +383,7 @@ def test_a_plan_for_ranks_that_do_not_exist() -> None:
     (gate,) = (line for line in printed.splitlines() if " layers.gate " in line)
     assert " ".join(gate.split()[1:]) == "f64[2, 16@ep, 64@fsdp, 32@tp] 2,048 B a rank"
     assert "A step of 2 microbatches" in printed
-    assert "60.0% is the bubble" in printed  # (p - 1) / (m + p - 1)
+    assert "the bubble is 60.0%" in printed  # (p - 1) / (m + p - 1)
 
 
 @pytest.mark.parametrize("text", ["fsdp=2,tp=2 --vocabulary=64000", f"ep=2,cp=2 {MOE}"])
