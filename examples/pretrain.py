@@ -36,7 +36,17 @@ from torch import Tensor
 
 import fspmd
 from fspmd import Mesh, P, TensorSpec, nn, shard_map
-from fspmd.nn import Causal, LossScale, Optimizer, Precision, SlidingWindow, accumulate, pipeline, selected, zigzag
+from fspmd.nn import (
+    Causal,
+    LossScale,
+    Optimizer,
+    Precision,
+    SequenceLayout,
+    SlidingWindow,
+    accumulate,
+    pipeline,
+    selected,
+)
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 SCHEDULES = {
@@ -73,6 +83,11 @@ def stages_in_order(schedule: str, ranks: int) -> tuple[int, ...]:
     return SCHEDULES[schedule](ranks, 1).order if ranks > 1 else (0,)
 
 
+def layout_of(c: Config, mesh: Mesh) -> SequenceLayout:
+    """Which positions the ranks of cp have. By Ulysses each has all of them for its heads, so none has more work."""
+    return (nn.contiguous if c.attention == "ulysses" else nn.zigzag)(c.S, mesh.shape["cp"])
+
+
 def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int) -> tuple[Callable, Callable]:
     """Two functions of parameters and microbatches: one for training, and one of the mean loss alone.
 
@@ -80,7 +95,7 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
     loss has that of their balance, and ``beside`` the counts of each layer.
     """
     specs = optree.tree_map(lambda spec: P(*spec, reduced=set(llama.ONCE)), llama.param_specs(c))
-    layout = zigzag(c.S, mesh.shape["cp"])
+    layout = layout_of(c, mesh)
     beside, dtype = llama.BESIDE if c.experts else {}, getattr(torch, args.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     # stages cast by themselves; gradients are summed over microbatches in a wide dtype, and then over replicas
@@ -272,7 +287,7 @@ def make_step(both: Callable, update: Callable, args: argparse.Namespace) -> Cal
 
 def put(c: Config, mesh: Mesh, batch: tuple[Tensor, Tensor], microbatches: int) -> Batches:
     """A batch of the whole job, [B, S], as microbatches on the mesh."""
-    layout = zigzag(c.S, mesh.shape["cp"])
+    layout = layout_of(c, mesh)
     parts = (layout.store(x, 1).chunk(microbatches) for x in batch)
     return [fspmd.device_put(pair, IDS, mesh=mesh) for pair in zip(*parts, strict=True)]
 

@@ -253,7 +253,7 @@ def sequences(mesh: Mesh, device: str) -> None:
 
     want = derivatives(definition, [x.clone().requires_grad_() for x in values])
     for way in (nn.ring_attention, nn.gathered_attention, nn.ulysses_attention):
-        lies = nn.zigzag(1024, 1 if way is nn.ulysses_attention else N)
+        lies = nn.zigzag(1024, N)
         options = {"mask": nn.Causal() & nn.SlidingWindow(300), "layout": lies}
         rows = P(None, "x")
         call = shard_map(
@@ -312,7 +312,8 @@ def attention_kernels(device: str) -> None:
 
         def causal(*x: Tensor) -> Any:
             attend = functools.partial(nn.ring_attention, axis="x", mask=nn.Causal())
-            return device_get(shard_map(attend, mesh=one, in_specs=P(), out_specs=P())(*x))
+            rows = P(*[None] * (x[0].dim() - 2), "x")
+            return device_get(shard_map(attend, mesh=one, in_specs=rows, out_specs=rows)(*x))
 
         exact = [x.double().requires_grad_() for x in operands]
         leaves = [x.to(device).requires_grad_() for x in operands]
