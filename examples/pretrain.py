@@ -224,7 +224,7 @@ def optimizer(c: Config, args: argparse.Namespace) -> Optimizer:
         matrices = nn.muon(rate, decay=DECAY, adjustment="match_rms_adamw", dtype=None, specs=cut)
         made = both_of(matrices, nn.adamw(rate, BETAS, decay=decay, specs=rest))
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
-    return nn.with_master(made, wide) if args.master else made
+    return nn.with_master(made, wide) if args.with_master else made
 
 
 def learned(tree: Params) -> Params:
@@ -342,8 +342,8 @@ def train(
         speed = (i + 1 - begin) * tokens / (time.perf_counter() - started)
         text = f"loss {losses[i]:.4f}  {speed:,.0f} tokens/s  MFU {speed * flops(c) / peak:.1%}"
         say(report.progress(i + 1, args.steps, text), end="", flush=True)
-        if args.log and is_first(mesh):
-            with Path(args.log).open("a") as file:
+        if args.text_log and is_first(mesh):
+            with Path(args.text_log).open("a") as file:
                 file.write(f"step {i + 1} {text}\n")
         if args.checkpoint and ((i + 1) % args.every == 0 or i + 1 == args.steps):
             tree = in_rows({"params": params, "state": state, "losses": losses}, rows.argsort())
@@ -492,7 +492,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--zero1", action="store_true", help="cut the state of the optimizer over dp, not over fsdp alone"
     )
-    parser.add_argument("--master", action="store_true", help="update a copy of the parameters in float32")
+    parser.add_argument("--with-master", action="store_true", help="update a copy of the parameters in float32")
     parser.add_argument("--lr", type=float, default=6e-3, help="peak learning rate (default 6e-3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
@@ -509,7 +509,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", metavar="DIR", help="save the state to this folder")
     parser.add_argument("--every", type=int, default=50, help="save every so many steps (default 50)")
     parser.add_argument("--resume", action="store_true", help="go on from the latest step in --checkpoint, if any")
-    parser.add_argument("--log", metavar="FILE", help="append a line for each step")
+    parser.add_argument("--text-log", metavar="FILE", help="append a line for each step")
     parser.add_argument("--losses", metavar="FILE", help="write all losses to this file as JSON")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
     args = parser.parse_args(argv)

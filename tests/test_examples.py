@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -23,6 +24,7 @@ import pytest
 import torch
 from full import FULL
 from processes import Processes, forks
+from torch.distributed.run import parse_args
 
 import fspmd
 
@@ -306,3 +308,17 @@ def test_the_bigram_model_is_the_one_counted_by_hand(monkeypatch: pytest.MonkeyP
     assert (inputs.tolist(), targets.tolist()) == ([[97, 98]], [[98, 97]])
     loss = text_data.bigram_loss(text, [(inputs, targets)], prior=0.0)
     assert loss == pytest.approx(-torch.tensor(0.75).log().item() / 2)
+
+
+@pytest.mark.parametrize("name", ["train_lm", "pretrain", "global_view"])
+def test_torchrun_leaves_the_options_of_examples_alone(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses those that begin as two of its own do, also behind the script: --log, --master."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with contextlib.suppress(SystemExit):
+        importlib.import_module(name).main(["--help"])
+    options = {*re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out)} - {"--nproc-per-node"}
+    assert "--mesh" in options
+    for option in options:
+        assert parse_args(["--nproc-per-node", "4", "x.py", option, "1"]).training_script_args == [option, "1"]

@@ -62,11 +62,11 @@ MESHES = [
     "pp=2,fsdp=2 --schedule=interleaved --optimizer=adafactor",
     "pp=2,dp=2,tp=2 --schedule=zbv --zero1 --jit",
     f"pp=2,ep=2 --schedule=dual-pipe-v --optimizer=muon {MOE} {BALANCED}",
-    f"ep=2,tp=2,cp=2 {MOE} {BALANCED} --loss-scale=1024 --master",
+    f"ep=2,tp=2,cp=2 {MOE} {BALANCED} --loss-scale=1024 --with-master",
     f"dp=2,ep=2 --jit {MOE} {BALANCED} --capacity=144 --microbatches=3",
     "pp=2,fsdp=2 --jit --loss-scale=1024 --compute=float64",
     "cp=2,tp=2 --attention=ulysses --window=7 --jit",
-    "fsdp=2,cp=3 --attention=gathered --window=40 --master",
+    "fsdp=2,cp=3 --attention=gathered --window=40 --with-master",
     "dp=2,fsdp=2,tp=2 --optimizer=muon --zero1 --jit --microbatches=3",
     "dp=2,fsdp=3 --optimizer=adafactor --zero1",
     f"tp=2 {MOE}",
@@ -233,7 +233,7 @@ def dense_losses(*flags: str) -> list[float]:
 
 
 def check(tmp_path: Path, text: str, pool: Processes | None = None) -> None:
-    given = arguments(text, losses=tmp_path / "losses.json", out=tmp_path, log=tmp_path / "log.txt")
+    given = arguments(text, losses=tmp_path / "losses.json", out=tmp_path, **{"text-log": tmp_path / "log.txt"})
     printed = train(given) if pool is None else "".join(pool.run(train, given))
     assert printed.count(f"step {STEPS}/{STEPS}") == 1  # one process prints
     found = json.loads((tmp_path / "losses.json").read_text())["losses"]
@@ -356,7 +356,7 @@ def test_samples_are_those_of_the_dense_model(text: str) -> None:
 ANOTHER = [  # the mesh of a run, that on which it goes on, and flags of both
     ("fsdp=2", "pp=2,tp=2", ""),
     ("pp=2,fsdp=2 --schedule=zbv", "dp=2,tp=2 --zero1", "--optimizer=muon"),
-    ("dp=2,fsdp=2 --zero1 --microbatches=3", "pp=2 --schedule=interleaved", "--optimizer=adafactor --master"),
+    ("dp=2,fsdp=2 --zero1 --microbatches=3", "pp=2 --schedule=interleaved", "--optimizer=adafactor --with-master"),
 ]
 
 
