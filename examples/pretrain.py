@@ -324,12 +324,12 @@ def train(
     init, update = optimizer(c, args)
     step = make_step(both, update, args)
     step = fspmd.jit(step, donate_argnums=(0, 1)) if args.jit else step
-    state, losses = init(learned(params)), [math.nan] * args.steps
+    state, losses = init(learned(params)), []
     if args.loss_scale:
         state["scale"] = LossScale.of(args.loss_scale, mesh.device)
     begin = (fspmd.latest_step(args.checkpoint) or 0) if args.resume else 0
     if begin:
-        like = {"params": params, "state": state, "losses": losses}
+        like = {"params": params, "state": state, "losses": [0.0] * begin}
         saved = in_rows(fspmd.load(args.checkpoint, like, step=begin, mesh=mesh), rows)
         params, state, losses = (saved[name] for name in ("params", "state", "losses"))
         say(f"resumed at step {begin}/{args.steps} of {args.checkpoint}")
@@ -338,7 +338,7 @@ def train(
     tokens, started = args.batch * c.S, time.perf_counter()
     for i, batch in enumerate(itertools.islice(batches, begin, args.steps), begin):
         loss, params, state = step(params, state, put(c, mesh, batch, args.microbatches))
-        losses[i] = float(loss)
+        losses.append(float(loss))
         speed = (i + 1 - begin) * tokens / (time.perf_counter() - started)
         text = f"loss {losses[i]:.4f}  {speed:,.0f} tokens/s  MFU {speed * flops(c) / peak:.1%}"
         say(report.progress(i + 1, args.steps, text), end="", flush=True)

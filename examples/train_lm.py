@@ -228,15 +228,13 @@ def number(x: Sharded) -> float:
     return float(fspmd.device_get(x))
 
 
-def training_state(args: argparse.Namespace, params: Params, optimizer: torch.optim.Optimizer, losses: list) -> Params:
+def training_state(params: Params, optimizer: torch.optim.Optimizer, losses: list) -> Params:
     """All that a later run needs. The data's position is the number of losses; nothing else is drawn in a step."""
     state = optimizer.state_dict()
     if not losses:  # AdamW makes its tensors in its first step
         leaves = [x for group in optimizer.param_groups for x in group["params"]]
         state["state"] = {i: {"step": torch.tensor(0.0), "exp_avg": x, "exp_avg_sq": x} for i, x in enumerate(leaves)}
-    known = torch.full((args.steps,), math.nan, dtype=torch.float64)
-    known[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
-    return {"params": params, "optimizer": state, "losses": known}
+    return {"params": params, "optimizer": state, "losses": torch.tensor(losses, dtype=torch.float64)}
 
 
 @torch.no_grad()
@@ -247,12 +245,13 @@ def resume(
     step = fspmd.latest_step(args.checkpoint)
     if not step:
         return []
-    state = fspmd.load(args.checkpoint, training_state(args, params, optimizer, []), step=step, mesh=mesh)
+    like = {**training_state(params, optimizer, []), "losses": torch.zeros(step, dtype=torch.float64)}
+    state = fspmd.load(args.checkpoint, like, step=step, mesh=mesh)
     for x, saved in zip(optree.tree_leaves(params), optree.tree_leaves(state["params"]), strict=True):
         x.copy_(saved)
     optimizer.load_state_dict(state["optimizer"])
     say(f"resumed at step {step}/{args.steps} of {args.checkpoint}")
-    losses: list[float] = state["losses"][:step].tolist()
+    losses: list[float] = state["losses"].tolist()
     return losses
 
 
@@ -288,7 +287,7 @@ def train(args: argparse.Namespace, job: Job, params: Params, text: Tensor, say:
         if args.checkpoint:
             stop = is_told_to_stop(told, job.mesh)
             if stop or (step + 1) % args.every == 0 or step + 1 == args.steps:
-                state = training_state(args, params, optimizer, losses)
+                state = training_state(params, optimizer, losses)
                 fspmd.save(args.checkpoint, state, step=step + 1, keep=2, mesh=job.mesh)
             if stop:
                 say(f"stopped after step {step + 1}; --resume goes on from there")
