@@ -535,6 +535,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, size, over, parts in cuts:
         if parts < 1 or size % parts:
             parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
+    for name in ("batch", "window", "every", "loss_scale"):
+        if (given := getattr(args, name)) is not None and not 0 < given < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {given} is to be above 0")
+    if args.sample < 0:
+        parser.error(f"--sample {args.sample} is to be a number of tokens, or 0 for none")
     if args.jit and args.experts and args.capacity is None:
         parser.error("--jit records shapes, and those of experts depend on the choice; give --capacity")
     if (args.balance or args.balance_loss) and not args.experts:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fspmd import P, checkpoint, communication_log, device_get, device_put, jit, make_mesh, reshard
-from fspmd.nn import Schedule, dual_pipe_v, gpipe, interleaved, one_f_one_b, pipeline, zbv, zero_bubble
+from fspmd.nn import Precision, Schedule, dual_pipe_v, gpipe, interleaved, one_f_one_b, pipeline, zbv, zero_bubble
 
 F64 = torch.float64
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -211,6 +211,35 @@ def separate(shape: dict[str, int], name: str, microbatches: int, recorded: Any 
         assert all(found[s][n].spec is trees[s][n].spec for n in trees[s])
         if parts[r].coordinate() is not None:  # this process holds the stage
             far += [device_get(found[s][f"{n}{s}"]) - right[n][s] for n in "wb"]
+    return max(float(x.abs().max()) for x in far)
+
+
+def separate_and_waiting(transport: str, precision: Precision | None, jitted: bool) -> float:
+    """The distance from the dense model of two stages, each with a matrix of its own that "dp" cuts, and ``over``."""
+    mesh = make_mesh((2, 2), ("pp", "dp"), transport=transport, device="cpu")
+    parts = mesh.split("pp", [1, 1])
+    torch.manual_seed(0)
+    w, x, t = (torch.randn(n, 4, 4, dtype=F64) for n in (2, 3, 3))
+    whole = [device_put(each, P(), mesh=mesh) for each in w]
+    own = [reshard(each, P("dp"), mesh=part) for each, part in zip(whole, parts, strict=True)]
+    stages = [lambda p, x, s=s: torch.tanh(x.to(p[s].dtype) @ p[s]).to(x.dtype) for s in range(2)]
+    step: Any = pipeline(
+        stages,
+        one_f_one_b(2, 3),
+        loss=lambda y, t: (y - t).square().sum(),
+        mesh=mesh,
+        over="dp",
+        precision=precision,
+    )
+    value, grads = (jit(step) if jitted else step)(own, *device_put((list(x), list(t)), P("dp"), mesh=mesh))
+    leaf = w.clone().requires_grad_()
+    right = (torch.tanh(torch.tanh(x @ leaf[0]) @ leaf[1]) - t).square().sum() / 3
+    (wanted,) = torch.autograd.grad(right, leaf)
+    far = [value - right.detach()]
+    for g, p, want in zip(grads, own, wanted, strict=True):
+        assert g.spec is p.spec
+        if p.spec.mesh.coordinate() is not None:  # this process holds the stage
+            far.append(device_get(g) - want)
     return max(float(x.abs().max()) for x in far)
 
 

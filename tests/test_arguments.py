@@ -95,10 +95,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "adamw got the float -1.0 for rate": lambda: nn.adamw(-1.0),
     "adamw got the string 'x' for rate": lambda: nn.adamw("x"),  # type: ignore[arg-type]
     r"the float 1.5 for betas\[0\]": lambda: nn.adamw(betas=(1.5, 0.9)),
-    r"for betas; give it two numbers": lambda: nn.adamw(betas=(0.9, 0.9, 0.9)),  # type: ignore[arg-type]
+    r"for betas; give it two numbers": lambda: nn.adamw(betas=(0.9, 0.9, 0.9)),
     "for beta2_decay; give it a number up to 0": lambda: nn.adafactor(beta2_decay=0.5),
     "adafactor got the float 0.0 for clip": lambda: nn.adafactor(clip=0.0),
-    "for coefficients": lambda: nn.muon(coefficients=(1.0,)),  # type: ignore[arg-type]
+    "for coefficients": lambda: nn.muon(coefficients=(1.0,)),
     "the int -1 for steps": lambda: nn.muon(steps=-1),
     "the float -1.0 for decay": lambda: updated(nn.adamw(decay=-1.0)),
     "None as a leaf of grads": lambda: updated(nn.adafactor(), grads={"w": None}),
@@ -197,3 +197,15 @@ def test_a_mesh_that_costs_are_of_may_have_two_axes() -> None:
     assert sorted(found) == ["gathered", "ring", "ulysses in a ring"]  # 4 heads are too few for 8 ranks
     assert found["ulysses in a ring"].moved < found["ring"].moved
     assert [cost.time for cost in found.values()] == sorted(cost.time for cost in found.values())
+
+
+def test_numbers_may_be_in_a_list() -> None:
+    """As those of a file of settings are."""
+    grads = {"w": torch.ones(4, 4)}
+    for one, other in (
+        (nn.adamw(betas=[0.8, 0.9]), nn.adamw(betas=(0.8, 0.9))),
+        (nn.muon(coefficients=[3.0, -4.0, 2.0]), nn.muon(coefficients=(3.0, -4.0, 2.0))),
+        (nn.adafactor(eps=[None, 1e-2]), nn.adafactor(eps=(None, 1e-2))),
+    ):
+        after, again = (made.update(grads, made.init(PARAMS), PARAMS)[0]["w"] for made in (one, other))
+        assert torch.equal(after, again)

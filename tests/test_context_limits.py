@@ -292,3 +292,17 @@ def test_a_layout_may_be_made_where_a_record_is() -> None:
     rows = P(None, None, "cp")
     call = shard_map(body, mesh=mesh, in_specs=rows, out_specs=rows)
     assert torch.equal(device_get(jit(call)(x)), device_get(call(x)))
+
+
+def test_a_layout_of_as_many_ranks_but_other_blocks_is_told_the_sizes_of_the_axes() -> None:
+    """Two axes cut 7 positions into other blocks than one axis of as many ranks does."""
+    mesh, spec = make_mesh((3, 2), ("r", "h"), transport="simulation"), P(None, ("r", "h"))
+    for ranks, match in ((6, r"such as contiguous\(7, \(3, 2\)\)"), (5, r"got a layout of 5")):
+        call = shard_map(
+            lambda q, n=ranks: ulysses_attention(q, q, q, "h", ring="r", layout=contiguous(7, n)),  # type: ignore[misc]
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+        )
+        with pytest.raises(ShapeError, match=match):
+            call(torch.ones(2, 7, 4))

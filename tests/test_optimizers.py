@@ -186,6 +186,19 @@ def test_master_weights_keep_what_bfloat16_loses() -> None:
     assert ends["master"] == pytest.approx(0.99, abs=2**-9)
 
 
+def test_master_weights_share_no_memory_with_parameters() -> None:
+    """So a step may be given both of them, also where they have one dtype."""
+    init, update = with_master(adamw(0.1, decay=0))
+    step = jit(update, donate_argnums=(1, 2))
+    params = {"w": torch.ones(2), "b": torch.ones(2, dtype=torch.bfloat16)}
+    grads = {name: torch.ones_like(x) for name, x in params.items()}
+    state = init(params)
+    for _ in range(3):
+        params, state = step(grads, state, params)
+    assert torch.equal(params["w"], state["master"]["w"])
+    assert params["w"].tolist() == pytest.approx([0.7, 0.7])
+
+
 @pytest.mark.parametrize("bad", [None, 0, 3])
 def test_a_step_that_is_not_finite_on_one_rank_is_left_out_on_all(bad: int | None) -> None:
     mesh = make_mesh((4,), ("s",), transport="simulation")

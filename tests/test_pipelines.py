@@ -22,6 +22,7 @@ from pipeline_programs import (
     loss,
     of_any_shape,
     separate,
+    separate_and_waiting,
     waiting,
     worst,
     worst_beside,
@@ -335,6 +336,15 @@ def test_gradients_of_processes_wait_for_the_last_microbatch() -> None:
                 assert found == simulated[1]
 
 
+def test_gradients_of_trees_of_stages_wait_for_the_last_microbatch() -> None:
+    """A process knows the layouts alone of the parameters of other stages."""
+    cases = [(None, 1e-13), (Precision(F64, torch.float32, F64, F64), 1e-6)]
+    with Processes(4) as pool:
+        for (precision, near), jitted in itertools.product(cases, (False, True)):
+            assert separate_and_waiting("simulation", precision, jitted) < near
+            assert max(pool.run(separate_and_waiting, "process_group", precision, jitted)) < near
+
+
 def test_the_loss_and_the_count_are_summed_over_ranks_once() -> None:
     """With the losses of all microbatches, and over all axes together."""
     for m in (1, 4):
@@ -514,4 +524,28 @@ def test_stages_return_one_tree() -> None:
     step = pipeline(stages, one_f_one_b(2, 2), loss=lambda y, t: y.sum(), mesh=mesh, has_aux=True)
     w, x = device_put(torch.ones(2), P("pp"), mesh=mesh), device_put([torch.ones(3)] * 2, P(), mesh=mesh)
     with pytest.raises(TreeError, match=r"stage 1 returns \{'b': f32\[\] .*stage 0 returns \{'a'"):
+        step(w, x, x)
+
+
+def test_a_scale_is_a_number_of_any_kind() -> None:
+    mesh = make_mesh((2,), ("pp",), transport="simulation")
+    step: Any = pipeline(lambda w, x: x * w, one_f_one_b(2, 2), loss=lambda y, t: y.sum(), mesh=mesh)
+    w, x = device_put(torch.ones(2), P("pp"), mesh=mesh), device_put([torch.ones(3)] * 2, P(), mesh=mesh)
+    for scale in (4.0, torch.tensor(4.0), device_put(torch.tensor(4.0), P(), mesh=mesh)):
+        for call in (step, jit(step)):
+            value, gradient = call(w, x, x, scale)
+            assert (float(value), device_get(gradient).tolist()) == (3.0, [12.0, 12.0])
+    for wrong in (torch.ones(1), "4"):
+        with pytest.raises(ArgumentError, match=r"scale is .* expected a number, or a 0-d tensor"):
+            step(w, x, x, wrong)
+
+
+def test_microbatches_return_one_shape() -> None:
+    """The sum of [3] and of [1] would have a shape, but no meaning."""
+    mesh = make_mesh((2,), ("pp",), transport="simulation")
+    step = pipeline(
+        lambda w, x: (x * w, 0.0, x.abs()), one_f_one_b(2, 2), loss=lambda y, t: y.sum(), mesh=mesh, has_aux=True
+    )
+    w, x = device_put(torch.ones(2), P("pp"), mesh=mesh), device_put([torch.ones(n) for n in (3, 1)], P(), mesh=mesh)
+    with pytest.raises(TreeError, match=r"microbatch 1 returns f32\[1\] .*microbatch 0 returns f32\[3\]"):
         step(w, x, x)

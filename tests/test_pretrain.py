@@ -411,6 +411,12 @@ def test_a_plan_of_many_layers_is_that_of_a_record_of_all(text: str) -> None:
         ("pp=4 --schedule=zbv", "layers"),
         ("cp=3 --attention=ulysses", "heads"),
         ("ep=2 --experts=4 --jit", "capacity"),
+        ("dp=1 --window=0", "window"),
+        ("dp=1 --loss-scale=0", "loss-scale"),
+        ("dp=1 --loss-scale=nan", "loss-scale"),
+        ("dp=1 --every=0", "every"),
+        ("dp=1 --batch=0", "batch"),
+        ("dp=1 --sample=-1", "sample"),
     ],
 )
 def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:

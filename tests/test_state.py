@@ -25,7 +25,7 @@ from fspmd import (
     shard_map,
 )
 from fspmd.errors import ArgumentError, AxisError, ShapeError, TreeError, VarianceError
-from fspmd.nn import Precision, accumulate, balance, gathered, route
+from fspmd.nn import LossScale, Precision, accumulate, balance, gathered, route
 
 CASES = cases()
 
@@ -364,6 +364,8 @@ def test_errors_of_microbatches() -> None:
         accumulate(lambda p, x: (p.sum(), 1), has_aux=True)(torch.ones(3), [1])
     with pytest.raises(TreeError, match="one structure of aux for all microbatches"):
         accumulate(lambda p, x: ((p.sum(), 1), [p] * x), has_aux=True)(torch.ones(3), [1, 2])
+    with pytest.raises(TreeError, match=r"of the same shapes: one of shape \(3,\) and one of \(1,\)"):
+        accumulate(lambda p, x: ((p.sum(), 1), p[:x]), has_aux=True)(torch.ones(3), [3, 1])
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -381,3 +383,23 @@ def test_bodies_without_types_gather_as_well(checked: bool) -> None:
     leaves = w.clone().requires_grad_(), b.clone().requires_grad_()
     right = torch.autograd.grad((x @ leaves[0] + leaves[1]).square().sum(), leaves)
     torch.testing.assert_close(device_get(grad(call, argnums=(0, 1))(w, b, x)), right)
+
+
+def test_gradients_in_float16_are_divided_by_numbers_beyond_its_range() -> None:
+    """65536 is infinite in float16, and what is divided by it would be 0."""
+    w = torch.ones(2, dtype=torch.float16)
+    _, gradient = accumulate(lambda w, x: ((w.float() * x * 131072.0).sum(), 131072))(w, [torch.tensor(0.125)] * 2)
+    assert gradient.dtype is torch.float16
+    assert gradient.tolist() == [0.125, 0.125]
+    grads, finite = LossScale.of().unscaled({"w": torch.tensor([65504.0, 256.0], dtype=torch.float16)})
+    assert finite
+    assert grads["w"].tolist() == [0.99951171875, 0.00390625]
+
+
+def test_gradients_of_reduced_parameters_stay_pending_in_any_dtype() -> None:
+    mesh = make_mesh((2, 2), ("dp", "tp"), transport="simulation")
+    w = device_put(torch.ones(4, 2, dtype=torch.bfloat16), P("dp", reduced={"tp"}), mesh=mesh)
+    x = device_put([torch.ones(2, 4)], P("dp"), mesh=mesh)
+    precision = Precision(torch.bfloat16, torch.float32)
+    _, gradient = accumulate(lambda w, x: ((x @ w).sum(), len(x)), "dp", precision=precision)(w, x)
+    assert gradient.spec is w.spec.dual

@@ -6,7 +6,6 @@ The scale is a value, for gradients in float16 (Micikevicius et al., "Mixed Prec
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, s
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import is_sharded
+from fspmd.transport.local_tensor import is_uneven
 from fspmd.trees import leaf_paths
 from fspmd.variance import get_variance, show
 
@@ -59,7 +59,7 @@ class LossScale(NamedTuple):
     def unscaled(self, grads: Any) -> tuple[Any, Tensor]:
         """The gradients of the loss itself, and whether all of them are finite, as `all_finite` says."""
         finite = all_finite(grads)
-        return optree.tree_map(lambda g: g / self.scale.to(g.dtype), grads, is_leaf=is_sharded), finite
+        return optree.tree_map(lambda g: _divided(g, self.scale), grads, is_leaf=is_sharded), finite
 
     @checked
     def after(self, finite: Tensor, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
@@ -202,7 +202,7 @@ def accumulate(
             raise ArgumentError("accumulate got no microbatch; give it a list of at least one")
         total, count = _settled_sums(total, count)
         summed = settled(treedef.unflatten(sums), params, axis, specs, grads, reduce)
-        mean_grads = optree.tree_map(lambda g: g / count.to(g.dtype), summed, is_leaf=is_sharded)
+        mean_grads = optree.tree_map(lambda g: _divided(g, count), summed, is_leaf=is_sharded)
         mean = (total / count).to(dtype)
         return (mean, beside) if has_aux else mean, mean_grads
 
@@ -238,12 +238,27 @@ def _pair(loss: Callable[..., Any], has_aux: bool, params: Any, microbatch: Any)
     return _wide(total), (_wide(count), total.detach() if isinstance(total, Tensor) else total, aux)
 
 
+def _divided(g: Any, number: Tensor) -> Any:
+    """A gradient by a number, which may be too large for float16. A pending sum stays pending."""
+    dtype = torch.float32 if g.dtype is torch.float16 else g.dtype
+    return cast_terms(cast_terms(g, dtype) / number.to(dtype), g.dtype)
+
+
 def _added(before: Any, after: Any) -> Any:
-    """The sums of the leaves of two trees."""
+    """The sums of the leaves of two trees. A sum of two shapes would be that of no microbatch."""
+
+    def added(x: Any, y: Any) -> Any:
+        both = isinstance(x, Tensor) and isinstance(y, Tensor) and not (is_uneven(x) or is_uneven(y))
+        if both and x.shape != y.shape:
+            raise ValueError(f"one of shape {tuple(x.shape)} and one of {tuple(y.shape)}")
+        return x + y
+
     try:
-        return optree.tree_map(operator.add, before, after, is_leaf=is_sharded)
+        return optree.tree_map(added, before, after, is_leaf=is_sharded)
     except ValueError as error:
-        raise TreeError(f"accumulate: the loss returns one structure of aux for all microbatches: {error}") from None
+        raise TreeError(
+            f"accumulate: the loss returns one structure of aux for all microbatches, of the same shapes: {error}"
+        ) from None
 
 
 def _wide(x: Any) -> Any:

@@ -124,16 +124,18 @@ def check_layout(
     wanted = blocks(layout.length, body.sizes(rings))
     if layout.cuts != wanted and layout.cuts == blocks(layout.length, body.sizes((*rings, *inner))):
         layout = joined(layout, body.sizes(rings) or 1)
-    if len(layout.cuts) != ranks:
+    if len(layout.cuts) not in (ranks, ranks * parts):
         raise ShapeError(
             f"{what} cuts the sequence over {ranks * parts} ranks, and got a layout of {len(layout.cuts)}; make one: "
             f"contiguous({layout.length}, {ranks * parts})"
         )
     if layout.cuts != wanted:
+        over = rings if len(layout.cuts) == ranks else (*rings, *inner)
         raise ShapeError(
-            f"{what} over {rings}, which cut {layout.length} positions into blocks of {[n for _, n in wanted]}, got a "
-            f"layout with blocks of {[n for _, n in layout.cuts]}; give the layout the sizes of the axes, such as "
-            f"contiguous({layout.length}, {body.sizes(rings)})"
+            f"{what} over {over}, which cut {layout.length} positions into blocks of "
+            f"{[n for _, n in blocks(layout.length, body.sizes(over))]}, got a layout with blocks of "
+            f"{[n for _, n in layout.cuts]}; give the layout the sizes of the axes, such as "
+            f"contiguous({layout.length}, {body.sizes(over)})"
         )
     names, mesh = (*rings, *inner), body.mesh
     sizes = body.sizes(names)

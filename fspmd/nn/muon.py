@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def muon(
     decay: Any = 0.1,
     *,
     nesterov: bool = True,
-    coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+    coefficients: Sequence[float] = (3.4445, -4.775, 2.0315),
     steps: int = 5,
     eps: float = 1e-7,
     adjustment: str = "original",
@@ -109,7 +110,7 @@ def muon(
 def _each_orthogonal(
     matrices: Leaves,
     lies: list[Lies],
-    coefficients: tuple[float, float, float],
+    coefficients: Sequence[float],
     steps: int,
     eps: float,
     dtype: torch.dtype | None,
@@ -152,7 +153,7 @@ def _by_matrices(spec: TensorSpec) -> P:
     return P(*(axes or None for axes in cuts))
 
 
-def orthogonal(stack: Any, coefficients: tuple[float, float, float], steps: int, eps: float) -> Any:
+def orthogonal(stack: Any, coefficients: Sequence[float], steps: int, eps: float) -> Any:
     """Matrices [..., m, n] with singular values near 1, by the Newton-Schulz iteration."""
     a, b, c = coefficients
     tall = stack.shape[-2] > stack.shape[-1]

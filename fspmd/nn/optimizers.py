@@ -53,7 +53,7 @@ _NUMBERS: Final = Entries(lambda x: isinstance(x, Real), lambda _: "expected a n
 @checked
 def adamw(
     rate: Rate = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Sequence[float] = (0.9, 0.999),
     eps: float = 1e-8,
     decay: Any = 1e-2,
     *,
@@ -86,7 +86,7 @@ def adamw(
     (tensor([0.9000, 0.9000, 0.9000, 0.9000, 0.9000, 0.9000]), Sharded f32[6@dp] on mesh(dp=4))
     """
     check_numbers("adamw", [("rate", rate, 0, math.inf), ("eps", eps, 0, math.inf)])
-    if not isinstance(betas, Sequence) or len(betas) != 2:
+    if len(betas) != 2:
         raise ArgumentError(f"adamw got {described(betas)} for betas; give it two numbers, such as (0.9, 0.999)")
     check_numbers("adamw", [("betas[0]", betas[0], 0, 1), ("betas[1]", betas[1], 0, 1)])
     first, second = betas
@@ -127,15 +127,18 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Opt
     def wide(tree: Any) -> Any:
         return optree.tree_map(lambda x: cast_terms(x.detach(), dtype), tree, is_leaf=is_sharded)
 
+    def copied(tree: Any, of: Any) -> Any:  # a cast to the same dtype shares memory, and may not be donated beside it
+        return optree.tree_map(lambda x, y: x.clone() if x.dtype is y.dtype else x, tree, of, is_leaf=is_sharded)
+
     def init(params: Any) -> State:
-        master = wide(params)
+        master = copied(wide(params), params)
         return {"master": master, **optimizer.init(master)}
 
     def update(grads: Any, state: State, params: Any) -> tuple[Any, State]:
         inner = {name: tree for name, tree in state.items() if name != "master"}
         master, inner = optimizer.update(wide(grads), inner, state["master"])
         news = optree.tree_map(lambda x, p: x.to(p.dtype), master, params, is_leaf=is_sharded)
-        return news, {"master": master, **inner}
+        return copied(news, master), {"master": master, **inner}
 
     return Optimizer(init, update)
 
@@ -265,7 +268,7 @@ def check_known(p: Any, lies: Lies, what: str) -> None:
 def adafactor(
     rate: Rate = 1e-2,
     beta2_decay: float = -0.8,
-    eps: tuple[float | None, float] = (None, 1e-3),
+    eps: Sequence[float | None] = (None, 1e-3),
     clip: float = 1.0,
     decay: Any = 0.0,
     *,

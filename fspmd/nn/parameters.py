@@ -94,9 +94,8 @@ def settled(grads: Any, params: Any, axis: Axes, specs: Any, lie: Any, dtype: to
     wanted = broadcast_prefix(lie, params, "grads", "params", "accumulate: grads does not match the parameters")
     if state.body is None:
         pairs = zip(leaves, wanted, strict=True)
-        done = reshard(
-            given, [(p or x.spec.dual.partition) if is_sharded(x) else None for x, p in pairs], forward_dtype=dtype
-        )
+        ends = [(p or x.spec.dual.partition) if is_sharded(x) else None for x, p in pairs]
+        done = _resharded(given, ends, dtype, None)
     else:
         for g, x, partition, move in zip(given, leaves, wanted, _gathers(params, leaves, axis, specs), strict=True):
             if move is None or partition is None:
@@ -105,7 +104,7 @@ def settled(grads: Any, params: Any, axis: Axes, specs: Any, lie: Any, dtype: to
             else:
                 target, after = move.whole.with_partition(partition), variance_of_spec(partition)
                 done.append(moved(g, move.whole.dual, target, after, dtype, dtype))
-    return treedef.unflatten(g.to(x.dtype) for g, x in zip(done, leaves, strict=True))
+    return treedef.unflatten(cast_terms(g, x.dtype) for g, x in zip(done, leaves, strict=True))
 
 
 def cast_terms(x: Any, dtype: torch.dtype) -> Any:
@@ -170,7 +169,21 @@ def _outside(params: Any, axis: Axes, specs: Any, forward: torch.dtype | None, b
     ]
     if forward is not None:
         leaves = [x.to(forward) if is_plain(x) and x.is_floating_point() else x for x in leaves]
-    return treedef.unflatten(reshard(leaves, partitions, forward_dtype=forward, backward_dtype=backward))
+    return treedef.unflatten(_resharded(leaves, partitions, forward, backward))
+
+
+def _resharded(
+    leaves: list[Any], partitions: list[P | None], forward: torch.dtype | None, backward: torch.dtype | None
+) -> list[Any]:
+    """`reshard`, in these dtypes. Of a leaf that lies on other processes alone, only the layout changes here."""
+    away = [is_sharded(x) and x.spec.mesh.coordinate() is None for x in leaves]
+    here = [None if far else partition for partition, far in zip(partitions, away, strict=True)]
+    done: list[Any] = reshard(leaves, here, forward_dtype=forward, backward_dtype=backward)
+    for i, (x, partition, far) in enumerate(zip(leaves, partitions, away, strict=True)):
+        if far and partition is not None:
+            dtype = forward if forward is not None and x.is_floating_point() else x.dtype
+            done[i] = Sharded(x.local.to(dtype), TensorSpec(x.spec.mesh, partition, x.spec.shape, dtype))
+    return done
 
 
 def _whole(spec: TensorSpec, axes: tuple[str, ...], name: object) -> TensorSpec:

@@ -89,7 +89,8 @@ def pipeline(
         SpecError: the layout of a value does not say whose it is.
         VarianceError: a value is a pending sum over the axis of the stages.
         ShapeError: a stage returns another shape, dtype or layout than the stage before.
-        TreeError: with ``has_aux``, a stage returns no such triple, or ``aux`` of another structure than another stage.
+        TreeError: with ``has_aux``, a stage returns no such triple, or ``aux`` of another structure, shape, dtype or
+            layout than another stage, or than of another microbatch.
 
     >>> from fspmd import device_put, make_mesh
     >>> from fspmd.nn import one_f_one_b
@@ -153,14 +154,18 @@ def pipeline(
             check_dtypes(params, (precision.param,), "pipeline")
         whole = gathered(params, over, dtype=precision) if given_axes or precision is not None else params
         wide, reduce = (None, None) if precision is None else (precision.accumulate, precision.reduce)
-        run = _PipelineCall(places, schedule, functions, loss, whole, inputs, targets, wide, scale, has_aux)
+        run = _PipelineCall(places, schedule, functions, loss, whole, inputs, targets, wide, _factor(scale), has_aux)
         layouts = run.treedef, tuple(x.spec for x in run.leaves)
+        beside: list[Any] = []
         for x in inputs:
             key = layouts, x.spec
             if key not in boundaries:
                 boundaries[key] = run.find_boundary(x.spec)
-            boundary, run.aux = boundaries[key]
+            boundary, aux = boundaries[key]
             run.boundaries.append(boundary)
+            beside.append(aux)
+        _check_alike(beside, "microbatch", " as aux", TreeError, _ONE_AUX)
+        run.aux = beside[0]
         run.count = schedule.microbatches if count is None else _total([count(target) for target in targets])
         ranks = {r: _Rank(run, r) for r in places.mine}
         run.act(ranks)
@@ -177,10 +182,21 @@ def pipeline(
 def _total(counts: list[Any]) -> Any:
     """The number of items of all microbatches."""
     for x in counts:
-        if not isinstance(x, (Tensor, Real)) or (isinstance(x, Tensor) and x.ndim):
-            raise ArgumentError(f"pipeline: count returned {described(x)}; it returns a number, or a 0-d tensor")
+        _check_number("count returned", x)
     total = functools.reduce(operator.add, counts)
     return device_get(total) if is_sharded(total) else total
+
+
+def _factor(scale: Any) -> Any:
+    """The factor of the loss in backward, which all ranks have, if there is one."""
+    if scale is not None:
+        _check_number("scale is", scale)
+    return device_get(scale) if is_sharded(scale) else scale
+
+
+def _check_number(what: str, x: Any) -> None:
+    if not isinstance(x, (Tensor, Real)) or (isinstance(x, Tensor) and x.ndim):
+        raise ArgumentError(f"pipeline: {what} {described(x)}; expected a number, or a 0-d tensor")
 
 
 def _key(action: Action) -> tuple[bool, int, int]:
@@ -289,17 +305,21 @@ class _PipelineCall:
             x, beside = _result(function, params, x, self.has_aux, stage)
             found.append(x)
             aux.append(beside)
-        _check_alike(found[: self.schedule.stages - 1], "", ShapeError, "pass on one shape, dtype and layout")
-        _check_alike(aux, " as aux", TreeError, "return one tree of one shape, dtype and layout")
+        law = "pass on one shape, dtype and layout"
+        _check_alike(found[: self.schedule.stages - 1], "stage", "", ShapeError, law)
+        _check_alike(aux, "stage", " as aux", TreeError, _ONE_AUX)
         return next(iter(found[: self.schedule.stages - 1]), None), next(iter(aux), None)
 
 
-def _check_alike(found: list[Any], what: str, error: type[FspmdError], law: str) -> None:
-    for stage, (before, after) in enumerate(itertools.pairwise(found), 1):
+_ONE_AUX = "return one tree of one shape, dtype and layout"
+
+
+def _check_alike(found: list[Any], of: str, what: str, error: type[FspmdError], law: str) -> None:
+    """Raise unless all stages, or all microbatches, return alike."""
+    for i, (before, after) in enumerate(itertools.pairwise(found), 1):
         if before != after:
             raise error(
-                f"pipeline: stage {stage} returns {after!r}{what}, but stage {stage - 1} returns {before!r}; all "
-                f"stages {law}"
+                f"pipeline: {of} {i} returns {after!r}{what}, but {of} {i - 1} returns {before!r}; all of them {law}"
             )
 
 
