@@ -104,49 +104,14 @@ def pipeline(
     >>> value, device_get(gradient)
     (tensor(576.), tensor([1152.,  576.,  384.,  288.]))
     """
-    if not isinstance(mesh, Mesh):
-        raise ArgumentError(f"pipeline got {described(mesh)} for mesh; give it the mesh, make_mesh(...)")
-    if not isinstance(schedule, Schedule):
-        raise ArgumentError(
-            f"pipeline got {described(schedule)} for schedule; give it a table, such as "
-            "one_f_one_b(ranks, microbatches)"
-        )
     given_axes = (over,) if isinstance(over, str) else tuple(over)
-    if unknown := [name for name in (axis, *given_axes) if name not in mesh.shape]:
-        raise AxisError(f"pipeline got the axis {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}")
-    if axis in given_axes:
-        raise ArgumentError(
-            f"pipeline got over={over!r}, with the axis of the stages; name the axes that cut batches, such as 'dp'"
-        )
-    if mesh.shape[axis] != schedule.ranks:
-        raise ArgumentError(
-            f"pipeline: the schedule {schedule.name} is for {schedule.ranks} ranks, but the axis {axis!r} has "
-            f"{mesh.shape[axis]}"
-        )
-    schedule.validate()
-    functions = [stages] * schedule.stages if callable(stages) else [*stages] if isinstance(stages, Iterable) else []
-    if not functions or not all(map(callable, (*functions, loss))):
-        raise ArgumentError(
-            f"pipeline got {described(stages)} for stages and {described(loss)} for loss; give it a function for all "
-            "stages or a list of one for each, and a function loss(y, target)"
-        )
-    if len(functions) != schedule.stages:
-        raise ArgumentError(f"pipeline got {len(functions)} stages, but the schedule has {schedule.stages}")
+    functions = _stage_functions(stages, schedule, loss, mesh, axis, given_axes)
     places = Places(mesh, axis)
     boundaries: Cache[Any, tuple[Any, Any]] = forgettable(Cache())  # by the layouts of parameters and input
 
     def step(params: Any, inputs: Sequence[Any], targets: Sequence[Any], scale: Any = None) -> tuple[Any, Any]:
         check_outside("pipeline")
-        for name, given in (("inputs", inputs), ("targets", targets)):
-            if not isinstance(given, (list, tuple)):
-                raise ArgumentError(
-                    f"pipeline got {described(given)} for {name}; give it a list with one entry for each microbatch"
-                )
-        if not len(inputs) == len(targets) == schedule.microbatches:
-            raise ArgumentError(
-                f"pipeline got {len(inputs)} inputs and {len(targets)} targets, but the schedule has "
-                f"{schedule.microbatches} microbatches"
-            )
+        _check_microbatches(inputs, targets, schedule)
         if schedule.ranks > 1:
             tracing.note_unlike(f"each rank runs the actions of its stages in the schedule {schedule.name}")
         places.check((params, inputs, targets), schedule.stages)
@@ -177,6 +142,53 @@ def pipeline(
         return value, grads if whole is params else settled(grads, params, over, None, None, reduce)
 
     return step
+
+
+def _stage_functions(
+    stages: Any, schedule: Schedule, loss: Any, mesh: Mesh, axis: str, over: tuple[str, ...]
+) -> list[Stage]:
+    """A function for each stage, after checks of all arguments of `pipeline`."""
+    if not isinstance(mesh, Mesh):
+        raise ArgumentError(f"pipeline got {described(mesh)} for mesh; give it the mesh, make_mesh(...)")
+    if not isinstance(schedule, Schedule):
+        raise ArgumentError(
+            f"pipeline got {described(schedule)} for schedule; give it a table, such as "
+            "one_f_one_b(ranks, microbatches)"
+        )
+    if unknown := [name for name in (axis, *over) if name not in mesh.shape]:
+        raise AxisError(f"pipeline got the axis {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}")
+    if axis in over:
+        raise ArgumentError(
+            f"pipeline got over={over!r}, with the axis of the stages; name the axes that cut batches, such as 'dp'"
+        )
+    if mesh.shape[axis] != schedule.ranks:
+        raise ArgumentError(
+            f"pipeline: the schedule {schedule.name} is for {schedule.ranks} ranks, but the axis {axis!r} has "
+            f"{mesh.shape[axis]}"
+        )
+    schedule.validate()
+    functions = [stages] * schedule.stages if callable(stages) else [*stages] if isinstance(stages, Iterable) else []
+    if not functions or not all(map(callable, (*functions, loss))):
+        raise ArgumentError(
+            f"pipeline got {described(stages)} for stages and {described(loss)} for loss; give it a function for all "
+            "stages or a list of one for each, and a function loss(y, target)"
+        )
+    if len(functions) != schedule.stages:
+        raise ArgumentError(f"pipeline got {len(functions)} stages, but the schedule has {schedule.stages}")
+    return functions
+
+
+def _check_microbatches(inputs: Any, targets: Any, schedule: Schedule) -> None:
+    for name, given in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(given, (list, tuple)):
+            raise ArgumentError(
+                f"pipeline got {described(given)} for {name}; give it a list with one entry for each microbatch"
+            )
+    if not len(inputs) == len(targets) == schedule.microbatches:
+        raise ArgumentError(
+            f"pipeline got {len(inputs)} inputs and {len(targets)} targets, but the schedule has "
+            f"{schedule.microbatches} microbatches"
+        )
 
 
 def _total(counts: list[Any]) -> Any:
