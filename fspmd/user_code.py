@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import threading
 import traceback
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Final
+from typing import Any, Final
 
 import optree
 import torch
@@ -87,6 +90,13 @@ def _line_at(frame: FrameType) -> UserLine:
 
 
 @cached
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """The code of a function that may be wrapped or partial; None for one that is not Python's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
 def line_of(where: str) -> UserLine:
     """The line with this text."""
     return UserLine(where, zlib.crc32(where.encode()))

@@ -229,7 +229,8 @@ def product(x: Tensor, axes: tuple[str, ...]) -> Tensor:
         x,
     )
     operand.leaves = [_operand(body, x, axes, step)]
-    return operand.run([step], True)  # type: ignore[no-any-return]
+    result: Tensor = operand.run([step], True)
+    return result
 
 
 def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, within: Within | None = None) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.cache import Cache
-from fspmd.collectives.checks import spec_of_blocks
+from fspmd.collectives.measured_layouts import spec_of_blocks
 from fspmd.collectives.steps import Handle
 from fspmd.entries import Flat, entry_axes
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError

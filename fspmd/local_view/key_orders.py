@@ -7,9 +7,7 @@ theirs with it. Nobody waits, and a later call of the same kind asks nothing.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import inspect
 import json
 import threading
 from collections.abc import Iterable, Sequence
@@ -24,6 +22,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.transport import known_values
 from fspmd.transport.reports import store_here, tell_failure
 from fspmd.trees import Label, has_dicts
+from fspmd.user_code import code_of
 
 _SHOWN: Final = 64  # leaves of an order in the store
 _comparing: Final = threading.Lock()  # threads of a rank may come to one call
@@ -55,8 +54,7 @@ def check_order(
 
 
 def _line_of(function: Any) -> str:
-    plain = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
-    code = getattr(plain, "__code__", None)
+    code = code_of(function)
     return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 

@@ -27,6 +27,7 @@ from fspmd.spec import P, TensorSpec
 from fspmd.transport import known_values
 from fspmd.transport.known_values import ArgumentRow, layout_row
 from fspmd.trees import Label, check_keys, labels, order_of, parameter_names, prefix_over
+from fspmd.user_code import code_of
 
 
 @dataclass(slots=True)
@@ -106,7 +107,9 @@ class Plan:
             try:
                 refuse(header, failures)
             except FspmdError as error:
-                error.add_note(f"these results are those of {name}{_place(function)}")
+                code = code_of(function)
+                place = "" if code is None else f", which begins at {code.co_filename}:{code.co_firstlineno}"
+                error.add_note(f"these results are those of {name}{place}")
                 raise
         kinds = [(spec, isinstance(x, Sharded)) for x, spec in zip(leaves, specs, strict=True)]
         exits = {kind: make_exit(kind[0], body, self.outer_axes, self.nested, kind[1]) for kind in set(kinds)}
@@ -118,14 +121,6 @@ class Plan:
     def _shares_memory(self) -> bool:
         """Whether blocks that nothing checks lie in the memory of global values. In a simulation no two ranks share."""
         return not (self.nested or self.body.checked or self.body.simulated)
-
-
-def _place(function: Callable[..., Any]) -> str:
-    """Where a function begins, if it is one of Python."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return "" if code is None else f", which begins at {code.co_filename}:{code.co_firstlineno}"
 
 
 def _writes_into(x: Any) -> int:

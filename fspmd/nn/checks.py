@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from math import prod
 
 import torch
 from torch import Tensor
 
 from fspmd.body import bound_body, resolve_axes
-from fspmd.collectives import axis_size
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.meshes.axes import row_major
@@ -98,48 +98,44 @@ def _fit(query: Shape, key: Shape, value: Shape) -> bool:
 
 
 def check_layout(
-    layout: SequenceLayout | None, everywhere: Everywhere, ring: Axes, axis: Axes, what: str
+    layout: SequenceLayout | None, everywhere: Everywhere, rings: tuple[str, ...], inner: tuple[str, ...], what: str
 ) -> SequenceLayout:
-    """The layout, or a contiguous one, of a sequence that ``ring`` cuts into its blocks, and ``axis`` these into parts.
+    """The layout, or a contiguous one, of a sequence that ``rings`` cut into blocks, and ``inner`` these into parts.
 
-    A layout over the ranks of both axes becomes one over ``ring`` alone.
+    A layout over the ranks of all these axes becomes one over ``rings`` alone.
 
     Raises:
-        ShapeError: The layout has other ranks or blocks than the ring, or another length than the blocks.
+        ShapeError: The layout has other ranks or blocks than the axes, or another length than the blocks.
     """
-    ranks, parts = (axis_size(x) if x else 1 for x in (ring, axis))
+    body, names = bound_body(what), rings + inner
+    of_rings, sizes = body.sizes(rings), body.sizes(names)
+    ranks, every = prod(of_rings), prod(sizes)
     lengths = {at: query[-2] for at, (query, *_) in everywhere.items()}
     if layout is None:
         if len(set(lengths.values())) > 1:
             raise ShapeError(
                 f"{what} got blocks of different lengths, {', '.join(map(str, lengths.values()))}, and no layout; pass "
-                f"one of the whole sequence: contiguous(length, {ranks * parts})"
+                f"one of the whole sequence: contiguous(length, {every})"
             )
-        layout = contiguous(next(iter(lengths.values())) * ranks * parts, ranks)  # so any axes cut it alike
+        layout = contiguous(next(iter(lengths.values())) * every, ranks)  # so any axes cut it alike
     if not isinstance(layout, SequenceLayout):
-        n = ranks * parts
-        raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {n})")
-    body = bound_body(what)
-    rings, inner = (resolve_axes(body, x, what) for x in (ring, axis))
-    wanted = blocks(layout.length, body.sizes(rings))
-    if layout.cuts != wanted and layout.cuts == blocks(layout.length, body.sizes((*rings, *inner))):
-        layout = joined(layout, body.sizes(rings) or 1)
-    if len(layout.cuts) not in (ranks, ranks * parts):
+        raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {every})")
+    whole, parts = blocks(layout.length, of_rings), blocks(layout.length, sizes)
+    if layout.cuts != whole and layout.cuts == parts:
+        layout = joined(layout, of_rings or 1)
+    if len(layout.cuts) not in (ranks, every):
         raise ShapeError(
-            f"{what} cuts the sequence over {ranks * parts} ranks, and got a layout of {len(layout.cuts)}; make one: "
-            f"contiguous({layout.length}, {ranks * parts})"
+            f"{what} cuts the sequence over {every} ranks, and got a layout of {len(layout.cuts)}; make one: "
+            f"contiguous({layout.length}, {every})"
         )
-    if layout.cuts != wanted:
-        over = rings if len(layout.cuts) == ranks else (*rings, *inner)
+    if layout.cuts != whole:
+        over, right, wanted = (rings, of_rings, whole) if len(layout.cuts) == ranks else (names, sizes, parts)
         raise ShapeError(
-            f"{what} over {over}, which cut {layout.length} positions into blocks of "
-            f"{[n for _, n in blocks(layout.length, body.sizes(over))]}, got a layout with blocks of "
-            f"{[n for _, n in layout.cuts]}; give the layout the sizes of the axes, such as "
-            f"contiguous({layout.length}, {body.sizes(over)})"
+            f"{what} over {over}, which cut {layout.length} positions into blocks of {[n for _, n in wanted]}, got a "
+            f"layout with blocks of {[n for _, n in layout.cuts]}; give the layout the sizes of the axes, such as "
+            f"contiguous({layout.length}, {right})"
         )
-    names, mesh = (*rings, *inner), body.mesh
-    sizes = body.sizes(names)
-    cut = [n for _, n in blocks(layout.length, sizes)]
+    mesh, cut = body.mesh, [n for _, n in parts]
     for at, length in lengths.items():
         needed = set(cut) if at is None else {cut[row_major([at[mesh.axis_names.index(x)] for x in names], sizes)]}
         if needed != {length}:

@@ -176,10 +176,9 @@ def _checked(
                 "equally many; call ring_attention, or make the axis a divisor of the heads"
             )
     mask = Full() if mask is None else as_mask(mask, what)
-    layout = check_layout(layout, everywhere, ring, axis, what)
+    layout = check_layout(layout, everywhere, rings, inner, what)
     mask.check(layout.length)
-    names = ring if isinstance(ring, str) else tuple(ring)
-    return way(turns_of(names, mask.outline, layout, body.sizes(inner), way is Gathered), mask, scale)
+    return way(turns_of(rings, mask.outline, layout, body.sizes(inner), way is Gathered), mask, scale)
 
 
 def _padded(blocks_of_rank: Iterable[Tensor], length: int) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from fspmd.local_view.shard_map import shard_map
 from fspmd.nn.arguments import checked
 from fspmd.nn.context import gathered_attention, ring_attention, ulysses_attention
 from fspmd.nn.masks import Mask
-from fspmd.nn.sequences import Axes, Ranks, SequenceLayout
+from fspmd.nn.sequences import Axes, Ranks, SequenceLayout, names_of
 from fspmd.programs.jit import jit
 from fspmd.spec import TensorSpec
 
@@ -50,7 +50,7 @@ def attention_costs(
     >>> sorted(attention_costs(spec, spec, spec, ("cp", "sp")))
     ['gathered', 'ring', 'ulysses', 'ulysses in a ring']
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = names_of(axis)
     sizes = tuple(query.mesh.shape.get(name, 1) for name in axes)
     make: Any = layout if callable(layout) and not isinstance(layout, SequenceLayout) else None
     whole: Any = layout if make is None else make(query.shape[-2], sizes)

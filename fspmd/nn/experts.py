@@ -23,7 +23,7 @@ from fspmd.nn.arguments import checked
 from fspmd.nn.checks import check_varies
 from fspmd.nn.parameters import moved
 from fspmd.nn.parts import wide
-from fspmd.nn.sequences import Axes
+from fspmd.nn.sequences import Axes, names_of
 from fspmd.rules.grouped import rows_by_groups
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
@@ -372,7 +372,7 @@ def _shelves(counts: Tensor, axis: Axes) -> Tensor | None:
 
 def _own(counts: Tensor, axis: Axes) -> Tensor:
     """The numbers of this rank's experts among those of all, [E]. Moves nothing."""
-    body, axes = bound_body("dispatch"), _names(axis)
+    body, axes = bound_body("dispatch"), names_of(axis)
     whole = TensorSpec(body.mesh, P(), tuple(counts.shape), counts.dtype)
     return moved(counts, whole, whole.with_partition(P(axes)), get_variance(counts).moved(axes, "V"))
 
@@ -385,12 +385,8 @@ def _fullest(rows: Tensor, axis: Axes) -> int:
             "dispatch reads how many rows the fullest rank gets, which jit cannot record; give rows=, at most the "
             "choices of all ranks, or capacity="
         )
-    others = get_variance(rows).varying if body.checked else {*body.mesh.axis_names}.difference(_names(axis))
+    others = get_variance(rows).varying if body.checked else {*body.mesh.axis_names}.difference(names_of(axis))
     return int(pmax(rows, tuple(sorted(others))) if others else rows)
-
-
-def _names(axis: Axes) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def _check(x: Tensor, routing: Routing, axis: Axes, capacity: int | None, rows: int | None) -> int:

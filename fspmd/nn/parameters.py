@@ -22,7 +22,7 @@ from fspmd.body import Body, bound_body, resolve_axes, state
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, AxisError, ShapeError, SpecError, VarianceError
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
-from fspmd.nn.sequences import Axes
+from fspmd.nn.sequences import Axes, names_of
 from fspmd.placement.reshard import reshard
 from fspmd.redistribution.redistribute import begun
 from fspmd.sharded import Sharded, is_plain, is_sharded
@@ -162,7 +162,7 @@ def _outside(params: Any, axis: Axes, specs: Any, forward: torch.dtype | None, b
             f"gathered got {described(axis)} for axis; expected the name of a mesh axis, such as 'fsdp', or a tuple of "
             "names"
         )
-    names, axes = leaf_paths(params, "params"), (axis,) if isinstance(axis, str) else tuple(axis)
+    names, axes = leaf_paths(params, "params"), names_of(axis)
     leaves, treedef = optree.tree_flatten(params, is_leaf=is_sharded, none_is_leaf=True)
     partitions = [
         _whole(x.spec, axes, name).partition if is_sharded(x) else None for x, name in zip(leaves, names, strict=True)

@@ -17,21 +17,19 @@ from fspmd import tracing
 from fspmd.autodiff.engine import gradients
 from fspmd.body import check_outside
 from fspmd.cache import Cache, forgettable
-from fspmd.errors import ArgumentError, AxisError, FspmdError, ShapeError, TreeError
+from fspmd.errors import ArgumentError, AxisError
 from fspmd.meshes.mesh import Mesh, set_mesh
 from fspmd.messages import described, quoted
+from fspmd.nn.boundaries import Stage, boundary_of, check_one_aux, result_of, without_pending
 from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
-from fspmd.nn.places import Places, without_row
+from fspmd.nn.places import Places
 from fspmd.nn.schedules import Action, Schedule
-from fspmd.nn.sequences import Axes
+from fspmd.nn.sequences import Axes, names_of
 from fspmd.placement.creation import full, zeros
 from fspmd.placement.device_put import device_get
 from fspmd.placement.reshard import reshard
-from fspmd.programs.recordable import capture_fake, without_values
 from fspmd.sharded import is_sharded
 from fspmd.spec import P, TensorSpec
-
-Stage = Callable[[Any, Any], Any]
 
 
 def pipeline(
@@ -104,7 +102,7 @@ def pipeline(
     >>> value, device_get(gradient)
     (tensor(576.), tensor([1152.,  576.,  384.,  288.]))
     """
-    given_axes = (over,) if isinstance(over, str) else tuple(over)
+    given_axes = names_of(over)
     functions = _stage_functions(stages, schedule, loss, mesh, axis, given_axes)
     places = Places(mesh, axis)
     boundaries: Cache[Any, tuple[Any, Any]] = forgettable(Cache())  # by the layouts of parameters and input
@@ -125,11 +123,11 @@ def pipeline(
         for x in inputs:
             key = layouts, x.spec
             if key not in boundaries:
-                boundaries[key] = run.find_boundary(x.spec)
+                boundaries[key] = boundary_of(places, schedule, functions, run.leaves, run.treedef, x.spec, has_aux)
             boundary, aux = boundaries[key]
             run.boundaries.append(boundary)
             beside.append(aux)
-        _check_alike(beside, "microbatch", " as aux", TreeError, _ONE_AUX)
+        check_one_aux(beside, "microbatch")
         run.aux = beside[0]
         run.count = schedule.microbatches if count is None else _total([count(target) for target in targets])
         ranks = {r: _Rank(run, r) for r in places.mine}
@@ -299,85 +297,6 @@ class _PipelineCall:
             for boundary in dict.fromkeys(self.boundaries[action.microbatch] for *_, action in edges):
                 yield [edge for edge in edges if self.boundaries[edge[2].microbatch] is boundary], boundary
 
-    def find_boundary(self, first: TensorSpec) -> tuple[TensorSpec | None, Any]:
-        """What stages pass on of an input, and beside it, by recording each of them alone on an abstract mesh."""
-        mesh = self.places.abstract
-
-        def seen(x: Any, r: int) -> TensorSpec | None:
-            if self.places.owner(x) not in (None, r):
-                return None
-            cut = self.places.is_stacked(x)
-            return TensorSpec(mesh, without_row(x.spec.partition, cut), x.spec.shape[cut:], x.dtype)
-
-        x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
-        found, aux = [], []
-        for stage, function in enumerate(self.functions if self.has_aux else self.functions[:-1]):
-            r = self.schedule.ranks_of_stages[stage]
-            params = self.treedef.unflatten([seen(leaf, r) for leaf in self.leaves])
-            x, beside = _result(function, params, x, self.has_aux, stage)
-            found.append(x)
-            aux.append(beside)
-        law = "pass on one shape, dtype and layout"
-        _check_alike(found[: self.schedule.stages - 1], "stage", "", ShapeError, law)
-        _check_alike(aux, "stage", " as aux", TreeError, _ONE_AUX)
-        return next(iter(found[: self.schedule.stages - 1]), None), next(iter(aux), None)
-
-
-_ONE_AUX = "return one tree of one shape, dtype and layout"
-
-
-def _check_alike(found: list[Any], of: str, what: str, error: type[FspmdError], law: str) -> None:
-    """Raise unless all stages, or all microbatches, return alike."""
-    for i, (before, after) in enumerate(itertools.pairwise(found), 1):
-        if before != after:
-            raise error(
-                f"pipeline: {of} {i} returns {after!r}{what}, but {of} {i - 1} returns {before!r}; all of them {law}"
-            )
-
-
-@tracing.hidden
-def _result(stage: Stage, params: Any, x: TensorSpec, has_aux: bool, place: int) -> tuple[TensorSpec, Any]:
-    """How what a stage returns lies. The stage is recorded, and runs nowhere, also while `jit` records."""
-
-    def settled(params: Any, x: Any) -> Any:
-        y, _, aux = _triple(stage(params, x), has_aux, place)
-        return optree.tree_map(_settled, (y, aux), is_leaf=is_sharded)
-
-    with set_mesh(x.mesh):
-        out = capture_fake(settled, *without_values((params, x), {})).out
-    specs: Any = optree.tree_map(lambda y: y.spec, out, is_leaf=is_sharded)
-    return specs  # type: ignore[no-any-return]
-
-
-def _triple(out: Any, has_aux: bool, stage: int) -> tuple[Any, Any, Any]:
-    """What a stage passes on, its part of the loss, and what it returns beside."""
-    if not has_aux:
-        out = out, 0.0, None
-    if not isinstance(out, tuple) or len(out) != 3:
-        given = f"a tuple of {len(out)}" if isinstance(out, tuple) else described(out)
-        raise TreeError(
-            f"pipeline: with has_aux=True a stage returns (y, part, aux), but stage {stage} returned {given}"
-        )
-    if not is_sharded(out[0]):
-        raise ArgumentError(f"pipeline: stage {stage} returned {described(out[0])} to pass on; expected one Sharded")
-    if out[1].shape != () if is_sharded(out[1]) else not isinstance(out[1], Real):
-        raise TreeError(
-            f"pipeline: stage {stage} returned {described(out[1])} for its part of the loss; expected a scalar: a "
-            "Sharded or a number"
-        )
-    for leaf in optree.tree_leaves(out[2], is_leaf=is_sharded):
-        if not is_sharded(leaf):
-            raise TreeError(
-                f"pipeline: stage {stage} returned {described(leaf)} in aux; expected Sharded values, on the part of "
-                "the mesh that the stage has"
-            )
-    return out
-
-
-def _settled(x: Any) -> Any:
-    """A value without pending sums."""
-    return reshard(x, P(*x.spec.partition.entries))
-
 
 class _Rank:
     """What one position along the axis holds between ticks."""
@@ -413,14 +332,14 @@ class _Rank:
         with torch.set_grad_enabled(run.trains):
             params = [_leaf(p) for p in self.params[stage]]
             x = _leaf(x) if stage else x
-            y, part, aux = _triple(run.functions[stage](run.treedef.unflatten(params), x), run.has_aux, stage)
+            y, part, aux = result_of(run.functions[stage](run.treedef.unflatten(params), x), run.has_aux, stage)
             is_last = stage == run.schedule.stages - 1
             roots = [] if is_last else [reshard(y, run.boundaries[m].partition)]
             for one in (self._loss(y, m), part) if is_last else (part,):
                 if is_sharded(one) or one:
                     roots.append(self._added(one))
         if run.has_aux:
-            aux = optree.tree_map(lambda leaf: _settled(leaf.detach()), aux, is_leaf=is_sharded)
+            aux = optree.tree_map(lambda leaf: without_pending(leaf.detach()), aux, is_leaf=is_sharded)
             old = self.aux.get(stage)
             self.aux[stage] = aux if old is None else optree.tree_map(operator.add, old, aux, is_leaf=is_sharded)
         if run.trains:

@@ -35,6 +35,11 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
+def names_of(axis: Axes) -> tuple[str, ...]:
+    """The names of an axis or axes, as a tuple."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
 def on_host(function: Callable[Q, R]) -> Callable[Q, R]:
     """A `hidden` function that makes its tensors on the CPU, also within ``with torch.device(...)``."""
 

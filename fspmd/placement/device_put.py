@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.body import check_outside, the_mesh
-from fspmd.collectives.checks import spec_of_blocks
+from fspmd.collectives.measured_layouts import spec_of_blocks
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.foreign import misfit, refuse_foreign, refuse_misfit
 from fspmd.meshes.mesh import Mesh

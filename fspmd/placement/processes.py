@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fspmd.body import refuse_recorded, the_mesh
-from fspmd.collectives.checks import spec_of_layouts, where
+from fspmd.collectives.checks import where
+from fspmd.collectives.measured_layouts import spec_of_layouts
 from fspmd.digests import digests
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.foreign import refuse_foreign
