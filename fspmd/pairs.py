@@ -221,14 +221,14 @@ _Record = Callable[[Any, Call], Call | None]
 _watch: _Watch | None = None
 _record: _Record | None = None
 _profiled: _Watch | None = None  # watches while torch's profiler runs and there is no other watcher
-_seen = False  # whether `_watch` or `_record` is set
+seen = False  # whether calls are watched or recorded, in any thread
 
 
 def watch_with(watch: _Watch | None) -> None:
     """Let ``watch`` see each operand and call before it is applied. It returns the call that is applied instead."""
-    global _watch, _seen
+    global _watch, seen
     _watch = watch
-    _seen = watch is not None or _record is not None
+    seen = watch is not None or _record is not None
 
 
 def profile_with(profiled: _Watch) -> None:
@@ -242,9 +242,9 @@ def record_with(record: _Record | None) -> _Record | None:
 
     A call for which it returns None goes to the watcher, unrecorded.
     """
-    global _record, _seen
+    global _record, seen
     before, _record = _record, record
-    _seen = record is not None or _watch is not None
+    seen = record is not None or _watch is not None
     return before
 
 
@@ -256,11 +256,6 @@ def watches_with(watch: Callable[[Any, Call], Call]) -> bool:
 def is_watched() -> bool:
     """Return whether there is a watcher."""
     return _watch is not None
-
-
-def is_seen() -> bool:
-    """Return whether calls are watched or recorded, in any thread."""
-    return _seen
 
 
 class StandIn(Call):
@@ -297,7 +292,7 @@ def apply(x: Tensor, call: Call) -> Tensor:
         refuse_traced(repr(call))
     if level_of(x) == ENDED:
         x = alive(x)
-    if _seen or profiler._is_profiler_enabled:
+    if seen or profiler._is_profiler_enabled:
         call = watched(x, call)
     with DisableTorchFunction():
         if transforms_active() or forward_ad._current_level >= 0:
@@ -333,7 +328,7 @@ def is_transformed() -> bool:
 
 def given(x: Tensor, call: Call, y: Tensor) -> Tensor:
     """Return ``call(x)`` with the known values ``y``. Nothing runs forward. Backward runs the transpose as usual."""
-    if _seen or profiler._is_profiler_enabled:
+    if seen or profiler._is_profiler_enabled:
         call = watched(x, call)
     with DisableTorchFunction():
         return _Given.apply(x, y.detach(), call)  # type: ignore[no-any-return]
@@ -398,7 +393,7 @@ def lend(x: Tensor, call: Call) -> Tensor:
         return apply(x, call)
     if transforms_active() or forward_ad._current_level >= 0:
         return apply(x, call)
-    if _seen or profiler._is_profiler_enabled:
+    if seen or profiler._is_profiler_enabled:
         call = watched(x, call)
     y = x.view_as(x)
     y._backward_hooks = {0: functools.partial(_back, x, call)}
@@ -416,7 +411,7 @@ def _back(x: Tensor, call: Call, g: Tensor | None) -> Tensor | None:
                 "only: let its backward return zeros"
             )
         return None
-    if _seen or g.requires_grad or type(g) is not Tensor:
+    if seen or g.requires_grad or type(g) is not Tensor:
         return apply(g, call.transposed)
     return call.transposed.run(g)
 

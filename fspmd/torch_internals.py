@@ -146,8 +146,8 @@ JIT_TRACERS: Any = (
 MODULES_THAT_TRACE: Any = (torch.fx.experimental.proxy_tensor.__name__, "torch._subclasses.")
 #: prefixes of the modules whose functions compile a function and call it at once: `cond`, `flex_attention` and kin
 MODULES_THAT_COMPILE: Any = ("torch._higher_order_ops.", "torch.nn.attention.")
-#: the record of `torch.jit.trace`, or None; instead: `torch.jit.is_tracing`, which is slower
-jit_tracing: Any = torch._C._get_tracing_state
+#: whether `torch.jit.trace` traces; instead: `torch.jit.is_tracing`, which is slower
+is_jit_tracing: Any = torch._C._is_tracing
 
 # torch.func
 

@@ -21,7 +21,7 @@ from fspmd.torch_internals import (
     count_function_modes,
     disable_dispatch_modes,
     dispatch_mode_stack,
-    jit_tracing,
+    is_jit_tracing,
     pop_transform,
     running_transforms,
     transforms_active,
@@ -98,8 +98,8 @@ def is_traced() -> bool:
     Such a graph would have no collectives. It does not see those of processes, and simulated ones are plain sums.
     """
     if not count_dispatch_modes() and not count_function_modes():  # all but torch.jit.trace activate a mode
-        return jit_tracing() is not None
-    return jit_tracing() is not None or _is_exporting() or get_proxy_mode() is not None
+        return bool(is_jit_tracing())
+    return is_jit_tracing() or _is_exporting() or get_proxy_mode() is not None
 
 
 def refuse_traced(what: str) -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from simulated import MESH
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import fspmd
 from fspmd import ArgumentError, P, device_put, explain_cache_misses, jit
@@ -254,6 +256,53 @@ def test_surroundings() -> None:
     assert [miss.reasons[0].split(" ")[0] for miss in misses] == ["it", "grad", "mesh", "autocast", "default"]
     assert [len(miss.reasons) for miss in misses] == [1] * 5
     assert misses[1].reasons == ("grad mode True -> False",)
+
+
+def _in_backward(run: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        x.register_hook(lambda g: (run(g), g)[1])
+        return torch.autograd.grad(x.sum(), x)[0]
+
+    return step
+
+
+#: places in which a function runs unrecorded, each a call of a function of a tensor
+PLACES: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+    "vmap": lambda run: torch.vmap(run)(W),
+    "grad": lambda run: torch.func.grad(lambda x: run(x).sum())(W),
+    "jvp": lambda run: torch.func.jvp(run, (W,), (W,)),
+    "functionalize": lambda run: torch.func.functionalize(run)(W),
+    "a transform in another": lambda run: torch.vmap(torch.func.grad(lambda x: run(x).sum()))(W),
+    "torch.jit.trace": lambda run: torch.jit.trace(run, W, check_trace=False),
+    "make_fx": lambda run: make_fx(run)(W),
+    "make_fx above autograd": lambda run: make_fx(run, pre_dispatch=True)(W),
+    "the backward of make_fx": lambda run: make_fx(_in_backward(run))(W),
+    "a checkpoint": lambda run: checkpoint(run, W, use_reentrant=False, preserve_rng_state=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", PLACES)
+def test_a_record_that_is_near_is_replayed_in_no_other_place(place: str) -> None:
+    runs = []
+    recorded = jit(lambda x: (runs.append(None), x * 2)[1])
+    recorded(W), recorded(W)
+    assert (len(runs), *recorded.cache_info()) == (1, 1, 1, 1)
+    PLACES[place](lambda x: recorded(W) + x)
+    assert len(runs) > 1
+    assert recorded.cache_info() == (1, 1, 1)
+
+
+def test_records_under_autocast_and_modes_are_near_too() -> None:
+    recorded = jit(lambda x: x @ x.mT)
+    for _ in range(3):
+        found = []
+        for around in (nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("cpu")):
+            with around:
+                found.append(recorded(W).dtype)
+        assert found == [torch.float32, torch.bfloat16, torch.float32]
+    assert recorded.cache_info() == (6, 3, 3)
 
 
 def test_arguments_that_lie_on_a_mesh_and_others() -> None:

@@ -54,7 +54,7 @@ class _EagerInBodies:
 
 
 _get_callback, set_frame_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
-_DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
+DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
 NOT_IMPORTED: Final = object()
 SETTLED: Final = (None, NOT_IMPORTED)  # what `push_mode` leaves as it is
 
@@ -78,7 +78,7 @@ def pop_ended_modes() -> None:
 
 def frame_callback() -> Any:
     """Return the callback of Dynamo in this thread, None outside of compiled functions."""
-    if _DYNAMO in modules and hasattr(modules[_DYNAMO], "_stance"):  # another thread may be importing it
+    if DYNAMO in modules and hasattr(modules[DYNAMO], "_stance"):  # another thread may be importing it
         return _get_callback()
     return NOT_IMPORTED
 
@@ -88,7 +88,7 @@ def push_mode(mode: BodyMode, callback: Any) -> None:
     push_function_mode(mode)
     if callback is NOT_IMPORTED:
         return
-    compiler: Any = modules[_DYNAMO]
+    compiler: Any = modules[DYNAMO]
     if type(compiler._stance) is not _EagerInBodies:
         compiler._stance = _EagerInBodies(compiler._stance)
         _wrap_set_stance(modules["torch._dynamo.decorators"])

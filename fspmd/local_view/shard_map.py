@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from operator import call
+from sys import modules
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from torch import Tensor, strided
@@ -19,8 +20,8 @@ from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
+    DYNAMO,
     NOT_IMPORTED,
-    SETTLED,
     BodyMode,
     check_not_compiled,
     frame_callback,
@@ -38,13 +39,15 @@ from fspmd.messages import described
 from fspmd.sharded import is_plain
 from fspmd.torch_internals import (
     EnableTorchFunction,
+    count_dispatch_modes,
     count_function_modes,
+    is_jit_tracing,
     is_torch_function_enabled,
     pop_function_mode,
     push_function_mode,
     transforms_active,
 )
-from fspmd.tracing import is_traced, refuse_traced
+from fspmd.tracing import refuse_traced
 from fspmd.transport import known_values
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.transport.reports import tell_failure
@@ -183,7 +186,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             return run(plan, function, leaves, names, flat)
     body, here = plan.body, state.__dict__
     outer, outer_tracker, outer_mode = here["body"], here["tracker"], here["mode"]
-    if is_traced():
+    modes = count_function_modes()
+    if modes or count_dispatch_modes() or is_jit_tracing():
         refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
@@ -200,7 +204,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         args = plan.treedef.unflatten(args)
     called = _by_name(function, len(args) - len(names), names) if names else function
     mode = Tracker(body) if body.checked else None if plan.nested else _unchecked_mode(plan)
-    if outer is None and count_function_modes():
+    if modes and outer is None:
         pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
     callback, key = NOT_IMPORTED if mode is None else frame_callback(), object()
@@ -217,7 +221,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
                 pop_function_mode()
             push_mode(mode, callback)
             out = called(*args)
-            if callback is NOT_IMPORTED:
+            if callback is NOT_IMPORTED and DYNAMO in modules:
                 check_not_compiled(body.name)
             pop_function_mode()
             if above is not None:
@@ -234,7 +238,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     finally:
         here["body"], here["tracker"], here["mode"] = outer, outer_tracker, outer_mode
         try:
-            if callback not in SETTLED:
+            if callback is not NOT_IMPORTED and callback is not None:
                 set_frame_callback(callback)
         finally:
             RUNNING.pop(key, None)

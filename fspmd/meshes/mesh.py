@@ -13,7 +13,7 @@ import datetime
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import torch
 
@@ -328,6 +328,7 @@ def _device_type(device: str | torch.device | None, call: str) -> str | None:
 
 
 _ambient: ContextVar[Mesh | None] = ContextVar("fspmd_mesh", default=None)
+ambient_mesh: Final = _ambient.get  # `current_mesh`, without a call of Python
 
 
 def current_mesh() -> Mesh | None:

@@ -8,15 +8,18 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
+import torch
+
+from fspmd import pairs
 from fspmd.body import state
 from fspmd.cache import Cache
 from fspmd.errors import ArgumentError, RecordError
 from fspmd.inspection.replays import leave_out
 from fspmd.inspection.watch import hears_of_records, tell
 from fspmd.local_view.modes import leave_to_python
+from fspmd.meshes.mesh import ambient_mesh
 from fspmd.meshes.world import world_size
 from fspmd.messages import described
-from fspmd.pairs import is_seen, is_watched
 from fspmd.programs.backends import Backend, maker
 from fspmd.programs.capture import recording
 from fspmd.programs.checked import side_by_side
@@ -24,6 +27,7 @@ from fspmd.programs.donation import Taker
 from fspmd.programs.keys import (
     Names,
     Numbers,
+    Surroundings,
     check_static_not_donated,
     chosen,
     flatten_call,
@@ -39,7 +43,13 @@ from fspmd.programs.passes.table import Passes, passes_of
 from fspmd.programs.readers import Reader, picker, reader
 from fspmd.programs.recordable import Recordable
 from fspmd.programs.records import Record, changed, check_orders, meet, replayed, tell_values
-from fspmd.torch_internals import top_saved_tensors_hooks, transforms_active
+from fspmd.torch_internals import (
+    count_dispatch_modes,
+    count_function_modes,
+    is_any_autocast_enabled,
+    top_saved_tensors_hooks,
+    transforms_active,
+)
 from fspmd.tracing import is_recording, is_traced
 from fspmd.transport.local_tensor import kinds_of
 from fspmd.wrappers import begin
@@ -48,6 +58,8 @@ Q = ParamSpec("Q")
 Q2 = ParamSpec("Q2")
 R = TypeVar("R")
 T = TypeVar("T")
+_grad_enabled = torch.is_grad_enabled
+_default_dtype = torch.get_default_dtype
 _NEAR: Final = 4  # the most records that are tried by their guards before a key is made
 
 
@@ -223,23 +235,24 @@ class _Near(NamedTuple):
     is_alike: Callable[..., bool]  # the `guard` of the leaves
     record: Record
     take: Taker | None  # of the donated leaves, if any
+    around: Surroundings
 
 
 class _Records(Cache[Any, Record]):
-    """The records of one function by their keys. ``near`` has the latest by the `surroundings` of calls alone."""
+    """The records of one function by their keys. ``near`` has the latest."""
 
     __slots__ = ("_known", "near", "recordable")
 
     def __init__(self, recordable: Recordable) -> None:
         super().__init__()
         self.recordable = recordable
-        self.near: Cache[Any, list[_Near]] = Cache()
+        self.near: list[_Near] = []
         self._known: Cache[Any, _Near] = Cache()  # by the keys of records: those that were near once
 
-    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: tuple[Any, ...], watched: bool) -> Any:
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Surroundings, watched: bool) -> Any:
         """The result of a call, by a record that is found by its key, or made.
 
-        ``around``: the `surroundings`. ``watched``: whether watchers hear of the communication of the record.
+        ``watched``: whether watchers hear of the communication of the record.
         """
         leaves, structure = flatten_call(args, kwargs)
         try:
@@ -283,11 +296,17 @@ class _Records(Cache[Any, Record]):
         return record
 
     def bring_near(
-        self, key: Any, around: Any, record: Record, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        key: Any,
+        around: Surroundings,
+        record: Record,
+        leaves: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         """Let calls with similar leaves and equal `surroundings` find the record without a key."""
         closed = record.closed.tensors
-        before = self.near.get(around, [])
+        before = self.near
         near = self._known.get(key)
         if near is None or near.record is not record or any(near is x for x in before):  # that did not know this call
             if record.modules or (check := guard([*leaves, *closed])) is None:
@@ -295,8 +314,8 @@ class _Records(Cache[Any, Record]):
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
             read, donation = reader(args, kwargs, leaves), record.donation
             take = None if record.plain else donation.taker(picker(args, kwargs, leaves, donation.places), leaves)
-            near = self._known[key] = _Near(read, is_alike, record, take)
-        self.near[around] = [near, *(x for x in before if x.record is not record)][:_NEAR]
+            near = self._known[key] = _Near(read, is_alike, record, take, around)
+        self.near = [near, *(x for x in before if x.record is not record)][:_NEAR]
 
     def counts(self) -> JitCacheInfo:
         """The counts for ``cache_info``."""
@@ -305,7 +324,7 @@ class _Records(Cache[Any, Record]):
     def clear(self) -> None:
         """Forget all records, and count from zero."""
         super().clear()
-        self.near.clear()
+        self.near = []
         self._known.clear()
 
 
@@ -339,32 +358,39 @@ class Jitted(Generic[Q, R]):
 
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
         """The function's result, by a record for arguments of this kind. The first call makes the record."""
-        # a body, a transform, a checkpoint (which compares saved tensors) and a watcher need the function itself
-        if state.body is not None or transforms_active() or top_saved_tensors_hooks(True) is not None or is_traced():
+        # a body, a checkpoint (which compares saved tensors), a transform, a trace and a watcher need the function
+        if state.body is not None or top_saved_tensors_hooks(True) is not None:
             return self._function(*args, **kwargs)  # type: ignore[no-any-return]
-        if watched := is_seen():
-            watched = is_watched()
-            if is_recording() or (watched and not hears_of_records()):
-                if not is_recording():
-                    leave_out()
+        grad, dtype, mesh = _grad_enabled(), _default_dtype(), ambient_mesh()
+        more: tuple[Any, ...] = ()
+        watched = False
+        if pairs.seen or count_dispatch_modes() or count_function_modes() or is_any_autocast_enabled():
+            if is_traced() or is_recording():
                 return self._function(*args, **kwargs)  # type: ignore[no-any-return]
+            watched = pairs.is_watched()
+            if watched and not hears_of_records():
+                leave_out()
+                return self._function(*args, **kwargs)  # type: ignore[no-any-return]
+            more = surroundings()[-1]
         positional: tuple[Any, ...] = args
         named: dict[str, Any] = kwargs
         if self._has_static:
             positional, named = self._recordable.marked(positional, named)
         records = self._records
-        around = surroundings()
-        for read, is_alike, record, take in records.near.get(around, ()):
-            leaves = read(positional, named)
-            if leaves is not None and is_alike(*leaves):
-                records.hits += 1
-                if watched:
-                    tell_values(record, self._recordable.function, positional, named)
-                    tell(record.moved)
-                if take is not None:
-                    take(positional, named, leaves)
-                return record.rebuild(record.run(*leaves))  # type: ignore[no-any-return]
-        return records.called(positional, named, around, watched)  # type: ignore[no-any-return]
+        for read, is_alike, record, take, (its_grad, its_dtype, its_mesh, its_more) in records.near:
+            if its_grad is grad and its_dtype is dtype and its_mesh is mesh and its_more == more:
+                leaves = read(positional, named)
+                if leaves is not None and is_alike(*leaves):  # which fails in transforms, and in torch.jit.trace
+                    records.hits += 1
+                    if watched:
+                        tell_values(record, self._recordable.function, positional, named)
+                        tell(record.moved)
+                    if take is not None:
+                        take(positional, named, leaves)
+                    return record.rebuild(record.run(*leaves))  # type: ignore[no-any-return]
+        if transforms_active() or is_traced():
+            return self._function(*args, **kwargs)  # type: ignore[no-any-return]
+        return records.called(positional, named, (grad, dtype, mesh, more), watched)  # type: ignore[no-any-return]
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function and run nothing. A `TensorSpec` may stand for a `Sharded`.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
-from fspmd.meshes.mesh import current_mesh
+from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import counted, described, quoted
 from fspmd.ops.traits import autocasts
 from fspmd.programs.fake_tensors import has_overlaps
@@ -32,6 +32,8 @@ _grad_enabled = torch.is_grad_enabled
 _strided = torch.strided
 _default_dtype = torch.get_default_dtype
 _PLAIN: Final = {Tensor, torch.nn.Parameter}
+#: the grad mode, the default dtype, the mesh of `set_mesh`; with autocasts or modes: the autocasts, the default device
+Surroundings = tuple[bool, torch.dtype, Mesh | None, tuple[Any, ...]]
 
 
 def default_device() -> torch.device | None:
@@ -59,22 +61,22 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     return leaves, (structure, dict)  # the structure includes the dict
 
 
-def surroundings() -> tuple[Any, ...]:
+def surroundings() -> Surroundings:
     """The part of the key of a call that excludes its arguments."""
-    casts = autocasts() if is_any_autocast_enabled() else ()
-    around = _grad_enabled(), _default_dtype(), casts, current_mesh()
-    return (*around, default_device()) if count_function_modes() else around
+    is_usual = not (is_any_autocast_enabled() or count_function_modes())
+    return _grad_enabled(), _default_dtype(), current_mesh(), () if is_usual else (autocasts(), default_device())
 
 
 def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:
     """A function that returns, by one call of torch, whether other leaves have the same kinds and strides.
 
-    It may return False for leaves that have them. Returns None where a leaf is no plain tensor, or occurs twice, since
-    torch's guards then always fail.
+    It may return False for leaves that have them. It returns False in transforms and in ``torch.jit.trace``, since
+    torch's guards compare the dispatch keys that are on. Returns None where there is no leaf, a leaf is no
+    plain tensor, or occurs twice, since torch's guards then always fail.
     """
     if not {*map(type, leaves)} <= _PLAIN or any(leaf.layout is not _strided for leaf in leaves):
         return None
-    if len({*map(id, leaves)}) < len(leaves):
+    if not leaves or len({*map(id, leaves)}) < len(leaves):
         return None
     check: Callable[..., bool] = TensorGuards(*leaves, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check

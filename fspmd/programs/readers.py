@@ -87,10 +87,10 @@ class _Writing:
     def read_children(self, name: str, tree: Any) -> bool:
         """Take the children of a tree apart, whose type is known."""
         children = [*(tree.values() if type(tree) is dict else tree)]
-        if type(tree) is dict and tree:
+        if not children:
+            self.lines.append(f"if {name}: return None")
+        elif type(tree) is dict:
             self.lines.append(f"if [*{name}] != {self.named([*tree])}: return None")
-        else:
-            self.lines.append(f"if len({name}) != {len(children)}: return None")
         names = [f"x{self.count + i}" for i in range(len(children))]
         self.count += len(children)
         if names:
@@ -109,7 +109,9 @@ class _Writing:
             blocks.append(f"{name}.block" if type(x) is Sharded else name)
         if tests:
             self.lines.append(f"if {' or '.join(tests)}: return None")
-        source = "\n    ".join(["def read(args, kwargs):", *self.lines, f"return [{', '.join(blocks)}]"])
+        self.lines.append(f"return [{', '.join(blocks)}]")
+        lines = "\n        ".join(self.lines)  # to take apart a container of another length is a ValueError
+        source = f"def read(args, kwargs):\n    try:\n        {lines}\n    except ValueError: return None"
         scope = {kind.__name__: kind for kind in _LEAVES} | self.scope
         exec(source, scope)
         read: Reader = scope["read"]
