@@ -78,7 +78,8 @@ class Exits:
         self._leave = [e.leave for e in exits]
         self._failures = [e.failure for e in exits]
 
-    def __call__(self, leaves: list[Any]) -> list[Any]:
+    def all(self, leaves: list[Any]) -> list[Any]:
+        """Check and convert leaves."""
         done: list[Any] = []
         for y in map(operator.call, self._known, leaves):
             if y is None:

@@ -207,7 +207,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     if modes and outer is None:
         pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
-    callback, key = NOT_IMPORTED if mode is None else frame_callback(), object()
+    callback, key = NOT_IMPORTED if mode is None else frame_callback(), mode or object()
     try:  # as in `run_in`, where the order of lines is explained
         RUNNING[key] = body
         here["body"] = body
@@ -278,15 +278,15 @@ def _leave(
         leaves = list(leaves)
         closes = sum_closures(leaves, blocks, plan.body, start, widen)
         plan.closes = plan.closes and closes is not False
-    if plan.body.checked and plan.body.outer is None:
-        leaves = mode.unborrowed(leaves)  # type: ignore[union-attr]
+    if isinstance(mode, Tracker) and mode.borrowed and plan.body.outer is None:
+        leaves = mode.unborrowed(leaves)
     exits = plan.exits.get(tree)
     is_known = exits is not None
     if exits is None:
         exits = plan.exits[tree] = plan.make_exits(function, out)  # this checks the results
     if exits.shares:
         leaves = exits.apart(leaves, blocks)
-    results = exits(leaves) if is_known else exits.leave(leaves)
+    results = exits.all(leaves) if is_known else exits.leave(leaves)
     return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
 
 

@@ -245,9 +245,9 @@ class Tracker(BodyMode):
         if not self.simulated:  # simulated values know it themselves
             self.borrowed[storage_of(x)] = x, source
 
-    def unborrowed(self, results: Sequence[Any]) -> Sequence[Any]:
+    def unborrowed(self, results: Sequence[Any]) -> list[Any]:
         """Results of the body, with copies in place of those that alias a value of another type."""
-        return [copied(x) if self._is_borrowed(x) else x for x in results] if self.borrowed else results
+        return [copied(x) if self._is_borrowed(x) else x for x in results]
 
     def _is_borrowed(self, x: Any) -> bool:
         known = self.borrowed.get(storage_of(x)) if isinstance(x, Tensor) and x.layout is torch.strided else None
