@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
+from fspmd.cache import cached
 from fspmd.spec import TensorSpec
 
 Strides = tuple[int, ...]
@@ -46,6 +47,7 @@ class Laid(NamedTuple):
 UNKNOWN: Final = Laid(None, None)
 
 
+@cached
 def form_of(spec: TensorSpec, laid: Laid) -> Form:
     """Return the form of a value that lies so in memory."""
     strides, start = laid
@@ -60,6 +62,7 @@ def form_of(spec: TensorSpec, laid: Laid) -> Form:
     return form
 
 
+@cached
 def packed(shape: tuple[int, ...]) -> Strides:
     """Return the strides of a new tensor.
 
