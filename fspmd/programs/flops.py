@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.utils import flop_counter
 
 from fspmd.cache import cached
 from fspmd.meshes.mesh import Mesh
@@ -21,10 +20,17 @@ from fspmd.spec import TensorSpec
 aten: Final = torch.ops.aten
 
 
+def _counter() -> Any:
+    """torch's counts of FLOPs. Their import takes 0.1 s where there is Triton, so it waits for the first count."""
+    from torch.utils import flop_counter
+
+    return flop_counter
+
+
 def _of_convolution_gradients(grad: Any, x: Any, w: Any, *options: Any, **_: Any) -> int:
     """FLOPs of the gradients of a convolution: those of forward, for each wanted gradient of input and weight."""
     transposed, wanted = options[-4], options[-1]
-    return int(sum(wanted[:2]) * flop_counter.conv_flop_count(x, w, grad, transposed))
+    return int(sum(wanted[:2]) * _counter().conv_flop_count(x, w, grad, transposed))
 
 
 def of_attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
@@ -172,8 +178,8 @@ def _needed(node: fx.Node, flops: int) -> int:
 def _formula(target: Any) -> Callable[..., int] | None:
     packet: Any = getattr(target, "overloadpacket", None)
     if packet in _FORMULAS:
-        return flop_counter.shape_wrapper(_FORMULAS[packet])  # type: ignore[no-any-return]
-    registry: dict[Any, Callable[..., int]] = flop_counter.flop_registry
+        return _counter().shape_wrapper(_FORMULAS[packet])  # type: ignore[no-any-return]
+    registry: dict[Any, Callable[..., int]] = _counter().flop_registry
     return registry.get(packet)
 
 
