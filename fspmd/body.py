@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+from fspmd.cache import Cache
 from fspmd.errors import ArgumentError, AxisError, MeshError, RecordError
 from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described, quoted
@@ -59,7 +60,7 @@ class Body:
         self.mapped, self.unlike = (frozenset(), frozenset()) if outer is None else (outer.mapped, outer.unlike)
         self.transport: Transport = transport_named(mesh.transport)
         self.simulated = mesh.transport == "simulation"
-        self.calls: dict[Any, Any] = {}  # collectives already decided here, for the hot path
+        self.calls: Cache[Any, Any] = Cache()  # the steps of collectives by the kinds of their operands
         self.asks = True
         self.uneven = self.empty = self.linear = False
 

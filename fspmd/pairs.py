@@ -288,30 +288,35 @@ def watched(x: Any, call: Call) -> Call:
 
 def apply(x: Tensor, call: Call) -> Tensor:
     """Return ``call(x)``, differentiable any number of times, in reverse and forward mode, and under ``torch.func``."""
+    with DisableTorchFunction():
+        return applied(x, call)
+
+
+def applied(x: Tensor, call: Call) -> Tensor:
+    """`apply`, where torch functions are disabled."""
     if count_dispatch_modes():
         refuse_traced(repr(call))
     if level_of(x) == ENDED:
         x = alive(x)
     if seen or profiler._is_profiler_enabled:
         call = watched(x, call)
-    with DisableTorchFunction():
-        if transforms_active() or forward_ad._current_level >= 0:
-            try:
-                return _Transformable.apply(x, call)  # type: ignore[no-any-return]
-            except RuntimeError as error:
-                if "Functionalize rule" not in str(error):
-                    raise
-                raise ArgumentError(
-                    f"{call!r} was called under torch.func.functionalize, which does not know collectives; leave "
-                    "functionalize out: writes into values are followed without it"
-                ) from error
-        if x.requires_grad and _grad_enabled():
-            if call.idle:
-                return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return] # the result may be written into
-            if call.in_place is not None and x.dtype in FLOATS and not x.is_neg():
-                return _apply_in_place(x, call)
-            return _apply_plain(x, call)  # type: ignore[no-any-return]
-        return call.run(x)
+    if transforms_active() or forward_ad._current_level >= 0:
+        try:
+            return _Transformable.apply(x, call)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if "Functionalize rule" not in str(error):
+                raise
+            raise ArgumentError(
+                f"{call!r} was called under torch.func.functionalize, which does not know collectives; leave "
+                "functionalize out: writes into values are followed without it"
+            ) from error
+    if x.requires_grad and _grad_enabled():
+        if call.idle:
+            return torch.ops.aten.alias.default(x)  # type: ignore[no-any-return] # the result may be written into
+        if call.in_place is not None and x.dtype in FLOATS and not x.is_neg():
+            return _apply_in_place(x, call)
+        return _apply_plain(x, call)  # type: ignore[no-any-return]
+    return call.run(x)
 
 
 def alive(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -20,20 +20,18 @@ from fspmd.collectives.checks import (
     check_source,
     check_tiles,
 )
+from fspmd.collectives.known import Build, collective
 from fspmd.collectives.operands import (
     AxisName,
     Groups,
     as_varying,
-    done,
     elementwise_step,
     exchange_rows,
-    operand_of,
     varying_operand,
 )
 from fspmd.collectives.steps import Handle, LeafCollective, Operand, Reshape, Rows, T
 from fspmd.errors import ShapeError
-from fspmd.pairs import Call, call
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.pairs import call
 from fspmd.transport import Options
 from fspmd.variance import INVARIANT
 
@@ -93,17 +91,15 @@ def all_to_all(
     tensor([[0, 1],
             [2, 3]])
     """
-    return _all_to_all(x, axis_name, (split_axis, concat_axis), axis_index_groups, tiled, size, wait, "all_to_all")
+    options = (split_axis, concat_axis), axis_index_groups, tiled, size
+    return collective("all_to_all", _all_to_all, x, axis_name, options, wait)
 
 
-def _all_to_all(
-    x: Any, axis_name: AxisName, dims: tuple[int, int], groups: Groups, tiled: bool, size: Any, wait: bool, what: str
-) -> Any:
-    operand = operand_of(x, axis_name, what)
-    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
+def _all_to_all(operand: Operand, dims: tuple[int, int], groups: Groups, tiled: bool, size: Any) -> Build | None:
+    what, body, axes, leaves, n = operand.what, operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(groups, n, what, equal=True)
     if not axes:
-        return x if wait else done(x)
+        return None
     check_size_use(size, tiled, index_groups, what)
     check_alike(body, leaves, axes, what, dims[1], size)
     count = len(index_groups[0]) if index_groups else n
@@ -121,9 +117,7 @@ def _all_to_all(
         rows = _exchange_rows(body, leaf, axes, o, back)
         return LeafCollective(call("all_to_all", body.mesh, axes, o), after, before, back, rows)
 
-    with DisableTorchFunction():  # no mode need see questions about operands
-        steps = operand.steps(build)
-    return operand.run(steps, wait)
+    return build
 
 
 def _options(
@@ -204,7 +198,8 @@ def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Grou
             [2],
             [3]])
     """
-    return _all_to_all(x, axis_name, (axis, axis), axis_index_groups, False, None, wait, "pswapaxes")
+    options = (axis, axis), axis_index_groups, False, None
+    return collective("pswapaxes", _all_to_all, x, axis_name, options, wait)
 
 
 @overload
@@ -231,7 +226,7 @@ def ppermute(x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, wa
     >>> device_get(f(torch.arange(4)))
     tensor([3, 0, 1, 2])
     """
-    return _permute(x, axis_name, lambda size: check_permutation(perm, size), wait, "ppermute")
+    return collective("ppermute", _permute, x, axis_name, _hashable(perm), wait)
 
 
 @overload
@@ -250,16 +245,21 @@ def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, wait: bool = T
     >>> device_get(shard_map(f, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))(torch.arange(4)))
     tensor([3, 2, 1, 0])
     """
+    return collective("pshuffle", _permute, x, axis_name, _hashable(perm), wait)
 
-    return _permute(x, axis_name, lambda size: check_shuffle(perm, size), wait, "pshuffle")
+
+def _hashable(perm: Any) -> tuple[Any, bool]:
+    """A permutation without lists around pairs, and whether it was one."""
+    is_list = type(perm) is list
+    return tuple(perm) if is_list else perm, is_list
 
 
-def _permute(x: Any, axis_name: AxisName, pairs: Callable[[int], Any], wait: bool, what: str) -> Any:
-    operand = operand_of(x, axis_name, what)
+def _permute(operand: Operand, perm: Any, is_list: bool) -> Build | None:
     if not operand.axes:
-        return x if wait else done(x)
+        return None
     check_alike(operand.body, operand.leaves, operand.axes, operand.what)
-    return _moved(operand, call("ppermute", operand.body.mesh, operand.axes, Options(perm=pairs(operand.ranks))), wait)
+    check = check_shuffle if operand.what == "pshuffle" else check_permutation
+    return _moved(operand, "ppermute", Options(perm=check(list(perm) if is_list else perm, operand.ranks)))
 
 
 @overload
@@ -280,22 +280,24 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, wait: bool = True) -
     >>> device_get(shard_map(f, mesh=make_mesh((4,), ("x",)), in_specs=P("x"), out_specs=P("x"))(torch.arange(4)))
     tensor([2, 2, 2, 2])
     """
-    operand = operand_of(x, axis_name, "pbroadcast")
+    return collective("pbroadcast", _broadcast, x, axis_name, (source,), wait)
+
+
+def _broadcast(operand: Operand, source: int) -> Build | None:
     root = check_source(source, operand.ranks, operand.axes)
     if not operand.axes:
-        return x if wait else done(x)
+        return None
     check_alike(operand.body, operand.leaves, operand.axes, operand.what)
-    return _moved(operand, call("pbroadcast", operand.body.mesh, operand.axes, Options(root=root)), wait)
+    return _moved(operand, "pbroadcast", Options(root=root))
 
 
-def _moved(operand: Operand, the_call: Call, wait: bool) -> Any:
+def _moved(operand: Operand, name: str, options: Options) -> Build:
     body, axes = operand.body, operand.axes
+    the_call = call(name, body.mesh, axes, options)
 
     def build(i: int, leaf: Tensor) -> LeafCollective:
         after = varying_operand(body, leaf, axes, operand.what).moved(axes, "V") if body.checked else INVARIANT
         operand.leaves[i] = as_varying(body, leaf, after)
         return elementwise_step(the_call, after, leaf)
 
-    with DisableTorchFunction():  # no mode need see questions about operands
-        steps = operand.steps(build)
-    return operand.run(steps, wait)
+    return build

@@ -19,18 +19,17 @@ from fspmd.collectives.checks import (
     check_size_use,
     check_tiles,
 )
+from fspmd.collectives.known import Build, collective
 from fspmd.collectives.operands import (
     AxisName,
     Groups,
     as_varying,
-    done,
     gather_rows,
     one_state,
-    operand_of,
     scatter_rows,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, LeafCollective, Rows, T
+from fspmd.collectives.steps import Handle, LeafCollective, Operand, Rows, T
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.foreign import refuse_misfit
 from fspmd.messages import as_axis_name, quoted
@@ -99,9 +98,11 @@ def all_gather(
     >>> device_get(shard_map(f, mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(5)))
     tensor([0, 1, 2, 3, 4])
     """
-    what = "all_gather"
-    operand = operand_of(x, axis_name, what)
-    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
+    return collective("all_gather", _gather, x, axis_name, (axis_index_groups, axis, tiled, to, size), wait)
+
+
+def _gather(operand: Operand, axis_index_groups: Any, axis: int, tiled: bool, to: str, size: Any) -> Build | None:
+    what, body, axes, leaves, n = operand.what, operand.body, operand.axes, operand.leaves, operand.ranks
     if to not in _GATHER_ROWS:
         raise ArgumentError(f"all_gather got to={to!r}; expected one of {quoted(_GATHER_ROWS)}")
     index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
@@ -110,7 +111,7 @@ def all_gather(
             f"all_gather got axis_index_groups with to={to!r}, but groups gather different values; write to='varying'"
         )
     if not axes:
-        return x if wait else done(x)
+        return None
     check_size_use(size, tiled, index_groups, what)
     check_alike(body, leaves, axes, what, axis, size)
     name, letter = _GATHER_ROWS[to] if body.checked else _GATHER_ROWS["varying"]
@@ -131,9 +132,7 @@ def all_gather(
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         return _gather_step(body, leaf, axes, name, dim, tiled, lengths, index_groups, after)
 
-    with DisableTorchFunction():  # no mode need see questions about operands
-        steps = operand.steps(build)
-    return operand.run(steps, wait)
+    return build
 
 
 _GATHER_ROWS = {
@@ -222,12 +221,14 @@ def psum_scatter(
     >>> device_get(shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("x"))(torch.arange(5)))
     tensor([ 0,  4,  8, 12, 16])
     """
-    what = "psum_scatter"
-    operand = operand_of(x, axis_name, what)
-    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
+    return collective("psum_scatter", _scatter, x, axis_name, (scatter_dimension, axis_index_groups, tiled, size), wait)
+
+
+def _scatter(operand: Operand, scatter_dimension: int, axis_index_groups: Any, tiled: bool, size: Any) -> Build | None:
+    what, body, axes, leaves, n = operand.what, operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(axis_index_groups, n, what, equal=True)
     if not axes:
-        return x if wait else done(x)
+        return None
     check_size_use(size, tiled, index_groups, what)
     check_alike(body, leaves, axes, what)
     count = len(index_groups[0]) if index_groups else n
@@ -265,9 +266,7 @@ def psum_scatter(
             rows = scatter_rows(body, leaf, axes, name, dim, lengths)
         return LeafCollective(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows)
 
-    with DisableTorchFunction():  # no mode need see questions about operands
-        steps = operand.steps(build)
-    return operand.run(steps, wait)
+    return build
 
 
 def _scatter_rows(

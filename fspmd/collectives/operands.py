@@ -40,7 +40,8 @@ def flatten_operand(tree: Any, what: str) -> tuple[list[Any], Any]:
     check_keys(treedef)
     failures = []
     for i, leaf in enumerate(leaves):
-        refuse_misfit(leaf, f"{what} got")
+        with DisableTorchFunction():
+            refuse_misfit(leaf, f"{what} got")
         if is_sharded(leaf) or not isinstance(leaf, (Tensor, int, float, complex)):
             label = treedef.accessors()[i].codify("x")
             if isinstance(leaf, Sharded):

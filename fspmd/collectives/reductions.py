@@ -6,30 +6,31 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
+from optree import tree_leaves
 from torch import Tensor
 
-from fspmd.body import Body, state
+from fspmd.body import Body
 from fspmd.collectives.checks import check_alike, check_index_groups
+from fspmd.collectives.known import Build, collective
 from fspmd.collectives.operands import (
     AxisName,
     Groups,
     as_varying,
-    done,
     elementwise_step,
     one_state,
     operand_of,
     then,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, LeafCollective, T
+from fspmd.collectives.steps import Handle, LeafCollective, Operand, T
 from fspmd.errors import VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import Call, apply, call, watched
-from fspmd.sharded import Sharded, is_plain
+from fspmd.sharded import is_plain
 from fspmd.torch_internals import DisableTorchFunction, forward_ad, transforms_active
 from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
-from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show
+from fspmd.variance import INVARIANT, Variance, get_variance, set_variance, show
 
 
 @overload
@@ -51,23 +52,8 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     >>> shard_map(lambda x: psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0))
     Sharded f32[1] on mesh(x=4)
     """
-    body = state.body
-    if (
-        body is not None
-        and wait is True
-        and axis_index_groups is None
-        and isinstance(x, Tensor)
-        and type(x) is not Sharded
-    ):
-        known = body.calls.get((axis_name, getattr(x, ATTRIBUTE, None))) if type(axis_name) is str else None
-        if known is not None and not (body.uneven and body.asks):
-            with DisableTorchFunction():
-                if x.dtype is not torch.bool and not transforms_active():
-                    y = apply(x, known[0])
-                    if known[1] is not None:
-                        setattr(y, ATTRIBUTE, known[1])
-                    return y
-    return _reduction(x, axis_name, axis_index_groups, wait, "psum")
+    options = (axis_index_groups,)
+    return collective("psum", _reduction, x, axis_name, options, wait, takes_numbers=True)
 
 
 @overload
@@ -84,15 +70,15 @@ def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait
     >>> device_get(shard_map(lambda x: pmean(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0)))
     tensor([1.5000])
     """
-    return _reduction(x, axis_name, axis_index_groups, wait, "pmean")
+    options = (axis_index_groups,)
+    return collective("pmean", _reduction, x, axis_name, options, wait, takes_numbers=True)
 
 
-def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: str) -> Any:
-    operand = operand_of(x, axis_name, what, takes_numbers=True)
-    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
+def _reduction(operand: Operand, groups: Groups) -> Build | None:
+    what, body, axes, leaves, n = operand.what, operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(groups, n, what, equal=False)
     if not axes:
-        return x if wait else done(x)
+        return None
     check_alike(body, leaves, axes, what)
     count = _count(body, axes, n, index_groups)
     mean = what == "pmean"
@@ -100,20 +86,19 @@ def _reduction(x: Any, axis_name: AxisName, groups: Groups, wait: bool, what: st
     def build(i: int, leaf: Any) -> LeafCollective | None:
         if not is_plain(leaf):  # a Python number: no communication
             leaves[i] = (float(leaf) if isinstance(leaf, bool) else leaf) if mean else leaf * count
+            if isinstance(leaves[i], Tensor):
+                set_variance(leaves[i], get_variance(count))
             return None
-        with DisableTorchFunction():  # no mode need see questions about an operand
-            check_adds(leaf.dtype, what)
-            if leaf.dtype is torch.bool:
-                leaves[i] = set_variance(leaf.to(torch.int64), get_variance(leaf))
-            step = _psum_step(body, leaves[i], axes, index_groups, what)
-            if mean:
-                step = then(step, lambda y: y / count)
-            elif leaves[i] is leaf and type(axis_name) is str and index_groups is None:
-                _remember_psum(body, axis_name, leaf, step)
-            leaves[i] = _operand(body, leaves[i], axes, step)
+        check_adds(leaf.dtype, what)
+        if leaf.dtype is torch.bool:
+            leaves[i] = set_variance(leaf.to(torch.int64), get_variance(leaf))
+        step = _psum_step(body, leaves[i], axes, index_groups, what)
+        if mean:
+            step = then(step, lambda y: y / count)
+        leaves[i] = _operand(body, leaves[i], axes, step)
         return step
 
-    return operand.run(operand.steps(build), wait)
+    return build
 
 
 def _count(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Any:
@@ -144,13 +129,6 @@ def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, 
     return elementwise_step(call(name, body.mesh, axes, Options(index_groups=index_groups)), after, x)
 
 
-def _remember_psum(body: Body, axis_name: str, x: Tensor, step: LeafCollective) -> None:
-    """Store a call for the fast path of `psum`, which skips checks for known types."""
-    variance = getattr(x, ATTRIBUTE, None)
-    if not body.checked or (variance is not None and axis_name in variance.varying):
-        body.calls[axis_name, variance] = step.call, step.variance if body.checked else variance
-
-
 @overload
 def pmax(x: T, axis_name: AxisName, *, axis_index_groups: Groups = None, wait: Literal[True] = True) -> T: ...
 @overload
@@ -170,7 +148,7 @@ def pmax(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     >>> device_get(shard_map(lambda x: pmax(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0)))
     tensor([3.])
     """
-    return _extremum(x, axis_name, axis_index_groups, wait, "max")
+    return _extremum("max", x, axis_name, axis_index_groups, wait)
 
 
 @overload
@@ -185,7 +163,7 @@ def pmin(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     >>> device_get(shard_map(lambda x: pmin(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0)))
     tensor([0.])
     """
-    return _extremum(x, axis_name, axis_index_groups, wait, "min")
+    return _extremum("min", x, axis_name, axis_index_groups, wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +194,7 @@ def extremum(x: Tensor, axes: tuple[str, ...], within: Within) -> Tensor:
 
     Forward and backward are an all-reduce each.
     """
-    return _extremum(x, axes, None, True, within.op, within)  # type: ignore[no-any-return]
+    return _extremum(within.op, x, axes, None, True, within)  # type: ignore[no-any-return]
 
 
 def product(x: Tensor, axes: tuple[str, ...]) -> Tensor:
@@ -233,13 +211,17 @@ def product(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return result
 
 
-def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, within: Within | None = None) -> Any:
-    what = f"p{op}"
-    operand = operand_of(x, axis_name, what, takes_numbers=True)
-    body, axes, leaves, n = operand.body, operand.axes, operand.leaves, operand.ranks
+def _extremum(op: str, x: Any, axis_name: AxisName, groups: Groups, wait: bool, within: Within | None = None) -> Any:
+    with DisableTorchFunction():  # steps are not the same where a gradient is wanted
+        followed = torch.is_grad_enabled() and any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(x))
+    return collective(f"p{op}", _extremes, x, axis_name, (op, groups, within, followed), wait, takes_numbers=True)
+
+
+def _extremes(operand: Operand, op: str, groups: Groups, within: Within | None, _: bool) -> Build | None:
+    what, body, axes, leaves, n = operand.what, operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(groups, n, what, equal=False)
     if not axes:
-        return x if wait else done(x)
+        return None
     if within is None:
         check_alike(body, leaves, axes, what)
 
@@ -268,7 +250,7 @@ def _extremum(x: Any, axis_name: AxisName, groups: Groups, wait: bool, op: str, 
         counted = watched(x, count)
         return then(step, lambda found: _Extremum.apply(x, [found], counted, within))
 
-    return operand.run(operand.steps(build), wait)
+    return build
 
 
 class _Extremum(torch.autograd.Function):
