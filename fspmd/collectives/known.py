@@ -109,7 +109,7 @@ def _remember(operand: Operand, key: Any, given: Sequence[Any], steps: Sequence[
     for leaf, now, step in zip(given, operand.leaves, steps, strict=True):
         if step is None or step.call is None or now is not leaf:
             return
-        result = getattr(leaf, ATTRIBUTE, None)
+        result = getattr(leaf, ATTRIBUTE, None) if state.tracker is not None else None  # an enclosing body's
         if body.checked:
             if result is None or not (result.varying.issuperset(axes) or result.unreduced.issuperset(axes)):
                 return
