@@ -22,7 +22,6 @@ from fspmd.local_view.modes import (
     NOT_IMPORTED,
     SETTLED,
     BodyMode,
-    check_not_compiled,
     frame_callback,
     leave_to_python,
     mode_above,
@@ -38,8 +37,8 @@ from fspmd.messages import described
 from fspmd.sharded import is_plain
 from fspmd.torch_internals import (
     EnableTorchFunction,
-    count_function_modes,
-    is_torch_function_enabled,
+    function_mode_is_on,
+    overrides_are_on,
     pop_function_mode,
     push_function_mode,
     transforms_active,
@@ -178,7 +177,7 @@ leave_to_python(shard_map, _COMPILED_BY_JIT)
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
     """Run a body: leaves enter as blocks, and results leave as `Sharded`."""
-    if not is_torch_function_enabled():  # a derivative has disabled it, and runs a hook or a custom backward
+    if not overrides_are_on():  # a derivative has disabled it, and runs a hook or a custom backward
         with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
     body, here = plan.body, state.__dict__
@@ -200,7 +199,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         args = plan.treedef.unflatten(args)
     called = _by_name(function, len(args) - len(names), names) if names else function
     mode = Tracker(body) if body.checked else None if plan.nested else _unchecked_mode(plan)
-    if outer is None and count_function_modes():
+    if outer is None and function_mode_is_on():
         pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
     callback, key = NOT_IMPORTED if mode is None else frame_callback(), object()
@@ -217,8 +216,6 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
                 pop_function_mode()
             push_mode(mode, callback)
             out = called(*args)
-            if callback is NOT_IMPORTED:
-                check_not_compiled(body.name)
             pop_function_mode()
             if above is not None:
                 push_function_mode(above)

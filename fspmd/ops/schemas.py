@@ -20,6 +20,7 @@ class OpFacts:
 
     Attributes:
         asks: ``"value"`` or ``"sizes"``: the op gives Python such numbers of a tensor. Otherwise ``""``.
+        converts: It gives its operand another dtype or device, as ``torch.as_tensor`` asks.
         dynamic_shape: The shape of the result may depend on values; `shape_of_values` answers for one call.
         elementwise: It takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
         gives_values: It gives Python values of a tensor.
@@ -34,6 +35,7 @@ class OpFacts:
 
     __slots__ = (
         "asks",
+        "converts",
         "dynamic_shape",
         "elementwise",
         "gives_values",
@@ -53,6 +55,7 @@ class OpFacts:
         name = schema.name.split("::")[-1]
         self.name: str = schema.name
         self.asks: str = _ASKS.get(schema.name, "")
+        self.converts: bool = {"dtype", "non_blocking"} <= {arg.name for arg in schema.arguments}
         self.random: bool = torch.Tag.nondeterministic_seeded in func.tags
         self.pure: bool = not schema.is_mutable and not self.random
         self.gives_values: bool = torch.Tag.data_dependent_output in func.tags

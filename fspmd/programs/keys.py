@@ -20,15 +20,15 @@ from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.torch_internals import (
     DeviceContext,
     TensorGuards,
-    count_function_modes,
-    function_mode_at,
-    is_any_autocast_enabled,
+    function_mode_is_on,
+    function_modes,
 )
 from fspmd.transport.local_tensor import blocks_of, kinds_of
 from fspmd.trees import flatten, flatten_args, flatten_trees, parameter_names
 from fspmd.wrappers import wraps
 
 _grad_enabled = torch.is_grad_enabled
+_autocast = torch.is_autocast_enabled  # of CUDA, unless another device is named
 _strided = torch.strided
 _default_dtype = torch.get_default_dtype
 _PLAIN: Final = {Tensor, torch.nn.Parameter}
@@ -36,8 +36,7 @@ _PLAIN: Final = {Tensor, torch.nn.Parameter}
 
 def default_device() -> torch.device | None:
     """The device of ``with torch.device(...)``, on which new tensors are made."""
-    modes = map(function_mode_at, range(count_function_modes()))
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+    return next((mode.device for mode in function_modes() if isinstance(mode, DeviceContext)), None)
 
 
 def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
@@ -61,9 +60,9 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 def surroundings() -> tuple[Any, ...]:
     """The part of the key of a call that excludes its arguments."""
-    casts = autocasts() if is_any_autocast_enabled() else ()
+    casts = autocasts() if _autocast() or _autocast("cpu") else ()
     around = _grad_enabled(), _default_dtype(), casts, current_mesh()
-    return (*around, default_device()) if count_function_modes() else around
+    return (*around, default_device()) if function_mode_is_on() else around
 
 
 def guard(leaves: Sequence[Any]) -> Callable[..., bool] | None:

@@ -24,8 +24,8 @@ from fspmd.ops.traits import tensors_in
 from fspmd.programs.program import memory_of
 from fspmd.programs.refusals import line, written_by
 from fspmd.sharded import Sharded
-from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
-from fspmd.tracing import DispatchMode, outside_transforms
+from fspmd.torch_internals import DisableTorchFunction
+from fspmd.tracing import DispatchMode, outside_transforms, without_dispatch_modes
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.user_code import LIBRARIES
@@ -237,7 +237,7 @@ def _sets_state() -> RecordError:
 @contextmanager
 def _unrecorded() -> Iterator[None]:
     """Within, torch functions are no steps, and tensors have values."""
-    with outside_transforms(), disable_dispatch_modes(), DisableTorchFunction():
+    with outside_transforms(), without_dispatch_modes(), DisableTorchFunction():
         yield
 
 

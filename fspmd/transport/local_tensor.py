@@ -25,7 +25,6 @@ from fspmd.torch_internals import (
     disabled_torch_function,
     level_of,
     make_wrapper_subclass,
-    return_and_correct_aliasing,
 )
 from fspmd.transport.frame import Frame, frame, spread, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
@@ -364,7 +363,9 @@ def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     results = _results(func, facts, args, kwargs, held)
     if facts.writes:
         if facts.inplace_view:
-            return return_and_correct_aliasing(func, args, kwargs, args[0])
+            x = args[0]
+            x.data = LocalTensor(x.shards, x.frame, borrowed=x.borrowed)  # with the sizes that the shards have now
+            return x
         return _written(func, facts, args, kwargs, results, held)
     return _gather_results(func, results, held, args[0] if facts.view else None)
 
