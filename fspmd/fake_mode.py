@@ -107,8 +107,10 @@ _RIGHT: Final = {(func, _WIDE) for func in _LIKE.values()}
 
 def _without_gradient(convert: Callable[..., Any], mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Converts a real tensor without its gradient, which may have another shape or dtype by now."""
-    with without_dispatch_modes(), DisableTorchFunction():
-        x = x.detach() if x.is_leaf and x.grad is not None else x
+    with DisableTorchFunction():
+        if x.is_leaf and x.grad is not None:
+            with without_dispatch_modes():
+                x = x.detach()
     return convert(mode, x, *args, **kwargs)
 
 

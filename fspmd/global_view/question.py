@@ -199,9 +199,7 @@ def viewed_call(
 
 def _check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
     """Raise for operands of several dtypes where the meta device does not."""
-    if name_of(func).strip("_") not in _OF_ONE_DTYPE or autocasts():
-        return
-    if len({spec.dtype for spec in specs}) > 1:
+    if len({spec.dtype for spec in specs}) > 1 and name_of(func).strip("_") in _OF_ONE_DTYPE and not autocasts():
         widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
         given = ", ".join(spec.text for spec in specs)
         raise ArgumentError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -107,15 +107,15 @@ _BY_VALUES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
 #: arguments of random ops that are zero or false in calls that draw nothing
 _SWITCHES = frozenset({"dropout_p", "train", "training"})
 
-FACTS: dict[Any, OpFacts] = {}
+
+class _Facts(dict[Any, OpFacts]):
+    """The facts about each op, read when they are first asked for. A later look-up runs no Python."""
+
+    def __missing__(self, func: Any) -> OpFacts:
+        facts = self[func] = OpFacts(func)
+        return facts
 
 
-def learn(func: Any) -> OpFacts:
-    """Read the facts about an op, and keep them in `FACTS`."""
-    facts = FACTS[func] = OpFacts(func)
-    return facts
-
-
-def facts_of(func: Any) -> OpFacts:
-    """Return the facts about an op."""
-    return FACTS.get(func) or learn(func)
+FACTS: Final = _Facts()
+#: returns the facts about an op
+facts_of: Final[Callable[[Any], OpFacts]] = FACTS.__getitem__

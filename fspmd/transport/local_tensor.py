@@ -17,7 +17,7 @@ from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.forms import packed
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
-from fspmd.ops.schemas import FACTS, OpFacts, learn
+from fspmd.ops.schemas import FACTS, OpFacts, facts_of
 from fspmd.spec import describe
 from fspmd.torch_internals import (
     NO_LEVEL,
@@ -347,7 +347,7 @@ def expand(x: Tensor, held: Frame) -> LocalTensor:
 
 def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies an aten op to each rank's blocks. Plain arguments go to every rank as they are."""
-    facts = FACTS.get(func) or learn(func)
+    facts = facts_of(func)
     if facts.asks:
         if facts.asks == "value" and args[0].dtype is torch.bool and _looks_for_nan():
             return any(func(shard) for shard in args[0].shards)
