@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fspmd.errors import RecordError
 from fspmd.torch_internals import (
     MODULES_THAT_TRACE,
+    DisableTorchFunction,
     FakeTensorMode,
     TorchDispatchMode,
     count_dispatch_modes,
@@ -291,6 +292,13 @@ def without_dispatch_modes() -> Iterator[None]:
     finally:
         for mode in modes:
             push_dispatch_mode(mode)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep the calls in a ``with`` block from all transforms, modes and subclasses."""
+    with outside_transforms(), without_dispatch_modes(), DisableTorchFunction():
+        yield
 
 
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:

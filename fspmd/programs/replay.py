@@ -21,14 +21,13 @@ from fspmd.ops.traits import without_autocast
 from fspmd.pairs import Call
 from fspmd.programs.steps import is_aten, is_of_one_rank
 from fspmd.torch_internals import (
-    DisableTorchFunction,
     OpOverload,
     TensorBase,
     VariableFunctions,
     nn_functions,
     profiler,
 )
-from fspmd.tracing import without_dispatch_modes
+from fspmd.tracing import unseen
 from fspmd.transport.randomness import draw_seed
 
 _Link = tuple[Any, tuple[Any, ...]]  # a function of aten that gives a view, and its arguments after the tensor
@@ -77,7 +76,7 @@ def one_view(views: list[fx.Node]) -> OneView | None:
 
 @cached
 def _made(links: tuple[_Link, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> OneView | None:
-    with without_dispatch_modes(), DisableTorchFunction(), torch.no_grad(), without_autocast():
+    with unseen(), torch.no_grad(), without_autocast():
         last = torch.empty_strided(shape, strides, device="meta")
         for target, args in links:
             last = target(last, *args)
