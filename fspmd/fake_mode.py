@@ -6,9 +6,10 @@ given another kind of device.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -18,18 +19,17 @@ from torch import Tensor
 from fspmd.ops.schemas import facts_of
 from fspmd.ops.traits import tensors_in
 from fspmd.torch_internals import (
-    DataDependentOutputException,
+    FAKE_TENSOR_ERRORS,
     DisableTorchFunction,
-    DynamicOutputShapeException,
+    DispatchKey,
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
     aten_grouped_mm,
-    disable_dispatch_modes,
-    fake_tensor,
     make_subclass,
     meta_functions,
 )
-from fspmd.tracing import DispatchMode
+from fspmd.tracing import DispatchMode, without_dispatch_modes
 
 
 class UnknownValues(RuntimeError):
@@ -46,12 +46,13 @@ class UnknownValues(RuntimeError):
         self.for_shape = for_shape
 
 
-class FakeMode(fake_tensor.FakeTensorMode):
+class FakeMode(FakeTensorMode):
     """A mode in which torch computes shapes and dtypes. Its logger does not report errors."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.fake_tensor_converter = _Converter()
+        converter: Any = self.fake_tensor_converter
+        converter.from_real_tensor = functools.partial(_without_gradient, converter.from_real_tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten_grouped_mm and args[0].dtype is not torch.bfloat16:  # only torch's real kernels take others
@@ -61,14 +62,14 @@ class FakeMode(fake_tensor.FakeTensorMode):
             with self:
                 return a.new_empty((*groups, a.shape[-2], b.shape[-1]))
         if func is _VIEW and all(type(n) is int for n in (*args[0].shape, *args[1])):
-            with disable_dispatch_modes():  # the fake view accepts some views that do not exist; this raises for them
+            with without_dispatch_modes():  # the fake view accepts some views that do not exist; this raises for them
                 torch.empty_strided(args[0].shape, args[0].stride(), device="meta").view(args[1])
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs or {})
-        except DataDependentOutputException as error:
-            raise UnknownValues(error.func, False) from error
-        except DynamicOutputShapeException as error:
-            raise UnknownValues(error.func, True) from error
+        except FAKE_TENSOR_ERRORS as error:
+            if (unknown := _unknown_values(error)) is None:
+                raise
+            raise unknown from error
         if isinstance(out, Tensor) and torch.Tag.pointwise in func.tags and (func, out.dtype) not in _RIGHT:
             return self._laid_out(args, out)
         return out
@@ -104,13 +105,25 @@ _LIKE: Final[dict[int, Any]] = {2: torch.ops.aten.mul.Tensor, 3: torch.ops.aten.
 _RIGHT: Final = {(func, _WIDE) for func in _LIKE.values()}
 
 
-class _Converter(fake_tensor.FakeTensorConverter):
+def _without_gradient(convert: Callable[..., Any], mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Converts a real tensor without its gradient, which may have another shape or dtype by now."""
+    with DisableTorchFunction():
+        if x.is_leaf and x.grad is not None:
+            with without_dispatch_modes():
+                x = x.detach()
+    return convert(mode, x, *args, **kwargs)
 
-    def from_real_tensor(self, fake_mode: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with disable_dispatch_modes(), DisableTorchFunction():
-            t = t.detach() if t.is_leaf and t.grad is not None else t
-        return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+
+def _unknown_values(error: Any) -> UnknownValues | None:
+    """The error of fspmd for an error of torch, if that says that a function needs values."""
+    func = getattr(error, "func", None)
+    if func is None:
+        return None
+    if torch.Tag.data_dependent_output in func.tags:
+        return UnknownValues(func, False)
+    # no tag says so of a user's function; torch's other error of this kind is that the function has no shape function
+    is_sized = func.namespace != "aten" and func.has_kernel_for_dispatch_key(DispatchKey.Meta)
+    return UnknownValues(func, True) if is_sized or torch.Tag.dynamic_output_shape in func.tags else None
 
 
 class _NotOurs(logging.Filter):
@@ -119,7 +132,7 @@ class _NotOurs(logging.Filter):
         return failed is None or not isinstance(failed.tb_frame.f_locals.get("self"), FakeMode)
 
 
-logging.getLogger(fake_tensor.__name__).addFilter(_NotOurs())
+logging.getLogger(FakeTensorMode.__module__).addFilter(_NotOurs())
 
 
 _LITERALS: Final = frozenset(

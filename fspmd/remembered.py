@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.spec import describe
-from fspmd.torch_internals import DisableTorchFunction, count_function_modes
+from fspmd.torch_internals import DisableTorchFunction, function_mode_is_on
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.variance import unwrapped
 
@@ -283,7 +283,7 @@ def last_write(x: Tensor) -> int:
 def memory_of(x: Tensor) -> torch.UntypedStorage:
     """Return the storage of a block, or of the first shard. Torch gives the same object as long as a tensor uses it."""
     block = blocks_of(unwrapped(x))[0]
-    if not count_function_modes():
+    if not function_mode_is_on():
         return block.untyped_storage()
     with DisableTorchFunction():
         return block.untyped_storage()

@@ -24,7 +24,7 @@ from fspmd.pickled_blocks import Place, check_block, check_blocks, checked_rest,
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
-from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass, to_copy
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
@@ -90,7 +90,7 @@ class Sharded(WithOperators):
             )
         if kwargs and kwargs.get("device") == OF_SHELLS:  # torch.tensor(x) has read it off the shell
             kwargs = {**kwargs, "device": given[0].device}
-        if func is to_copy and _is_conversion_to_itself(args[0], kwargs or {}):
+        if facts_of(func).converts and _is_conversion_to_itself(args[0], kwargs or {}):
             return args[0]
         if func is torch.ops.aten.detach.default:  # torch.tensor(x) detaches x, and then copies it
             out = call_torch(func, args, kwargs)

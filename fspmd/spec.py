@@ -340,7 +340,9 @@ def _cuts(mesh: Mesh, partition: P, shape: tuple[int, ...]) -> tuple[Any, bool, 
     cuts = tuple([(d, axes, tuple([sizes_of[a] for a in axes])) for d, axes in enumerate(partition.dim_axes) if axes])
     even, first = True, list(shape)
     for dim, _, sizes in cuts:
-        even, (_, first[dim]) = even and shape[dim] % prod(sizes) == 0, block_at(shape[dim], sizes, (0,) * len(sizes))
+        even = even and shape[dim] % prod(sizes) == 0
+        for n in sizes:
+            first[dim] = -(-first[dim] // n)
     return cuts, even, tuple(first)
 
 

@@ -8,6 +8,8 @@ of torch that are found by public names.
 from __future__ import annotations
 
 import datetime
+import functools
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,10 +23,18 @@ import torch._meta_registrations
 import torch._subclasses.fake_tensor
 import torch.fx.experimental.proxy_tensor
 import torch.jit._recursive
+import torch.overrides
 import torch.utils._python_dispatch
 import torch.utils._pytree
 import torch.utils.checkpoint
 import torch.utils.hooks
+
+
+def exceptions_of(module: str) -> tuple[type[Exception], ...]:
+    """The classes of exceptions that a module defines."""
+    classes = [kind for kind in vars(sys.modules[module]).values() if isinstance(kind, type)]
+    return tuple(kind for kind in classes if issubclass(kind, Exception) and kind.__module__ == module)
+
 
 # Shown by public names
 
@@ -48,27 +58,37 @@ DisableTorchFunction = torch.DisableTorchFunction
 DisableTorchFunctionSubclass = torch.DisableTorchFunctionSubclass
 #: the `__torch_function__` of a class that sees no calls
 disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
+#: the tensor within the wrapper of a transform
+wrapped_by: Any = functools.partial(torch.func.debug_unwrap, recurse=False)
+#: whether `__torch_function__` of classes, or an entered mode, sees calls
+overrides_are_on: Any = functools.partial(
+    torch.overrides.has_torch_function_unary, type("Overriding", (), {"__torch_function__": None})()
+)
+#: whether a `TorchFunctionMode` is entered and sees calls
+function_mode_is_on: Any = functools.partial(torch.overrides.has_torch_function_unary, None)
+#: enters a mode, without what its class adds
+push_function_mode: Any = torch.overrides.TorchFunctionMode.__enter__
+#: as `TorchFunctionMode` itself leaves a mode
+_exit: Any = torch.overrides.TorchFunctionMode.__exit__
+#: leaves the mode that was entered last, without what its class adds
+pop_function_mode: Any = functools.partial(_exit, None, None, None, None)
 #: the functions of `torch.nn.functional` in C
 nn_functions: Any = getattr(torch.nn.functional.gelu, "__self__")  # noqa: B009
 #: the class of the node of a leaf
 AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.empty((), requires_grad=True)).node)
 #: the exceptions of torch's checkpoints: an error, and a signal to itself that it has recomputed enough
-CHECKPOINT_EXCEPTIONS: Any = tuple(
-    kind
-    for kind in vars(torch.utils.checkpoint).values()
-    if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == torch.utils.checkpoint.__name__
-)
+CHECKPOINT_EXCEPTIONS: Any = exceptions_of(torch.utils.checkpoint.__name__)
 
 # Kinds of functions
 
 #: torch's functions in C, without their Python wrappers; instead: the functions of `torch`, at a little cost
 VariableFunctions: Any = torch._C._VariableFunctions
+#: all decompositions of aten functions, and those that users register; instead: `torch.export.default_decompositions`
+decomposition_table: Any = torch._decomp.decomposition_table
 #: the module of a scripted method
 wrap_script_module: Any = torch.jit._recursive.wrap_cpp_module
 #: the function that `nn.utils.rnn.pad_packed_sequence` calls
 pad_packed_sequence: Any = VariableFunctions._pad_packed_sequence
-#: all decompositions of aten functions; instead: `torch.export.default_decompositions`, which lack some, such as `dist`
-decomposition_table: Any = torch._decomp.decomposition_table
 
 # Functions that have no public name
 
@@ -96,8 +116,6 @@ aten_efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_att
 aten_efficient_attention_backward: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 #: a kernel for GPUs, of C++ that is compiled when it is first called; instead: several functions of torch
 elementwise_kernel: Any = torch.cuda.jiterator._create_jit_fn
-#: raises torch's error for a singular matrix
-linalg_check_errors: Any = torch._linalg_check_errors
 #: copies a list of tensors at once; instead: `copy_` of each
 foreach_copy_: Any = torch._foreach_copy_
 
@@ -105,19 +123,11 @@ foreach_copy_: Any = torch._foreach_copy_
 
 #: a block in which modes and subclasses see calls again
 EnableTorchFunction: Any = torch._C._EnableTorchFunction
-#: whether modes and subclasses see calls
-is_torch_function_enabled: Any = torch._C._is_torch_function_enabled
-#: how many `TorchFunctionMode`s are entered
-count_function_modes: Any = torch._C._len_torch_function_stack
-#: an entered mode, by its place
-function_mode_at: Any = torch._C._get_function_stack_at
+#: the entered `TorchFunctionMode`s, the innermost last
+function_modes: Any = torch.overrides._get_current_function_mode_stack
 with torch.device("cpu"):
     #: the class of the mode of `with torch.device(...)`
-    DeviceContext: Any = type(function_mode_at(0))
-#: enters a mode; `with` costs more; instead: `with mode:`
-push_function_mode: Any = torch._C._push_on_torch_function_stack
-#: leaves the mode that was entered last; instead: `with mode:`
-pop_function_mode: Any = torch._C._pop_torch_function_stack
+    DeviceContext: Any = type(function_modes()[-1])
 #: a mode that sees aten functions, below autograd
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 #: how many `TorchDispatchMode`s are entered
@@ -128,12 +138,6 @@ dispatch_mode_stack: Any = torch.utils._python_dispatch._get_current_dispatch_mo
 push_dispatch_mode: Any = torch.utils._python_dispatch._push_mode
 #: leaves the mode that was entered last; instead: `with mode:`
 pop_dispatch_mode: Any = torch.utils._python_dispatch._pop_mode
-#: a block without these modes
-disable_dispatch_modes: Any = torch.utils._python_dispatch._disable_current_modes
-#: gives results of a subclass the memory that their operands have
-return_and_correct_aliasing: Any = torch.utils._python_dispatch.return_and_correct_aliasing
-#: whether autocast is on for some device; instead: `torch.is_autocast_enabled` of each device
-is_any_autocast_enabled: Any = torch._C._is_any_autocast_enabled
 #: where `torch.jit.trace` and the ONNX exporter of old begin: the owners of functions in C, and their names
 JIT_TRACERS: Any = (
     (torch._C, "_create_function_from_trace"),
@@ -146,8 +150,6 @@ JIT_TRACERS: Any = (
 MODULES_THAT_TRACE: Any = (torch.fx.experimental.proxy_tensor.__name__, "torch._subclasses.")
 #: prefixes of the modules whose functions compile a function and call it at once: `cond`, `flex_attention` and kin
 MODULES_THAT_COMPILE: Any = ("torch._higher_order_ops.", "torch.nn.attention.")
-#: whether `torch.jit.trace` traces; instead: `torch.jit.is_tracing`, which is slower
-is_jit_tracing: Any = torch._C._is_tracing
 
 # torch.func
 
@@ -159,8 +161,6 @@ level_of: Any = torch._C._functorch.maybe_get_level
 NO_LEVEL: Final = -1
 #: the level of a tensor that a transform wraps which has ended
 ENDED: Final = -2
-#: the tensor within a wrapper
-wrapped_by: Any = torch._C._functorch.get_unwrapped
 #: the dim that `vmap` maps, or `NOT_MAPPED`
 batch_dim_of: Any = torch._C._functorch.maybe_get_bdim
 #: the dim of a tensor that `vmap` does not wrap
@@ -178,8 +178,6 @@ vmap_module: Any = torch._functorch.vmap
 
 # autograd
 
-#: switches gradients; the public block costs more; instead: `torch.set_grad_enabled`
-set_grad_enabled: Any = torch._C._set_grad_enabled
 #: the node of a graph that runs now, in backward
 current_autograd_node: Any = torch._C._current_autograd_node
 #: the number of the next node of a graph, in this thread
@@ -197,8 +195,6 @@ execution_engine: Any = torch.autograd.Variable._execution_engine
 
 # Fake tensors
 
-#: the module of the names below
-fake_tensor = torch._subclasses.fake_tensor
 #: a tensor of a device, without values
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 #: the module of the functions that give the strides of kernels' results; its `device_hint` tells them the kind of
@@ -206,10 +202,8 @@ FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 meta_functions: Any = torch._meta_registrations
 #: the mode that makes fake tensors
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
-#: the error when Python reads a value, which a fake tensor lacks
-DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
-#: the error when a shape depends on values; no tag of a function says so, where the function is a user's
-DynamicOutputShapeException = torch._subclasses.fake_tensor.DynamicOutputShapeException
+#: the errors of functions that do not run without values, or not on such tensors
+FAKE_TENSOR_ERRORS: Any = exceptions_of(FakeTensorMode.__module__)
 
 # Memory
 
@@ -231,9 +225,6 @@ swap_memory: Any = torch._C._swap_tensor_impl
 has_bfloat16_products: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
 #: how many tensors have a storage
 storage_uses: Any = torch._C._storage_Use_Count
-
-#: what `torch.as_tensor` and `torch.tensor` call to convert a tensor
-to_copy: Any = torch.ops.aten._to_copy.default
 
 # torch.compile
 
@@ -279,11 +270,6 @@ def inductor() -> Any:
     import torch._inductor.exc
 
     return torch._inductor
-
-
-def compiled_frames() -> int:
-    """How many frames Dynamo has seen in this process, once it is imported; instead: none."""
-    return torch._dynamo.utils.counters["frames"]["total"]
 
 
 def store_of_ranks(prefix: str) -> Any:

@@ -15,14 +15,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fspmd.errors import RecordError
 from fspmd.torch_internals import (
     MODULES_THAT_TRACE,
+    DisableTorchFunction,
     FakeTensorMode,
     TorchDispatchMode,
     count_dispatch_modes,
-    count_function_modes,
-    disable_dispatch_modes,
     dispatch_mode_stack,
-    is_jit_tracing,
+    function_mode_is_on,
+    pop_dispatch_mode,
     pop_transform,
+    push_dispatch_mode,
     running_transforms,
     transforms_active,
 )
@@ -90,6 +91,20 @@ def recorder() -> Any:
 
 
 _is_exporting = torch.compiler.is_exporting
+_jit_traced: Final[set[int]] = set()  # the threads in which torch.jit.trace runs
+
+
+@contextmanager
+def jit_trace() -> Iterator[None]:
+    """Note that torch.jit.trace, or the old exporter for ONNX, runs in this thread within a ``with`` block."""
+    thread = threading.get_ident()
+    is_outermost = thread not in _jit_traced
+    _jit_traced.add(thread)
+    try:
+        yield
+    finally:
+        if is_outermost:
+            _jit_traced.discard(thread)
 
 
 def is_traced() -> bool:
@@ -97,9 +112,16 @@ def is_traced() -> bool:
 
     Such a graph would have no collectives. It does not see those of processes, and simulated ones are plain sums.
     """
-    if not count_dispatch_modes() and not count_function_modes():  # all but torch.jit.trace activate a mode
-        return bool(is_jit_tracing())
-    return is_jit_tracing() or _is_exporting() or get_proxy_mode() is not None
+    if is_jit_traced():
+        return True
+    if not count_dispatch_modes() and not function_mode_is_on():  # all but torch.jit.trace activate a mode
+        return False
+    return _is_exporting() or get_proxy_mode() is not None
+
+
+def is_jit_traced() -> bool:
+    """Return whether ``torch.jit.trace`` or the old exporter for ONNX traces a graph."""
+    return bool(_jit_traced) and threading.get_ident() in _jit_traced
 
 
 def refuse_traced(what: str) -> None:
@@ -256,7 +278,27 @@ def outside_modes() -> Any:
     """Return a context in which no dispatch mode sees calls. A mode of fake tensors stays, since they need it."""
     if not count_dispatch_modes() or fake_mode_here() is not None:
         return nullcontext()
-    return disable_dispatch_modes()
+    return without_dispatch_modes()
+
+
+@contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Leave all dispatch modes in a ``with`` block."""
+    modes = dispatch_mode_stack()
+    for _ in modes:
+        pop_dispatch_mode()
+    try:
+        yield
+    finally:
+        for mode in modes:
+            push_dispatch_mode(mode)
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep the calls in a ``with`` block from all transforms, modes and subclasses."""
+    with outside_transforms(), without_dispatch_modes(), DisableTorchFunction():
+        yield
 
 
 def hidden(function: Callable[Q, R]) -> Callable[Q, R]:

@@ -11,6 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
+import torch
+
+from fspmd.errors import RecordError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -54,6 +58,11 @@ def at_first_use(*installs: Callable[[], None]) -> None:
 def begin() -> None:
     """Install all wrappers. Every function that needs them takes a mesh or is jitted."""
     if _waiting:
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise RecordError(
+                "torch.jit.trace writes down a graph, in which there would be no collectives, and in it the first mesh "
+                "or jitted function of this process was made; make it before"
+            )
         with _LOCK:  # a second thread waits until all are installed
             for install in _waiting:
                 install()

@@ -20,7 +20,7 @@ import fspmd
 from fspmd import P, device_get, device_put, psum, rank_map, shard_map
 from fspmd.body import RUNNING, state
 from fspmd.meshes.world import simulated
-from fspmd.torch_internals import count_dispatch_modes, count_function_modes
+from fspmd.torch_internals import count_dispatch_modes, function_modes
 from fspmd.tracing import is_recording
 
 X = device_put(torch.linspace(-1, 1, 32).view(8, 4), P("x"), mesh=MESH)
@@ -92,7 +92,7 @@ def _interrupted(name: str, count: int) -> int:
         interrupted += _is_interrupted(call, draw.uniform(1e-5, 1.5 * taken))
         assert (state.body, state.tracker, state.mode, RUNNING, simulated()) == (None, None, None, {}, None)
     torch.testing.assert_close(device_get(call()), device_get(expected))
-    assert not count_function_modes()  # the last call has popped what torch may have put back late
+    assert not function_modes()  # the last call has popped what torch may have put back late
     return interrupted
 
 
@@ -140,7 +140,7 @@ def test_a_recording_ends_between_any_two_lines_of_contexts() -> None:
             _Lines(at).run(call)
         except _Interrupt:
             interrupted += 1
-        assert not count_dispatch_modes() + count_function_modes(), at
+        assert not count_dispatch_modes() + len(function_modes()), at
         assert not is_recording(), at
         torch.testing.assert_close(device_get(call()), expected)
     assert interrupted > 60

@@ -35,7 +35,7 @@ from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import Sharded, formed, held_as, is_sharded, laid, pair, shell
 from fspmd.spec import TensorSpec, is_float
-from fspmd.tracing import hidden
+from fspmd.tracing import hidden, is_jit_traced, untraceable
 
 
 @hidden
@@ -56,6 +56,8 @@ def _plan(key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[s
     if plan is not None:
         _plans.hits += 1
         return plan
+    if is_jit_traced():  # sizes are tensors then
+        raise untraceable(sharded_values(args, kwargs)[0])
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         plan = _plan_call(func, args, kwargs)
     _plans.misses += 1

@@ -33,8 +33,7 @@ from fspmd.ops.signatures import by_own_names, parameters
 from fspmd.ops.traits import name_of
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
 from fspmd.sharded import Sharded, call_torch, is_sharded
-from fspmd.torch_internals import HigherOrderOperator, is_jit_tracing
-from fspmd.tracing import untraceable
+from fspmd.torch_internals import HigherOrderOperator
 from fspmd.transport.local_tensor import is_simulated
 
 _NUMBERS: Final = ("alpha", "beta")
@@ -48,8 +47,6 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         ArgumentError: The call cannot run, or it fails on the global tensors too.
         MeshError: The values lie on several meshes.
     """
-    if is_jit_tracing():  # sizes are tensors then
-        raise untraceable(sharded_values(args, kwargs)[0])
     if isinstance(func, HigherOrderOperator):
         refuse_higher_order(func, [x.spec for x in sharded_values(args, kwargs)])
     if kwargs:

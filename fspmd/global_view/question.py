@@ -29,13 +29,12 @@ from fspmd.global_view.result_types import (
 from fspmd.global_view.strategies import best_strategy
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
-from fspmd.ops.traits import name_of
+from fspmd.ops.traits import autocasts, name_of
 from fspmd.rules import Factors, Row, Whole, row_of, writes
 from fspmd.rules.factors import elementwise
 from fspmd.rules.views import reshaped
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, is_float
-from fspmd.torch_internals import is_any_autocast_enabled
 
 #: functions whose operands need one dtype, which the meta device does not check
 _OF_ONE_DTYPE: Final = frozenset(
@@ -200,9 +199,7 @@ def viewed_call(
 
 def _check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
     """Raise for operands of several dtypes where the meta device does not."""
-    if name_of(func).strip("_") not in _OF_ONE_DTYPE or is_any_autocast_enabled():
-        return
-    if len({spec.dtype for spec in specs}) > 1:
+    if len({spec.dtype for spec in specs}) > 1 and name_of(func).strip("_") in _OF_ONE_DTYPE and not autocasts():
         widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
         given = ", ".join(spec.text for spec in specs)
         raise ArgumentError(

@@ -18,7 +18,7 @@ from fspmd.global_view.kernels import GlobalCall, kernel_complaint, ones_of, str
 from fspmd.global_view.refusals import refuse_global
 from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
-from fspmd.ops.traits import name_of
+from fspmd.ops.traits import autocasts, name_of
 from fspmd.rules import Factors, Row, Rule, Whole, row_of, writes
 from fspmd.rules.factors import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
@@ -26,7 +26,6 @@ from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec, is_float
 from fspmd.torch_internals import (
     DisableTorchFunction,
-    is_any_autocast_enabled,
 )
 
 Shape = tuple[int, ...]
@@ -90,7 +89,7 @@ def _on_one_element(call: GlobalCall) -> Outcome | None:
     It is far quicker than a run on the meta device.
     """
     shape = _broadcast([spec.shape for _, spec in call.operands])
-    if shape is None or is_any_autocast_enabled():
+    if shape is None or autocasts():
         return None
     made: list[Tensor] = []
 
@@ -142,7 +141,7 @@ def _of_one_float(specs: Sequence[TensorSpec]) -> bool:
     """Whether all operands have one floating dtype, and autocast is off."""
     first = specs[0].dtype
     alike = first.is_floating_point and {spec.dtype for spec in specs} == {first}
-    return alike and not is_any_autocast_enabled()
+    return alike and not autocasts()
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
@@ -195,7 +194,7 @@ def _without_data(call: GlobalCall) -> Outcome | None:
             return _outcome(mesh.device_type, call)
     try:
         try:
-            if not is_any_autocast_enabled():  # the meta device ignores autocast
+            if not autocasts():  # the meta device ignores autocast
                 with meta_tensors_as_on(mesh.device_type):
                     return _outcome("meta", call)
         except NotImplementedError:  # a move to another device, or a kernel that only fake tensors know

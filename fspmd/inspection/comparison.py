@@ -31,7 +31,7 @@ from fspmd.inspection.histories import (
     SHOWN,
     History,
     facts_in,
-    facts_of,
+    facts_of_call,
     key_of,
     number_of_line,
     number_of_step,
@@ -104,36 +104,36 @@ class Comparison(Presence):
         """A collective of the program. ``place``: its number in the run of a body, if a block within has found it."""
         number, plain = call.number, call.plain
         if number is None:
-            plain.facts = plain.facts or facts_of(plain)
+            plain.facts = plain.facts or facts_of_call(plain)
             number = call.number = number_of_line(plain.facts[0], call.by)
         if not number:
             return
         if self.failure:
             raise LockstepError(self.failure)
         _, key, is_even = plain.facts
-        group = self.groups.get(key)
-        if group is None:
-            group = self._group(plain.mesh, plain.axes, key)
+        group = self.groups.get(key) or self._group(plain.mesh, plain.axes, key)
         shape, dtype = x.shape, x.dtype
         if place is None:
             place, here = 0, state.__dict__
             if here["body"] is not None:
                 place = here["collectives"] = here["collectives"] + 1
-        group.advance(number_of_step(number, is_even, dtype, shape, place))
-        count, now = group.count, group.hash
-        self.last = entry = (count, now, plain, call.by, dtype, shape, place, time.monotonic())
-        group.ring.append(entry)
+        step = number_of_step(number, is_even, dtype, shape, place)
+        self.last = group.advance(step, plain, call.by, dtype, shape, place, time.monotonic())
         if self.outer is not None:
             self.outer.call(call, x, place)
+        self._check_step(group)
+
+    def _check_step(self, group: History) -> None:
+        """Meet the other ranks of a group in a new context, and let the thread compare every so many collectives."""
         if self.every:
-            if not count % self.every:
-                self._set_due(group)
+            self._set_due(group)
             if group.context not in group.known:
                 self._meet_first(group)
 
     def _set_due(self, group: History) -> None:
-        """Let the thread compare what this rank has come to."""
-        group.due.append((group.count, group.hash, self.sites.table(group.ranks)))
+        """Let the thread compare what this rank has come to, if it is time."""
+        if not group.count % self.every:
+            group.due.append((group.count, group.hash, self.sites.table(group.ranks)))
 
     def _is_compared(self, mesh: Mesh) -> bool:
         """Whether other processes pass what this one does, now and on this mesh."""
@@ -159,12 +159,10 @@ class Comparison(Presence):
             raise LockstepError(self.failure)
         line, key = user_line(sys._getframe(1)), key_of(mesh, ())
         group = self.groups.get(key) or self._group(mesh, (), key)
-        group.advance(hash((zlib.crc32(text.encode()), line.number)), number)
-        count, now = group.count, group.hash
+        step = hash((zlib.crc32(text.encode()), line.number))
         value = f"{text}, {DIGEST} {number & (1 << 64) - 1:016x}"
-        group.ring.append((count, now, value, line, None, (), 0, time.monotonic()))
-        if not count % self.every:
-            self._set_due(group)
+        group.advance(step, value, line, time=time.monotonic(), value=number)
+        self._set_due(group)
 
     def layouts(self, mesh: Mesh, to: str, rows: tuple[ArgumentRow, ...]) -> None:
         """The layouts of arguments, of which all processes of a mesh pass the same to a function."""
@@ -206,18 +204,9 @@ class Comparison(Presence):
         for number, key, each, line, place in known[1]:
             if self.failure:
                 raise LockstepError(self.failure)
-            group = self.groups.get(key)
-            if group is None:
-                group = self._group(each.mesh, each.axes, key)
-            group.advance(number)
-            count, now = group.count, group.hash
-            self.last = entry = (count, now, each, line, each.dtype, each.shape, place, time.monotonic())
-            group.ring.append(entry)
-            if self.every:
-                if not count % self.every:
-                    self._set_due(group)
-                if group.context not in group.known:
-                    self._meet_first(group)
+            group = self.groups.get(key) or self._group(each.mesh, each.axes, key)
+            self.last = group.advance(number, each, line, each.dtype, each.shape, place, time.monotonic())
+            self._check_step(group)
         if self.outer is not None:
             self.outer.record(communications)
 

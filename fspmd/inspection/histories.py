@@ -54,14 +54,27 @@ class History:
         self.known: set[int] = set()  # contexts in which the ranks of the group have met
         self.met: Any = None  # where they met last
 
-    def advance(self, step: int, value: int = 0) -> None:
-        """Come to the next collective, of which ``step`` is a hash.
+    def advance(
+        self,
+        step: int,
+        what: Any,
+        line: UserLine,
+        dtype: torch.dtype | None = None,
+        shape: tuple[int, ...] = (),
+        place: int = 0,
+        time: float = 0.0,
+        value: int = 0,
+    ) -> tuple[Any, ...]:
+        """Come to the next collective, of which ``step`` is a hash, and return its entry in the ring.
 
         Or to a value. Its bits do not count for the context: other data at the same place are nothing new.
         """
         self.hash = hash((self.hash, step, value))
         self.context = (self.context << 8 ^ step) & _WINDOW
         self.count += 1
+        entry = (self.count, self.hash, what, line, dtype, shape, place, time)
+        self.ring.append(entry)
+        return entry
 
 
 @cached
@@ -76,7 +89,7 @@ def key_of_ranks(ranks: Iterable[int]) -> str:
     return f"{len(ranks)}-{zlib.crc32(repr(ranks).encode()):08x}-{ranks[0]}"
 
 
-def facts_of(call: Call) -> tuple[int, str, bool]:
+def facts_of_call(call: Call) -> tuple[int, str, bool]:
     """A number for a call that all ranks of its group agree on, the name of the group, and whether blocks are even."""
     mesh, o = call.mesh, call.options
     if mesh.transport != "process_group" or mesh.coordinate() is None or not communicates(call):
@@ -112,7 +125,7 @@ def facts_in(communications: Iterable[Communication]) -> list[tuple[int, str, Co
     places: Counter[Mesh] = Counter()
     for each in communications:
         line = line_of(each.cause.where)
-        number, key, is_even = _SILENT if each.call is None else facts_of(each.call)
+        number, key, is_even = _SILENT if each.call is None else facts_of_call(each.call)
         if number := number_of_line(number, line):
             places[each.mesh] += 1
             place = places[each.mesh]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from fspmd.errors import LockstepError
 from fspmd.inspection.causes import trace
-from fspmd.inspection.histories import facts_of, options_text
+from fspmd.inspection.histories import facts_of_call, options_text
 from fspmd.inspection.watch import Communication, Watcher, add, check_seconds, remove
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
@@ -61,7 +61,7 @@ class _Lockstep(Watcher):
             return
         axes = communication.axes or mesh.axis_names
         call, dtype = communication.call, communication.dtype
-        options, is_even = ("", False) if call is None else (options_text(call), facts_of(call)[2])
+        options, is_even = ("", False) if call is None else (options_text(call), facts_of_call(call)[2])
         what = f"{communication.kind}{options} over {', '.join(map(repr, axes))} of {mesh!r}"
         what += f", {describe(dtype, communication.shape) if is_even else short_dtype(dtype)}"
         what += f", {'backward, ' * communication.backward}for {cause.by}"

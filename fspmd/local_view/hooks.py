@@ -32,7 +32,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
-from fspmd.local_view.modes import is_active, run_in
+from fspmd.local_view.modes import NOT_IMPORTED, be_eager_in_bodies, frame_callback, is_active, run_in
 from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen
 from fspmd.ops.traits import tensors_in
@@ -53,7 +53,7 @@ from fspmd.torch_internals import (
     wrap_script_module,
     wrapped_by,
 )
-from fspmd.tracing import has_recompute_context, recompute_context, recomputing, recorder, untraceable
+from fspmd.tracing import has_recompute_context, jit_trace, recompute_context, recomputing, recorder, untraceable
 from fspmd.transport.local_tensor import blocks_of, held_frame, local_tensor
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.variance import ATTRIBUTE, INVARIANT, OUTPUT_TYPES, get_variance, join, set_variance, show
@@ -462,7 +462,8 @@ def _wrap_tracers() -> None:
             leaves: Any = optree.tree_leaves((args, kwargs), none_is_leaf=True)
             if (x := next((x for x in leaves if type(x) is Sharded), None)) is not None:
                 raise untraceable(x)
-            return original(*args, **kwargs)
+            with jit_trace():
+                return original(*args, **kwargs)
 
         return trace
 
@@ -477,6 +478,8 @@ def _wrap_compile() -> None:
     @functools.wraps(original)
     def compile(model: Any = None, **options: Any) -> Any:
         compiled = original(model, **options)
+        if state.mode is not None and frame_callback() is not NOT_IMPORTED:  # the body may have begun before its import
+            be_eager_in_bodies()
         if not getattr(model, "__module__", "").startswith(MODULES_THAT_COMPILE):
             return compiled
 
@@ -486,7 +489,7 @@ def _wrap_compile() -> None:
 
         return run
 
-    setattr(torch, "compile", compile)  # noqa: B010 (its signature is overloaded)
+    replace_everywhere(torch, "compile", compile)
 
 
 def _hand_on_weight() -> None:

@@ -14,13 +14,11 @@ from typing import Any, Final, TypeVar
 from torch.overrides import TorchFunctionMode
 
 from fspmd.body import RUNNING, Body, state
-from fspmd.errors import ArgumentError
 from fspmd.torch_internals import (
     EnableTorchFunction,
-    compiled_frames,
-    count_function_modes,
     eval_frame,
-    function_mode_at,
+    function_mode_is_on,
+    function_modes,
     pop_function_mode,
     push_function_mode,
 )
@@ -54,16 +52,15 @@ class _EagerInBodies:
 
 
 _get_callback, set_frame_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
-DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
+_DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
 NOT_IMPORTED: Final = object()
 SETTLED: Final = (None, NOT_IMPORTED)  # what `push_mode` leaves as it is
 
 
 def mode_above() -> BodyMode | None:
     """Return the mode of the enclosing body, if it is the topmost mode. `run_in` lifts it: one body sees each call."""
-    count = count_function_modes()
-    mode = function_mode_at(count - 1) if count else None
-    return mode if isinstance(mode, BodyMode) else None
+    modes = function_modes() if function_mode_is_on() else None
+    return modes[-1] if modes and isinstance(modes[-1], BodyMode) else None
 
 
 def pop_ended_modes() -> None:
@@ -78,7 +75,7 @@ def pop_ended_modes() -> None:
 
 def frame_callback() -> Any:
     """Return the callback of Dynamo in this thread, None outside of compiled functions."""
-    if DYNAMO in modules and hasattr(modules[DYNAMO], "_stance"):  # another thread may be importing it
+    if _DYNAMO in modules and hasattr(modules[_DYNAMO], "_stance"):  # another thread may be importing it
         return _get_callback()
     return NOT_IMPORTED
 
@@ -88,12 +85,17 @@ def push_mode(mode: BodyMode, callback: Any) -> None:
     push_function_mode(mode)
     if callback is NOT_IMPORTED:
         return
-    compiler: Any = modules[DYNAMO]
+    be_eager_in_bodies()
+    if callback is not None:
+        set_frame_callback(None)
+
+
+def be_eager_in_bodies() -> None:
+    """Let compiled functions run uncompiled in bodies with a mode. Dynamo must be imported."""
+    compiler: Any = modules[_DYNAMO]
     if type(compiler._stance) is not _EagerInBodies:
         compiler._stance = _EagerInBodies(compiler._stance)
         _wrap_set_stance(modules["torch._dynamo.decorators"])
-    if callback is not None:
-        set_frame_callback(None)
 
 
 def _wrap_set_stance(decorators: Any) -> None:
@@ -122,18 +124,6 @@ def restore_modes(above: BodyMode | None, mode: BodyMode | None) -> None:
         push_function_mode(above)
 
 
-def check_not_compiled(name: str) -> None:
-    """Raise `ArgumentError` if the first compilation of this process was in a body: its mode has not prevented it.
-
-    Call it where Dynamo was not imported when the body began.
-    """
-    if frame_callback() is not NOT_IMPORTED and compiled_frames():
-        raise ArgumentError(
-            f"{name} called torch.compile before anything else in this process did, so its body was compiled; compile "
-            "the function outside of the body, before the body runs"
-        )
-
-
 def leave_to_python(function: Any, why: str, *, all_within: bool = True) -> None:
     """Make ``torch.compile`` call a function uncompiled, or raise with ``fullgraph=True`` and under strict export.
 
@@ -152,7 +142,7 @@ leave_to_python(is_traced, "a graph of torch has no collectives")
 
 def is_active(mode: BodyMode) -> bool:
     """Return whether a mode sees torch calls now. It sees none while it handles a torch function."""
-    return any(function_mode_at(i) is mode for i in range(count_function_modes()))
+    return any(active is mode for active in function_modes())
 
 
 def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R], *args: Any) -> R:
@@ -176,8 +166,6 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
                 push_mode(mode, callback)
             out = function(*args)
             if mode is not None:
-                if callback is NOT_IMPORTED:
-                    check_not_compiled("shard_map" if body is None else body.name)
                 pop_function_mode()
             if above is not None:
                 push_function_mode(above)

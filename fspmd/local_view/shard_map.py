@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from operator import call
-from sys import modules
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from torch import Tensor, strided
@@ -20,10 +19,8 @@ from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
-    DYNAMO,
     NOT_IMPORTED,
     BodyMode,
-    check_not_compiled,
     frame_callback,
     leave_to_python,
     mode_above,
@@ -40,14 +37,13 @@ from fspmd.sharded import is_plain
 from fspmd.torch_internals import (
     EnableTorchFunction,
     count_dispatch_modes,
-    count_function_modes,
-    is_jit_tracing,
-    is_torch_function_enabled,
+    function_mode_is_on,
+    overrides_are_on,
     pop_function_mode,
     push_function_mode,
     transforms_active,
 )
-from fspmd.tracing import refuse_traced
+from fspmd.tracing import is_jit_traced, refuse_traced
 from fspmd.transport import known_values
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.transport.reports import tell_failure
@@ -181,13 +177,13 @@ leave_to_python(shard_map, _COMPILED_BY_JIT)
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
     """Run a body: leaves enter as blocks, and results leave as `Sharded`."""
-    if not is_torch_function_enabled():  # a derivative has disabled it, and runs a hook or a custom backward
+    if not overrides_are_on():  # a derivative has disabled it, and runs a hook or a custom backward
         with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
     body, here = plan.body, state.__dict__
     outer, outer_tracker, outer_mode = here["body"], here["tracker"], here["mode"]
-    modes = count_function_modes()
-    if modes or count_dispatch_modes() or is_jit_tracing():
+    modes = function_mode_is_on()
+    if modes or count_dispatch_modes() or is_jit_traced():
         refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
@@ -221,8 +217,6 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
                 pop_function_mode()
             push_mode(mode, callback)
             out = called(*args)
-            if callback is NOT_IMPORTED and DYNAMO in modules:
-                check_not_compiled(body.name)
             pop_function_mode()
             if above is not None:
                 push_function_mode(above)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,6 +20,7 @@ class OpFacts:
 
     Attributes:
         asks: ``"value"`` or ``"sizes"``: the op gives Python such numbers of a tensor. Otherwise ``""``.
+        converts: It gives its operand another dtype or device, as ``torch.as_tensor`` asks.
         dynamic_shape: The shape of the result may depend on values; `shape_of_values` answers for one call.
         elementwise: It takes lists of tensors and treats the i-th of each together, as ``torch._foreach_add`` does.
         gives_values: It gives Python values of a tensor.
@@ -34,6 +35,7 @@ class OpFacts:
 
     __slots__ = (
         "asks",
+        "converts",
         "dynamic_shape",
         "elementwise",
         "gives_values",
@@ -53,6 +55,7 @@ class OpFacts:
         name = schema.name.split("::")[-1]
         self.name: str = schema.name
         self.asks: str = _ASKS.get(schema.name, "")
+        self.converts: bool = {"dtype", "non_blocking"} <= {arg.name for arg in schema.arguments}
         self.random: bool = torch.Tag.nondeterministic_seeded in func.tags
         self.pure: bool = not schema.is_mutable and not self.random
         self.gives_values: bool = torch.Tag.data_dependent_output in func.tags
@@ -104,15 +107,15 @@ _BY_VALUES: dict[str, Callable[[Sequence[Any], Mapping[str, Any]], bool]] = {
 #: arguments of random ops that are zero or false in calls that draw nothing
 _SWITCHES = frozenset({"dropout_p", "train", "training"})
 
-FACTS: dict[Any, OpFacts] = {}
+
+class _Facts(dict[Any, OpFacts]):
+    """The facts about each op, read when they are first asked for. A later look-up runs no Python."""
+
+    def __missing__(self, func: Any) -> OpFacts:
+        facts = self[func] = OpFacts(func)
+        return facts
 
 
-def learn(func: Any) -> OpFacts:
-    """Read the facts about an op, and keep them in `FACTS`."""
-    facts = FACTS[func] = OpFacts(func)
-    return facts
-
-
-def facts_of(func: Any) -> OpFacts:
-    """Return the facts about an op."""
-    return FACTS.get(func) or learn(func)
+FACTS: Final = _Facts()
+#: returns the facts about an op
+facts_of: Final[Callable[[Any], OpFacts]] = FACTS.__getitem__

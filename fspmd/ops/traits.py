@@ -24,7 +24,6 @@ from fspmd.torch_internals import (
     OpOverload,
     OpOverloadPacket,
     custom_function_call,
-    is_any_autocast_enabled,
 )
 from fspmd.variance import get_variance
 
@@ -412,8 +411,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 def autocasts() -> tuple[Any, ...]:
     """Return (device type, dtype) for each device with autocast."""
-    if not is_any_autocast_enabled():
-        return ()
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 

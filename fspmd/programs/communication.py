@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fspmd.inspection.causes import Cause
-from fspmd.inspection.histories import DTYPES, History, facts_of
+from fspmd.inspection.histories import DTYPES, History, facts_of_call
 from fspmd.inspection.replays import Replayed
 from fspmd.inspection.watch import Communication, communicates, hears_of_records, price_of, tell
 from fspmd.meshes.mesh import Mesh
@@ -99,7 +99,7 @@ def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
             call = node.meta.get("call")
             if call is None:
                 continue
-            number, key, is_even = facts_of(call)
+            number, key, is_even = facts_of_call(call)
             if not number:
                 continue
             history = found.get(key)
@@ -110,8 +110,8 @@ def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
             line, dtype, shape = line_of(node.meta["cause"].where), operand.dtype, tuple(operand.shape)
             places[call.mesh] += 1
             place = places[call.mesh]
-            history.advance(hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward, place)))
-            history.ring.append((history.count, history.hash, call, line, dtype, shape, place, 0.0))
+            step = hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward, place))
+            history.advance(step, call, line, dtype, shape, place)
     return list(found.values())
 
 

@@ -20,15 +20,15 @@ from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.torch_internals import (
     DeviceContext,
     TensorGuards,
-    count_function_modes,
-    function_mode_at,
-    is_any_autocast_enabled,
+    function_mode_is_on,
+    function_modes,
 )
 from fspmd.transport.local_tensor import blocks_of, kinds_of
 from fspmd.trees import flatten, flatten_args, flatten_trees, parameter_names
 from fspmd.wrappers import wraps
 
 _grad_enabled = torch.is_grad_enabled
+_autocast = torch.is_autocast_enabled  # of CUDA, unless another device is named
 _strided = torch.strided
 _default_dtype = torch.get_default_dtype
 _PLAIN: Final = {Tensor, torch.nn.Parameter}
@@ -38,8 +38,7 @@ Surroundings = tuple[bool, torch.dtype, Mesh | None, tuple[Any, ...]]
 
 def default_device() -> torch.device | None:
     """The device of ``with torch.device(...)``, on which new tensors are made."""
-    modes = map(function_mode_at, range(count_function_modes()))
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+    return next((mode.device for mode in function_modes() if isinstance(mode, DeviceContext)), None)
 
 
 def key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor], list[Any]]:
@@ -63,7 +62,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 def surroundings() -> Surroundings:
     """The part of the key of a call that excludes its arguments."""
-    is_usual = not (is_any_autocast_enabled() or count_function_modes())
+    is_usual = not (_autocast() or _autocast("cpu") or function_mode_is_on())
     return _grad_enabled(), _default_dtype(), current_mesh(), () if is_usual else (autocasts(), default_device())
 
 

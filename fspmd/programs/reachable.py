@@ -24,8 +24,7 @@ from fspmd.ops.traits import tensors_in
 from fspmd.programs.program import memory_of
 from fspmd.programs.refusals import line, written_by
 from fspmd.sharded import Sharded
-from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
-from fspmd.tracing import DispatchMode, outside_transforms
+from fspmd.tracing import DispatchMode, unseen
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.randomness import go_on, kept_states
 from fspmd.user_code import LIBRARIES
@@ -188,7 +187,7 @@ class Generators:
     @contextmanager
     def kept(self, draws: bool = False) -> Iterator[None]:
         """Restore the states of the generators at the end. ``draws``: each draws one number at the beginning."""
-        with _unrecorded():
+        with unseen():
             default_states = kept_states()
             states: dict[int, Tensor] = {key: generator.get_state() for key, generator in self._known.items()}
             for generator in self._known.values() if draws else ():
@@ -196,7 +195,7 @@ class Generators:
         try:
             yield
         finally:
-            with _unrecorded():
+            with unseen():
                 go_on(default_states)
                 for key, generator in self._known.items():
                     generator.set_state(states[key])
@@ -216,7 +215,7 @@ class Generators:
     def check_end(self) -> None:
         """Raise `RecordError` where the function has seeded a generator, also where the seed is the same as before."""
         self._check_seeds()
-        with _unrecorded():
+        with unseen():
             for generator in self._known.values() if self._is_fake else ():
                 seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
                 if torch.equal(seeded.get_state(), generator.get_state()):
@@ -232,13 +231,6 @@ def _sets_state() -> RecordError:
         "jit cannot record a function that sets the state of a generator, as torch.manual_seed and set_rng_state do; "
         f"set it outside of the jitted function{line()}"
     )
-
-
-@contextmanager
-def _unrecorded() -> Iterator[None]:
-    """Within, torch functions are no steps, and tensors have values."""
-    with outside_transforms(), disable_dispatch_modes(), DisableTorchFunction():
-        yield
 
 
 def _number(generator: Any) -> int:

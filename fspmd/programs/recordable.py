@@ -41,11 +41,10 @@ from fspmd.programs.records import Record, record_of, stale, with_reuse
 from fspmd.programs.replay import Maker
 from fspmd.programs.steps import CASTS, is_collective
 from fspmd.torch_internals import (
+    FAKE_TENSOR_ERRORS,
     FakeTensorMode,
-    count_function_modes,
     dispatch_mode_stack,
-    fake_tensor,
-    function_mode_at,
+    function_modes,
     pop_dispatch_mode,
     pop_function_mode,
     push_dispatch_mode,
@@ -99,14 +98,10 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__context__
 
 
-def _function_modes() -> list[object]:
-    return [function_mode_at(i) for i in range(count_function_modes())]
-
-
 #: of dispatch modes and of function modes: what lists those that are entered, leaves the last one, and enters one
 _STACKS: Final[tuple[tuple[Callable[[], list[object]], Callable[[], object], Callable[[object], object]], ...]] = (
     (dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode),
-    (_function_modes, pop_function_mode, push_function_mode),
+    (function_modes, pop_function_mode, push_function_mode),
 )
 
 
@@ -204,13 +199,8 @@ def _idle(steps: list[fx.Node], others: set[fx.Node], per_rank: set[fx.Node]) ->
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: errors of functions that need values. The last occurs because torch gives some fake tangents a wrong device
-_NEEDS_VALUES: Final[tuple[type[Exception], ...]] = (
-    ValuesNeededError,
-    fake_tensor.UnsupportedFakeTensorException,
-    fake_tensor.UnsupportedOperatorException,
-    getattr(fake_tensor, "FakeTensorDeviceMismatchError", ValuesNeededError),
-)
+#: errors of functions that need values. One of torch's occurs because it gives some fake tangents a wrong device
+_NEEDS_VALUES: Final[tuple[type[Exception], ...]] = (ValuesNeededError, *FAKE_TENSOR_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,10 @@ from fspmd.torch_internals import (
     DisableTorchFunction,
     FakeTensor,
     current_autograd_node,
-    disable_dispatch_modes,
     level_of,
     next_sequence,
 )
-from fspmd.tracing import RecordingMode
+from fspmd.tracing import RecordingMode, without_dispatch_modes
 from fspmd.transport import Pending
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import JOINED, blocks_of, is_simulated, layout_of_blocks, parts_of, shard_of
@@ -326,7 +325,7 @@ class Values(RecordingMode):
     @contextmanager
     def real(self) -> Iterator[None]:
         """Within, calls are no steps, and new tensors have values."""
-        with self.pause(), disable_dispatch_modes() if self.is_fake else nullcontext():
+        with self.pause(), without_dispatch_modes() if self.is_fake else nullcontext():
             yield
 
     @contextmanager

@@ -21,15 +21,13 @@ from fspmd.ops.traits import without_autocast
 from fspmd.pairs import Call
 from fspmd.programs.steps import is_aten, is_of_one_rank
 from fspmd.torch_internals import (
-    DisableTorchFunction,
     OpOverload,
     TensorBase,
     VariableFunctions,
-    disable_dispatch_modes,
     nn_functions,
     profiler,
-    set_grad_enabled,
 )
+from fspmd.tracing import unseen
 from fspmd.transport.randomness import draw_seed
 
 _Link = tuple[Any, tuple[Any, ...]]  # a function of aten that gives a view, and its arguments after the tensor
@@ -78,7 +76,7 @@ def one_view(views: list[fx.Node]) -> OneView | None:
 
 @cached
 def _made(links: tuple[_Link, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> OneView | None:
-    with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad(), without_autocast():
+    with unseen(), torch.no_grad(), without_autocast():
         last = torch.empty_strided(shape, strides, device="meta")
         for target, args in links:
             last = target(last, *args)
@@ -240,12 +238,10 @@ def below_autograd(replay: Callable[..., Any]) -> Callable[..., Any]:
     """``replay`` in the grad mode of `torch.no_grad`."""
 
     def run(*values: Any) -> Any:
-        before = _grad_enabled()
-        set_grad_enabled(False)
-        try:
+        if not _grad_enabled():
             return replay(*values)
-        finally:
-            set_grad_enabled(before)
+        with torch.no_grad():
+            return replay(*values)
 
     return run
 

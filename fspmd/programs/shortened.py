@@ -23,8 +23,8 @@ from fspmd.programs.program import copy_node, device_of, owner
 from fspmd.programs.replay import ProgramPart, compiled, is_link, one_view
 from fspmd.programs.steps import is_aten, is_collective, is_of_one_rank, made_once, written
 from fspmd.redistribution.cost import moves
-from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
-from fspmd.tracing import DispatchMode
+from fspmd.torch_internals import DisableTorchFunction
+from fspmd.tracing import DispatchMode, unseen
 from fspmd.transport.carriers import FLOATS
 
 aten: Final = torch.ops.aten
@@ -339,7 +339,7 @@ def _equal(expected: Any, found: Any, operands: tuple[Any, ...]) -> bool:
 @cached
 def _shown(function: Callable[..., Any], *args: Any) -> Any:
     """The steps of a call; None where torch refuses it. Each `EmptyTensor` stands for an operand."""
-    with disable_dispatch_modes(), DisableTorchFunction(), torch.no_grad(), without_autocast(), CachingFakeMode():
+    with unseen(), torch.no_grad(), without_autocast(), CachingFakeMode():
         tensors = [x.empty() if isinstance(x, EmptyTensor) else x for x in args]
         seen = _StepsSeen(tensors)
         try:

@@ -289,9 +289,9 @@ RESHAPED: Final[dict[str, Handler]] = {
 }
 
 
-def _check_errors(info: Any, name: str, *, is_matrix: bool) -> None:
+def _check_errors(func: Any, info: Any, name: str, *, is_matrix: bool) -> None:
     """Raise for matrices that a factorization could not factorize. Each rank checks its own block."""
-    check_matrices(info.local, name, is_matrix)
+    check_matrices(func, info.local, name, is_matrix)
 
 
 def _detached(x: Any) -> Any:
@@ -329,7 +329,6 @@ HANDLERS: Final[dict[str, Handler]] = {
     **RESHAPED,
     **{name: _own_method(name) for name in _METHODS},
     "_amp_foreach_non_finite_check_and_unscale_": unscale,
-    "_linalg_check_errors": _check_errors,
     "detach_": _detached,
     "set_": _set,
     "_has_compatible_shallow_copy_type": _takes_data,
@@ -368,6 +367,8 @@ def handler_of(func: Any) -> Handler | None:
     name = name_of(func)
     if name.startswith(("_foreach_", "_fused_")):
         return functools.partial(of_lists, func, name)
+    if name == "_linalg_check_errors":
+        return functools.partial(_check_errors, func)
     if name in HANDLERS:
         return HANDLERS[name]
     return functools.partial(_refuse_memory, name) if name in _OF_MEMORY else None

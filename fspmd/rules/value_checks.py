@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.sharded import is_sharded
-from fspmd.torch_internals import DisableTorchFunction, assert_async, linalg_check_errors
+from fspmd.torch_internals import DisableTorchFunction, assert_async
 from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.variance import unwrapped
@@ -43,13 +43,13 @@ def _require(values: Tensor, fits: Callable[[Any], Any], message: str) -> None:
                 raise ArgumentError(message)
 
 
-def check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
-    """Raise torch's error if ``info`` of a factorization says that a matrix is singular."""
-    _check_matrices(unwrapped(info), name, is_matrix)
+def check_matrices(check: Callable[..., None], info: Tensor, name: str, is_matrix: bool) -> None:
+    """Raise the error of torch's ``check`` if ``info`` of a factorization says that a matrix is singular."""
+    _check_matrices(check, unwrapped(info), name, is_matrix)
 
 
 @reading
-def _check_matrices(info: Tensor, name: str, is_matrix: bool) -> None:
+def _check_matrices(check: Callable[..., None], info: Tensor, name: str, is_matrix: bool) -> None:
     with DisableTorchFunction(), outside_transforms():
         for block in blocks_of(info):
-            linalg_check_errors(block, name, is_matrix=is_matrix)
+            check(block, name, is_matrix=is_matrix)

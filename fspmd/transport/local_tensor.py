@@ -17,7 +17,7 @@ from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.forms import packed
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
-from fspmd.ops.schemas import FACTS, OpFacts, learn
+from fspmd.ops.schemas import FACTS, OpFacts, facts_of
 from fspmd.spec import describe
 from fspmd.torch_internals import (
     NO_LEVEL,
@@ -25,7 +25,6 @@ from fspmd.torch_internals import (
     disabled_torch_function,
     level_of,
     make_wrapper_subclass,
-    return_and_correct_aliasing,
 )
 from fspmd.transport.frame import Frame, frame, spread, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
@@ -348,7 +347,7 @@ def expand(x: Tensor, held: Frame) -> LocalTensor:
 
 def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies an aten op to each rank's blocks. Plain arguments go to every rank as they are."""
-    facts = FACTS.get(func) or learn(func)
+    facts = facts_of(func)
     if facts.asks:
         if facts.asks == "value" and args[0].dtype is torch.bool and _looks_for_nan():
             return any(func(shard) for shard in args[0].shards)
@@ -364,7 +363,9 @@ def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     results = _results(func, facts, args, kwargs, held)
     if facts.writes:
         if facts.inplace_view:
-            return return_and_correct_aliasing(func, args, kwargs, args[0])
+            x = args[0]
+            x.data = LocalTensor(x.shards, x.frame, borrowed=x.borrowed)  # with the sizes that the shards have now
+            return x
         return _written(func, facts, args, kwargs, results, held)
     return _gather_results(func, results, held, args[0] if facts.view else None)
 

@@ -19,8 +19,7 @@ from fspmd.cache import cached
 from fspmd.entries import block_at, blocks
 from fspmd.meshes.mesh import Mesh
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import DisableTorchFunction, disable_dispatch_modes
-from fspmd.tracing import outside_transforms
+from fspmd.tracing import unseen
 
 Coordinate = tuple[int, ...]
 Window = tuple[tuple[int, int], ...]
@@ -221,7 +220,7 @@ def traffic(move: Reblock) -> Traffic:
     even = source.even and target.even
     axes = frozenset(move.axes) if even else source.partition.axes | target.partition.axes
     dims = zip(target.shape, source.partition.dim_axes, target.partition.dim_axes, strict=True)
-    with outside_transforms(), disable_dispatch_modes(), DisableTorchFunction():
+    with unseen():
         size = own = count = torch.ones((), dtype=torch.int64, device="cpu")
         for whole, kept, pieces in (_rows(target.mesh, axes, *dim) for dim in dims):
             size, own, count = size * whole, own * kept, count * pieces

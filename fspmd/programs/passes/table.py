@@ -44,7 +44,8 @@ def equal_steps(program: Program) -> int:
     for node in list(program.graph.nodes):
         if node.op == "call_function" and node.meta["backward"] is not in_backward:
             in_backward, phase = not in_backward, phase + 1
-        key = _key(node, phase) if _may_be_shared(node) else None
+        is_call = is_collective(node)
+        key = _key(node, is_call, phase) if _may_be_shared(node, is_call) else None
         if key is None or (program.places and _has_numbers(node)):
             continue
         first = known.setdefault(key, node)
@@ -54,7 +55,7 @@ def equal_steps(program: Program) -> int:
         by_size = any(x.meta.get("by_size") for x in node.all_input_nodes)
         if why := _why_kept(program, node, by_size) or _in_memory(memory, ends, first, node):
             known[key] = node
-            if is_collective(node):
+            if is_call:
                 leave(node, "equal_steps", why, first)
             continue
         memory.merge(node, first)
@@ -83,12 +84,10 @@ def _in_memory(memory: Aliases, ends: Container[fx.Node | None], first: fx.Node,
     return ""
 
 
-def _may_be_shared(node: fx.Node) -> bool:
+def _may_be_shared(node: fx.Node, is_call: bool) -> bool:
     if node.op != "call_function":
         return False
-    if is_collective(node):
-        return bool(node.meta["waits"])
-    return is_pure(node)
+    return bool(node.meta["waits"]) if is_call else is_pure(node)
 
 
 def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
@@ -98,10 +97,10 @@ def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
     return any(memory.is_written(x, first, node) for x in node.all_input_nodes)
 
 
-def _key(node: fx.Node, phase: int) -> Hashable | None:
+def _key(node: fx.Node, is_call: bool, phase: int) -> Hashable | None:
     """What equal steps have in common. ``phase``: how often forward and backward have taken turns."""
     target: Any = node.meta.get("call", node.target)
-    part = phase if is_collective(node) else node.meta["backward"]
+    part = phase if is_call else node.meta["backward"]
     key = target, _frozen(node.args), _frozen(node.kwargs), node.meta["deferred"], part
     try:
         hash(key)
