@@ -59,7 +59,7 @@ def hashable(arg: Any) -> Any:
 
 def _strides_of(x: Tensor) -> tuple[Any, ...]:
     """Return strides, and whether there is an offset, of a tensor that lies otherwise in memory than a new one."""
-    if x.layout is not torch.strided or x.is_nested:
+    if x.layout is not torch.strided or x.is_nested or type(x) is not Tensor:
         refuse_misfit(x, "a function of Sharded values got")
     if x.is_contiguous() and not x.storage_offset():
         return ()

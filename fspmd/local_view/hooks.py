@@ -83,6 +83,7 @@ def install() -> None:
     wrap_storages()
     wrap_threads()
     _wrap_tracers()
+    _wrap_masked()
     _wrap_compile()
     _hand_on_weight()
 
@@ -448,6 +449,22 @@ def _wrap_tracers() -> None:
 
     for owner, name in JIT_TRACERS:
         setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def _wrap_masked() -> None:
+    """Refuse a Sharded in a MaskedTensor, which calls torch below autograd: functions of it would lose gradients."""
+    original = torch.masked.MaskedTensor.__new__
+
+    def new(cls: Any, data: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if Sharded in (type(data), type(mask)):
+            raise ArgumentError(
+                f"MaskedTensor got {data!r} with the mask {mask!r}; write torch.where(mask, x, 0.0), or the functions "
+                "of torch.masked that take a mask: torch.masked.sum(x, mask=mask), torch.masked.softmax(x, -1, "
+                "mask=mask)"
+            )
+        return original(cls, data, mask, *args, **kwargs)
+
+    setattr(torch.masked.MaskedTensor, "__new__", staticmethod(new))  # noqa: B010 (its class is typed as it was)
 
 
 def _wrap_compile() -> None:
