@@ -12,7 +12,7 @@ from fspmd.errors import ArgumentError
 
 IS: Final = "torch keeps in blocks of its own"
 ADVICE: Final = "write x = fspmd.from_dtensor(x) first, a Sharded of the same blocks, for which nothing moves"
-DENSE: Final = "make it dense: x.to_dense(), x.dequantize() or torch.nested.to_padded_tensor(x, 0.0)"
+DENSE: Final = "make it dense: x.to_dense(), x.dequantize(), x.to_tensor(0.0) or torch.nested.to_padded_tensor(x, 0.0)"
 NARROW: Final = "pack its elements into bytes: a torch.uint8 tensor"
 _NARROW: Final = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
 _NAMES: Final = frozenset(("DTensor", "ShardedTensor"))  # names, so that their modules need not be imported
@@ -44,6 +44,8 @@ def loose_kind(x: Tensor) -> str:
     """
     if x.is_nested:
         return "nested tensor"
+    if isinstance(x, torch.masked.MaskedTensor):
+        return "masked tensor"
     if x.layout is not torch.strided:
         return f"{str(x.layout).removeprefix('torch.').strip('_')} tensor"
     return "quantized tensor" if x.is_quantized else ""

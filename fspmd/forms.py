@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary
 
+from torch import Tensor
+
 from fspmd.cache import cached
 from fspmd.spec import TensorSpec
 
@@ -74,6 +76,16 @@ def packed(shape: tuple[int, ...]) -> Strides:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def lies_as_new(x: Tensor) -> bool:
+    """Return whether a plain tensor has the strides and the offset of a new one.
+
+    By the stride of a dim of size 1 torch tells the memory format of images and of weights of convolutions.
+    """
+    if not x.is_contiguous() or x.storage_offset():
+        return False
+    return x.ndim < 3 or 1 not in x.shape or x.stride() == packed(x.shape)
 
 
 def order_in_memory(strides: Strides) -> list[int]:

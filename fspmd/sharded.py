@@ -86,7 +86,8 @@ class Sharded(WithOperators):
         if wrapped := [x for x in given if level_of(x.local) != NO_LEVEL]:
             raise ArgumentError(
                 f"{func} got {wrapped[0]!r} below the level of torch functions, within a transform such as grad or "
-                "vmap; instead of torch.tensor(x) write x.clone(), or return device_get(x) from the function"
+                "vmap; write x itself in place of torch.as_tensor(x), x.to(dtype) in place of torch.as_tensor(x, "
+                "dtype=dtype), x.clone() in place of torch.tensor(x); or return device_get(x) from the function"
             )
         if kwargs and kwargs.get("device") == OF_SHELLS:  # torch.tensor(x) has read it off the shell
             kwargs = {**kwargs, "device": given[0].device}

@@ -99,7 +99,10 @@ def get_variance(x: Tensor) -> Variance:
 
 
 def inherited(x: Tensor) -> Variance:
-    """Return the type of a tensor without the attribute: that of the tensor within a wrapper, or of a saved output."""
+    """Return the type of a tensor without the attribute: that of the tensor within a wrapper, or of a saved output.
+
+    A view that no mode has seen, such as ``torch.FloatTensor(x)``, has the type of the tensor whose memory it shows.
+    """
     while level_of(x) != NO_LEVEL:
         x = wrapped_by(x)
         variance: Variance | None = getattr(x, ATTRIBUTE, None)
@@ -108,7 +111,7 @@ def inherited(x: Tensor) -> Variance:
     # an output that a custom Function saved for backward comes back as a new tensor of the same graph node
     if x.requires_grad and (types := getattr(x.grad_fn, OUTPUT_TYPES, None)) is not None:
         return types.get(x.output_nr, INVARIANT)  # type: ignore[no-any-return]
-    return INVARIANT
+    return getattr(x._base, ATTRIBUTE, INVARIANT)
 
 
 def unwrapped(x: Tensor) -> Tensor:
@@ -133,7 +136,7 @@ def copied(x: Tensor) -> Tensor:
 
 def set_variance(x: Tensor, variance: Variance) -> Tensor:
     """Set the type on a tensor, and on the tensors within its wrappers, so that it outlives their transforms."""
-    if variance is INVARIANT and getattr(x, ATTRIBUTE, None) is None:
+    if variance is INVARIANT and getattr(x, ATTRIBUTE, None) is None and x._base is None:
         return x
     setattr(x, ATTRIBUTE, variance)
     inner = x

@@ -34,6 +34,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "sparse_csr": Tensor.to_sparse_csr,
     "mkldnn": Tensor.to_mkldnn,
     "nested": lambda x: torch.nested.as_nested_tensor([x[:1], x[1:]]),
+    "masked": lambda x: torch.masked.masked_tensor(x, x > 0),
     "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
 }
 

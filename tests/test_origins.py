@@ -85,6 +85,26 @@ def test_its_gradient_is_a_sum_of_what_it_was_made_of(name: str, mesh: Mesh) -> 
         torch.testing.assert_close(device_get(step(laid)), theirs.detach())
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.shape.values())))
+def test_a_dim_that_is_repeated_is_made_whole_and_then_cut(mesh: Mesh) -> None:
+    """Each rank has other rows of it, not its own rows repeated."""
+    x, q = torch.randn(6 * S, D, dtype=F64), torch.randn(S, D, dtype=F64)
+    repeats: list[Callable[[Any], Any]] = [
+        lambda q: q.repeat(6, 1),
+        lambda q: torch.tile(q, (6, 1)),
+        lambda q: q.repeat_interleave(6, 0),
+        lambda q: torch.cat([q] * 6),
+    ]
+    for repeat in repeats:
+        laid, leaf = device_put(q, P(), mesh=mesh).requires_grad_(), q.clone().requires_grad_()
+        mine, theirs = device_put(x, P("dp"), mesh=mesh) * repeat(laid), x * repeat(leaf)
+        torch.testing.assert_close(device_get(mine.detach()), theirs.detach())
+        for loss in (mine.sin().sum(), theirs.sin().sum()):
+            loss.backward()
+        assert laid.grad is not None
+        torch.testing.assert_close(device_get(laid.grad), leaf.grad)
+
+
 def test_writes_and_copies_end_it() -> None:
     """Of the table or the value: then the value alone counts."""
     mesh, ids = MESHES[0], torch.tensor([[0, 1, 1], [1, 0, 1]])

@@ -207,6 +207,41 @@ def test_calls_that_depend_on_the_device(order: tuple[int, ...]) -> None:
         assert _lies(call(x.permute(order))) == _lies(call(whole.permute(order)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("size", [1, 3])
+def test_convolutions_take_the_format_of_images_or_weights(groups: int, size: int, dtype: torch.dtype) -> None:
+    """Also where one channel or one pixel makes the strides of two formats those of contiguous memory."""
+    images, weights = torch.randn(3, 4, 5, 5).to(dtype), torch.randn(4, 4 // groups, size, size).to(dtype)
+    x = device_put(images, P("x"), mesh=MESH)
+    for lie_x, lie_w in itertools.product((torch.contiguous_format, LAST), repeat=2):
+        whole, w = images.to(memory_format=lie_x), weights.to(memory_format=lie_w)
+        laid = device_put(weights, P(), mesh=MESH).to(memory_format=lie_w)
+        for call in (F.conv2d, F.conv_transpose2d, F.conv1d):
+            expected, *found = [
+                call(a, b, groups=groups) if call is not F.conv1d else call(a[..., 0], b[..., 0], groups=groups)
+                for a, b in ((whole, w), (x.to(memory_format=lie_x), w), (x.to(memory_format=lie_x), laid))
+            ]
+            for one in found:
+                assert _lies(one) == _lies(expected), (call, lie_x, lie_w)
+
+
+def test_results_whose_shape_depends_on_values() -> None:
+    """Views of a new tensor too, and of operands that repeat elements."""
+    whole = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(0))
+    x = device_put(whole, P("x"), mesh=MESH)
+    mask = torch.tensor([True, False, True])
+    for call in (
+        lambda x: torch.where(x > 0)[1],
+        lambda x: (x > 0).nonzero(as_tuple=True)[2],
+        lambda x: x[:1].expand(3, 2, 3).nonzero(),
+        lambda x: x[:1].expand(3, 2, 3)[mask],
+        lambda x: x.mT[:, mask],
+        lambda x: x.unique(return_counts=True)[1],
+    ):
+        assert _lies(call(x)) == _lies(call(whole))
+
+
 def test_functions_whose_kernels_without_data_lay_results_out_otherwise() -> None:
     pairs: list[Callable[..., Any]] = [
         *(torch.copysign, torch.floor_divide, torch.xlogy, torch.special.xlog1py, torch.logaddexp, torch.logical_and),

@@ -100,6 +100,29 @@ def test_storage_of_simulated_ranks_is_no_memory() -> None:
     assert torch.equal(torch.zeros(0).set_(plain.untyped_storage()), plain)
 
 
+def test_bytes_of_simulated_ranks_are_refused() -> None:
+    x = device_put(torch.arange(8.0), P("x"), mesh=make_mesh((4,), ("x",), transport="simulation"))
+    reads: list[Callable[[Any], Any]] = [
+        lambda s: s.clone(),
+        lambda s: s[0],
+        lambda s: torch.zeros(2).untyped_storage().copy_(s),
+    ]
+    for read in reads:
+        with pytest.raises(ArgumentError, match="got the storage of a value of simulated ranks"):
+            read(x.local.untyped_storage())
+
+
+def test_a_gradient_goes_through_a_view_that_no_mode_sees() -> None:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        return torch.DoubleTensor(x * 2) * w + nn.utils.rnn.pad_sequence([x * w, x])[:, 0]
+
+    f = shard_map(body, mesh=MESH, in_specs=(P("x"), P()), out_specs=P("x"))
+    x, w = torch.arange(8, dtype=F64), torch.tensor([1.0, -2.0], dtype=F64, requires_grad=True)
+    f(x, w).sum().backward()
+    assert w.grad is not None
+    assert torch.equal(w.grad, 3 * x.view(4, 2).sum(0))
+
+
 @pytest.mark.parametrize("name", REFUSED_WAYS)
 def test_memory_of_a_varying_value_is_given_to_nobody(name: str) -> None:
     with pytest.raises(VarianceError, match=REFUSED_WAYS[name][1]):

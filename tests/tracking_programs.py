@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,6 +25,20 @@ TENSOR_CALLS = [name for name in CALLS if name not in NO_TENSORS]
 def after(x: Any, change: Callable[[Any], Any]) -> Any:
     change(x)
     return x
+
+
+def in_thread(f: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(f()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def in_pool(f: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(f).result()
+        return pool.submit(f).result()
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -88,6 +104,14 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "state of a module": lambda x, w: nn.ParameterDict({"w": x}).state_dict()["w"],
     "as_subclass": lambda x, w: x.as_subclass(Tensor),
     "Tensor of a tensor": lambda x, w: Tensor(x),
+    "DoubleTensor of a tensor": lambda x, w: torch.DoubleTensor(x),
+    "DoubleTensor beside another": lambda x, w: torch.DoubleTensor(x[0:]) * w,
+    "LongTensor of a tensor": lambda x, w: torch.LongTensor(x.long()),
+    "new of a tensor": lambda x, w: w.new(x),
+    "pad_sequence": lambda x, w: nn.utils.rnn.pad_sequence([x * w, x[:1]]),
+    "a thread": lambda x, w: in_thread(lambda: x * w),
+    "psum in a thread": lambda x, w: in_thread(lambda: x * fspmd.psum(x, "x")),
+    "a pool of threads": lambda x, w: in_pool(lambda: x * w),
     "apply_": lambda x, w: (x * w).apply_(math.floor),
     "stop_gradient": lambda x, w: fspmd.stop_gradient(x),
 }
@@ -100,6 +124,17 @@ REFUSED_WAYS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         "the storage of a value {V:x}",
     ),
     "Tensor of a storage": (lambda x: Tensor(x.float().untyped_storage()), "the storage of a value {V:x}"),
+    "copy of a storage": (lambda x: x.untyped_storage().clone(), "storage.copy_.. got the storage of a value {V:x}"),
+    "copy into a storage": (
+        lambda x: torch.zeros(2, dtype=F64).untyped_storage().copy_(x.untyped_storage()),
+        "storage.copy_.. got the storage of a value {V:x}",
+    ),
+    "bytes of a storage": (lambda x: x.untyped_storage()[0], r"storage.i. got the storage of a value {V:x}"),
+    "write into a storage": (lambda x: x.untyped_storage().fill_(0), "storage.fill_.. got the storage of a value"),
+    "size of a storage": (lambda x: x.untyped_storage().resize_(0), "storage.resize_.. got the storage of a value"),
+    "Tensor of a list": (lambda x: Tensor([x[0], x[1]]), "torch.Tensor.. needs one Python value"),
+    "new of a list": (lambda x: x.new([x[0], x[1]]), "x.new.. needs one Python value"),
+    "scalar_tensor": (lambda x: torch.scalar_tensor(x.sum()), "needs one Python value"),
     "dlpack": (torch.from_dlpack, "x.__dlpack__.. needs one Python value"),
     "dlpack of a function": (torch.utils.dlpack.to_dlpack, "needs one Python value"),
 }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fspmd.foreign import refuse_misfit
+from fspmd.forms import lies_as_new
 from fspmd.rules import Free, free_numbers
 from fspmd.sharded import Sharded, is_plain
 from fspmd.transport.local_tensor import BLOCKS, is_simulated
@@ -59,9 +60,9 @@ def hashable(arg: Any) -> Any:
 
 def _strides_of(x: Tensor) -> tuple[Any, ...]:
     """Return strides, and whether there is an offset, of a tensor that lies otherwise in memory than a new one."""
-    if x.layout is not torch.strided or x.is_nested:
+    if x.layout is not torch.strided or x.is_nested or type(x) is not Tensor:
         refuse_misfit(x, "a function of Sharded values got")
-    if x.is_contiguous() and not x.storage_offset():
+    if lies_as_new(x):
         return ()
     return x.stride(), bool(x.storage_offset())
 

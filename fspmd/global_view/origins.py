@@ -75,6 +75,8 @@ class _Again:
         }
         choices: dict[str, Choice] = dict.fromkeys(need.mesh.axis_names, "I" * len(specs))
         choices |= {axis: factor for axis, factor in of_result.items() if factor is not None}
+        if not factors.whole.isdisjoint(of_result.values()):
+            return None
         problem = LayoutProblem(factors, "", specs, question.results, empty=question.row.empty)
         laid = layouts_of(problem, factors, choices)
         # from empty blocks torch computes no gradient of a table

@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.copies import share_memory
 from fspmd.fake_mode import FakeMode, UnknownValues, meta_tensors_as_on
-from fspmd.forms import Laid, Strided, packed
+from fspmd.forms import Laid, Strided, lies_as_new, packed
 from fspmd.global_view.kernels import GlobalCall, kernel_complaint, ones_of, strides_of_kernel
 from fspmd.global_view.refusals import refuse_global
 from fspmd.meshes import world
@@ -182,7 +182,13 @@ _BY_OLD_KERNEL: Final = frozenset(
     else ()
 )
 #: functions that choose a kernel by the device, whose strides are not those of the meta device
-_BY_DEVICE: Final = frozenset({"scaled_dot_product_attention"})
+_BY_DEVICE: Final = frozenset(
+    {
+        "scaled_dot_product_attention",
+        *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)),
+        *("convolution", "_convolution", "conv_tbc"),
+    }
+)
 
 
 def _without_data(call: GlobalCall) -> Outcome | None:
@@ -317,7 +323,7 @@ def _laid(value: Any) -> Laid | None:
         if not isinstance(form, Strided):
             return None
         return Laid(form.strides, None if form.later is None else int(form.later))
-    if value.layout is not torch.strided or (value.is_contiguous() and not value.storage_offset()):
+    if value.layout is not torch.strided or lies_as_new(value):
         return None
     return Laid(value.stride(), None if value.storage_offset() else 0)
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import optree
 from torch import Tensor
 
-from fspmd.copies import refuse_copy
+from fspmd.copies import refuse_copy, share_memory
 from fspmd.errors import ShapeError
 from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
@@ -146,6 +146,7 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh = sharded_values(args, kwargs)[0].spec.mesh
 
     has_strides = True
+    operands: list[Tensor] = []
 
     def gather(x: Any) -> Any:
         nonlocal has_strides
@@ -153,14 +154,18 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return x
         whole, lies_right = _in_memory_of(redistribute(x.local, x.spec, x.spec.with_partition(P())), x)
         has_strides &= lies_right
+        operands.append(whole)
         return whole
 
     def wrapped(x: Any) -> Any:
         if not is_plain(x):
             return x
         spec = TensorSpec(mesh, P(), x.shape, x.dtype)
-        is_known = (has_strides or x.ndim < 2) and x._base is None
-        return laid(x, spec, Laid(blocks_of(x)[0].stride()) if is_known else UNKNOWN)
+        is_known = (has_strides or x.ndim < 2) and not (
+            x._base is not None and any(share_memory(x, operand) for operand in operands)
+        )
+        block = blocks_of(x)[0]
+        return laid(x, spec, Laid(block.stride(), int(block.storage_offset())) if is_known else UNKNOWN)
 
     whole: Any = optree.tree_map(gather, (args, kwargs), none_is_leaf=True)
     try:
@@ -175,8 +180,13 @@ def gathered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _in_memory_of(whole: Tensor, x: Sharded) -> tuple[Tensor, bool]:
     """Return a gathered value with the strides of the global tensor, and whether that was possible."""
     shape, strides = x.spec.shape, lies(x).strides
-    if strides is None or not is_dense(shape, strides):
+    if strides is None:
         return whole, False
+    repeated = [d for d, (n, step) in enumerate(zip(shape, strides, strict=True)) if step == 0 and n > 1]
+    if not is_dense(tuple([1 if d in repeated else n for d, n in enumerate(shape)]), strides):
+        return whole, False
+    for d in repeated:
+        whole = whole.narrow(d, 0, 1)
     order = order_in_memory(strides)
     back = sorted(range(len(shape)), key=order.__getitem__)
-    return whole.permute(order).contiguous().permute(back), True
+    return whole.permute(order).contiguous().permute(back).expand(shape), True

@@ -107,9 +107,9 @@ def _sharded_entry(source: TensorSpec, target: TensorSpec, variance: Variance | 
             return static
 
         def typed(local: Tensor) -> Tensor:
-            have = getattr(local, ATTRIBUTE, INVARIANT)
+            have = getattr(local, ATTRIBUTE, None)
             if have is not variance:
-                if have is not INVARIANT:  # another Sharded shares this local tensor
+                if have is not None:  # another Sharded shares this local tensor
                     local = local.view_as(local)
                 setattr(local, ATTRIBUTE, variance)
             return local

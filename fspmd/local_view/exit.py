@@ -235,7 +235,7 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
             return None
         if has_frame and (x.frame is not held or x.uneven or x.borrowed):
             return None
-        if checked and getattr(x, ATTRIBUTE, INVARIANT) is not target:
+        if checked and (getattr(x, ATTRIBUTE, None) or getattr(x._base, ATTRIBUTE, INVARIANT)) is not target:
             return None
         spec = specs.get((x.shape, x.dtype, x.layout))
         return None if spec is None else pair(x, spec)
@@ -246,7 +246,7 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
         if not is_plain(x):
             x = torch.tensor(x, device=body.mesh.device)
         if body.checked:
-            if getattr(x, ATTRIBUTE, INVARIANT) is not target:
+            if get_variance(x) is not target:
                 widened = target.varying - get_variance(x).varying
                 x = _typed(x, target, body, outer_axes)
                 x = copied(x) if widened and not nested else x
@@ -350,7 +350,7 @@ def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
     if failure is not None:
         refuse(f"{body.name}: the results do not fit", [failure])
     target = variance_of_spec(spec.partition)
-    if getattr(x, ATTRIBUTE, INVARIANT) is not target:
+    if get_variance(x) is not target:
         x = _typed(x, target, body, frozenset())
     if body.mesh.transport != "simulation":
         return x

@@ -1,4 +1,4 @@
-"""Wrappers of ten places where torch hides a call, or drops an argument or the type of a tensor.
+"""Wrappers of twelve places where torch hides a call, or drops an argument or the type of a tensor.
 
 * A TorchFunctionMode does not see ``autograd.Function.apply``, so its operands would not be cast.
 * The backward of a custom Function runs outside the body, where no axes are bound for its collectives.
@@ -8,6 +8,8 @@
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on new tensors.
 * TorchScript calls torch below Python.
 * ``nn.Parameter``, ``as_subclass``, ``set_`` and a few others make a tensor of another one, and no mode sees them.
+* Storages are read and written, and no mode sees it (`storages.py`).
+* A mode sees the calls of one thread alone (`threads.py`).
 * ``torch.cond``, ``flex_attention`` and their kin compile a function, which on a `Sharded` fails in Dynamo's words.
 * ``F.l1_loss`` drops its argument ``weight`` under a mode, so a weighted loss would be an unweighted one.
 
@@ -33,6 +35,8 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import NOT_IMPORTED, be_eager_in_bodies, frame_callback, is_active, run_in
+from fspmd.local_view.storages import check_storages, wrap_storages
+from fspmd.local_view.threads import wrap_threads
 from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen
 from fspmd.ops.traits import tensors_in
@@ -48,7 +52,6 @@ from fspmd.torch_internals import (
     pop_transform,
     transforms_active,
     transforms_module,
-    untyped_storage,
     vmap_module,
     wrap_script_module,
     wrapped_by,
@@ -77,7 +80,10 @@ def install() -> None:
     _wrap_recomputation()
     _wrap_script()
     _wrap_unseen()
+    wrap_storages()
+    wrap_threads()
     _wrap_tracers()
+    _wrap_masked()
     _wrap_compile()
     _hand_on_weight()
 
@@ -381,7 +387,7 @@ def _wrap_unseen() -> None:
             if name in _TAKE_NO_SHARDED:
                 _check_not_sharded(name, args)
             if name in _TAKE_STORAGES:
-                _check_storages(name, (*args, *kwargs.values()), is_seen)
+                check_storages(name, (*args, *kwargs.values()), is_seen)
             return tracker.__torch_function__(original, (), args, kwargs) if is_seen else original(*args, **kwargs)
 
         name = original.__name__
@@ -419,31 +425,6 @@ def _check_not_sharded(name: str, args: tuple[Any, ...]) -> None:
 _TAKE_STORAGES = ("__new__", "set_")
 
 
-def _check_storages(name: str, operands: tuple[Any, ...], types_values: bool) -> None:
-    """Raise for a storage among the operands that a value with a type gave, or that has no memory.
-
-    Raises:
-        VarianceError: The body types values, and has typed the owner of the storage.
-        ArgumentError: The storage is that of a value of simulated ranks.
-    """
-    storage = next((x for x in operands if isinstance(x, (torch.UntypedStorage, torch.TypedStorage))), None)
-    if storage is None:
-        return
-    storage = untyped_storage(storage)
-    shown = "torch.Tensor(storage)" if name == "__new__" else "x.set_(storage)"
-    write = "write y.view_as(y) for a tensor with the memory of y, or x.set_(y) with the tensor y itself"
-    if types_values and (variance := getattr(storage, ATTRIBUTE, None)) is not None:
-        raise VarianceError(f"{shown} got the storage of a value {variance!r}, and would lose this type; {write}")
-    if storage.device.type == "meta":
-        return
-    try:
-        storage.data_ptr()
-    except RuntimeError as error:  # torch: "invalid python storage"
-        raise ArgumentError(
-            f"{shown} got the storage of a value of simulated ranks, which has no memory of its own; {write}"
-        ) from error
-
-
 def _check_frozen(method: Any, operands: Any) -> None:
     module: Any = wrap_script_module(method.owner)
     varying = next((x for x in tensors_in(operands) if get_variance(x) is not INVARIANT), None)
@@ -469,6 +450,22 @@ def _wrap_tracers() -> None:
 
     for owner, name in JIT_TRACERS:
         setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def _wrap_masked() -> None:
+    """Refuse a Sharded in a MaskedTensor, which calls torch below autograd: functions of it would lose gradients."""
+    original = torch.masked.MaskedTensor.__new__
+
+    def new(cls: Any, data: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if Sharded in (type(data), type(mask)):
+            raise ArgumentError(
+                f"MaskedTensor got {data!r} with the mask {mask!r}; write torch.where(mask, x, 0.0), or the functions "
+                "of torch.masked that take a mask: torch.masked.sum(x, mask=mask), torch.masked.softmax(x, -1, "
+                "mask=mask)"
+            )
+        return original(cls, data, mask, *args, **kwargs)
+
+    setattr(torch.masked.MaskedTensor, "__new__", staticmethod(new))  # noqa: B010 (its class is typed as it was)
 
 
 def _wrap_compile() -> None:

@@ -32,6 +32,7 @@ from fspmd.local_view.type_rules import (
     refuse_shared_draw,
 )
 from fspmd.local_view.uneven import (
+    call_rank_by_rank,
     call_uneven,
     call_with_numbers,
     hold_alike,
@@ -54,6 +55,7 @@ from fspmd.variance import (
     Variance,
     copied,
     get_variance,
+    inherited,
     join,
     set_variance,
     show,
@@ -97,7 +99,10 @@ class Tracker(BodyMode):
             args = self.cast_all(args, result)
             if not plain:
                 kwargs = dict(zip(kwargs, self.cast_all(kwargs.values(), result), strict=True))
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except VarianceError as error:
+            out = self._rank_by_rank(error, op, func, args, kwargs or {})
         is_plain = isinstance(out, Tensor) and not transforms_active()
         if not alike and not (is_plain and out._base is None and id(out) not in map(id, args)):
             out = self._borrowing(out, (*args, *(kwargs or {}).values()), result)
@@ -155,17 +160,27 @@ class Tracker(BodyMode):
             out = self._random(func, args, kwargs, self.body.mesh.ordered(differing))
         elif op.indexes:
             out = index_by_tensor(func, args, kwargs)
-        elif UNEVEN and self.simulated:
-            out = call_uneven(func, args, kwargs, op.pure)
-        elif UNEVEN and self.body.uneven and op.pure:
+        elif UNEVEN and self.body.uneven and op.pure and not self.simulated:
             out = call_with_empty_blocks(func, *args, **kwargs)
         else:
-            out = func(*args, **kwargs)
+            try:
+                out = call_uneven(func, args, kwargs, op.pure) if UNEVEN and self.simulated else func(*args, **kwargs)
+            except VarianceError as error:
+                out = self._rank_by_rank(error, op, func, args, kwargs)
         if result.unreduced and op.linear != "metadata" and not self.body.linear:
             check_stays_sum(op, tensors, out)
         if not alike and not op.writes and "out" not in kwargs:
             out = self._borrowing(out, (*args, *kwargs.values()), result)
         annotate(out, result.dual if op.dual else result)
+        return out
+
+    def _rank_by_rank(
+        self, error: VarianceError, op: Traits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Handles a call that fails on all blocks at once: torch writes into a tensor of its own, which is no block."""
+        out = call_rank_by_rank(func, args, kwargs) if self.simulated and op.pure else NotImplemented
+        if out is NotImplemented:
+            raise error
         return out
 
     def _in_parts(
@@ -341,9 +356,11 @@ def _joined(values: Iterable[Any]) -> tuple[Variance | None, bool]:
     result: Variance | None = None
     alike = True
     for value in values:
-        if (kind := type(value)) is not Tensor and kind in _PLAIN:
+        if (kind := type(value)) is Tensor:
+            variance = getattr(value, ATTRIBUTE, None) or inherited(value)
+        elif kind in _PLAIN:
             continue
-        if isinstance(value, Tensor):
+        elif isinstance(value, Tensor):
             variance = getattr(value, ATTRIBUTE, None) or first_seen(value)
         elif isinstance(value, (tuple, list)):
             inner, same = _joined(value)

@@ -194,6 +194,17 @@ def differentiated(x: Tensor, forward: bool = False) -> bool:
     return True
 
 
+def call_rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a pure function on the plain blocks of one rank after another, which have the same shape.
+
+    Returns NotImplemented where no operand has blocks, a result is a view, or a result has another shape on each rank.
+    """
+    if common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), None) is None:
+        return NotImplemented
+    out = _rank_by_rank(func, args, kwargs)
+    return NotImplemented if uneven_frame((out,)) is not None else out
+
+
 def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function on the plain blocks of one rank after another.
 

@@ -74,7 +74,7 @@ _PYTHON_VALUE: Final = words(
 )
 #: functions of Python numbers: they read a tensor among their arguments as a number
 _OF_NUMBERS: Final = words(
-    "zeros ones empty full rand randn randint randperm arange linspace logspace range eye empty_strided"
+    "zeros ones empty full rand randn randint randperm arange linspace logspace range eye empty_strided scalar_tensor"
 )
 #: the same for arguments after the first
 _SIZED: Final = words("view reshape expand repeat tile new_zeros new_ones new_empty new_full unflatten roll")
@@ -90,14 +90,15 @@ _SHOWN: Final = {
     "set grad": "x.grad = y",
     **{f"__i{name}__": f"x {sign}= y" for name, sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("truediv", "/"))},
     **{name: f"torch.{name}()" for name in ("equal", "allclose", "tensor", "is_nonzero", *_OF_NUMBERS)},
-    **{name: f"x.{name}()" for name in ("__dlpack__", "item", "tolist", "numpy")},
+    **{name: f"x.{name}()" for name in ("__dlpack__", "item", "tolist", "numpy", "new")},
+    "__new__": "torch.Tensor()",
 }
 _STATISTICS: Final = (
     "its running statistics would be each rank's own: keep none (track_running_stats=False), or compute mean and "
     "variance with pmean"
 )
 _INSTEAD: Final = {
-    **dict.fromkeys(("tensor", "as_tensor", "asarray"), "join tensors with torch.stack or torch.cat"),
+    **dict.fromkeys(("tensor", "as_tensor", "asarray", "new", "__new__"), "join tensors with torch.stack or torch.cat"),
     "one_hot": "pass num_classes",
     "batch_norm": _STATISTICS,
     "instance_norm": _STATISTICS,
@@ -180,6 +181,11 @@ def _of_list(*args: Any, **kwargs: Any) -> bool:
     return isinstance(argument(args, kwargs, 0, "data", None), (list, tuple))
 
 
+def _list_later(*args: Any, **kwargs: Any) -> bool:
+    """Whether an argument after the first is a list with tensors, which torch reads as numbers."""
+    return any(isinstance(x, (list, tuple)) for x in args[1:]) and _tensor_as_size(*args)
+
+
 def _unknown_classes(*args: Any, **kwargs: Any) -> bool:
     return bool(argument(args, kwargs, 1, "num_classes", -1) == -1)
 
@@ -188,6 +194,7 @@ _BRANCHES: Final[dict[str, Predicate]] = {
     **dict.fromkeys((*_PYTHON_VALUE, *_OF_NUMBERS), _ALWAYS),
     **dict.fromkeys(_SIZED, _tensor_as_size),
     "tensor_split": _varies_later,
+    **dict.fromkeys(("new", "__new__"), _list_later),
     "one_hot": _unknown_classes,
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _of_list),  # torch reads 0-d tensors in a list as numbers
     "__format__": lambda *args, **kwargs: len(args) > 1 and args[1] != "",

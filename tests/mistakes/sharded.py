@@ -31,9 +31,19 @@ def rows(m: Setting) -> Sharded:
 @mistake(ArgumentError)
 def torch_tensor_within_a_transform(m: Setting) -> None:
     """aten.detach.default got Sharded f32[8@x] on mesh(x=4) below the level of torch functions, within a transform \
-    such as grad or vmap; instead of torch.tensor(x) write x.clone(), or return device_get(x) from the function
+    such as grad or vmap; write x itself in place of torch.as_tensor(x), x.to(dtype) in place of torch.as_tensor(x, \
+    dtype=dtype), x.clone() in place of torch.tensor(x); or return device_get(x) from the function
     """
     torch.func.grad(lambda x: torch.tensor(x).sum())(rows(m))
+
+
+@mistake(ArgumentError)
+def masked_tensors(m: Setting) -> None:
+    """MaskedTensor got Sharded f32[8@x] on mesh(x=4) with the mask Sharded bool[8@x] on mesh(x=4); write \
+    torch.where(mask, x, 0.0), or the functions of torch.masked that take a mask: torch.masked.sum(x, mask=mask), \
+    torch.masked.softmax(x, -1, mask=mask)
+    """
+    torch.masked.as_masked_tensor(rows(m), rows(m) > 3)
 
 
 @mistake(ArgumentError)
