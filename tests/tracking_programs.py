@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -25,20 +23,6 @@ TENSOR_CALLS = [name for name in CALLS if name not in NO_TENSORS]
 def after(x: Any, change: Callable[[Any], Any]) -> Any:
     change(x)
     return x
-
-
-def in_thread(f: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(f()))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def in_pool(f: Callable[[], Any]) -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(f).result()
-        return pool.submit(f).result()
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -109,9 +93,6 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "LongTensor of a tensor": lambda x, w: torch.LongTensor(x.long()),
     "new of a tensor": lambda x, w: w.new(x),
     "pad_sequence": lambda x, w: nn.utils.rnn.pad_sequence([x * w, x[:1]]),
-    "a thread": lambda x, w: in_thread(lambda: x * w),
-    "psum in a thread": lambda x, w: in_thread(lambda: x * fspmd.psum(x, "x")),
-    "a pool of threads": lambda x, w: in_pool(lambda: x * w),
     "apply_": lambda x, w: (x * w).apply_(math.floor),
     "stop_gradient": lambda x, w: fspmd.stop_gradient(x),
 }

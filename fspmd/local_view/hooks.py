@@ -9,7 +9,6 @@
 * TorchScript calls torch below Python.
 * ``nn.Parameter``, ``as_subclass``, ``set_`` and a few others make a tensor of another one, and no mode sees them.
 * Storages are read and written, and no mode sees it (`storages.py`).
-* A mode sees the calls of one thread alone (`threads.py`).
 * ``torch.cond``, ``flex_attention`` and their kin compile a function, which on a `Sharded` fails in Dynamo's words.
 * ``F.l1_loss`` drops its argument ``weight`` under a mode, so a weighted loss would be an unweighted one.
 
@@ -36,7 +35,6 @@ from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import NOT_IMPORTED, be_eager_in_bodies, frame_callback, is_active, run_in
 from fspmd.local_view.storages import check_storages, wrap_storages
-from fspmd.local_view.threads import wrap_threads
 from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen
 from fspmd.ops.traits import tensors_in
@@ -81,7 +79,6 @@ def install() -> None:
     _wrap_script()
     _wrap_unseen()
     wrap_storages()
-    wrap_threads()
     _wrap_tracers()
     _wrap_masked()
     _wrap_compile()
