@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fspmd import FspmdError, P, TensorSpec, make_mesh, nn, random, shard_map
+from fspmd import FspmdError, P, TensorSpec, jit, make_mesh, nn, random, shard_map
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.nn import Action, Causal, Costs, KVCache, LossScale, contiguous, zigzag
 from fspmd.nn.arguments import checked
@@ -41,6 +41,12 @@ def of_another_routing(x: Tensor, logits: Tensor) -> Tensor:
     return nn.combine(sent.rows, sent, nn.route(logits, 2), "a")
 
 
+def over_another_axis(x: Tensor, logits: Tensor) -> Tensor:
+    routing = nn.route(logits, 1)
+    sent = nn.dispatch(x, routing, "a", capacity=2)
+    return nn.combine(sent.rows, sent, routing, "b")
+
+
 WRONG: dict[str, Callable[[], Any]] = {
     # sequences
     "give it the dim of the sequence": lambda: zigzag(8, 2).store(torch.ones(2, 8), 5),
@@ -65,6 +71,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "the string 'x' for rate": lambda: nn.balance(torch.zeros(1), torch.zeros(1), "x"),  # type: ignore[arg-type]
     "None for sent; give it the result of dispatch": lambda: nn.combine(X, None, nn.route(LOGITS, 1), "a"),  # type: ignore[arg-type]
     "the dispatch of 6 choices and a routing of 12": lambda: within(of_another_routing, X, LOGITS),
+    "axis='b' for a dispatch over 'a'; give it the axis of dispatch": lambda: within(over_another_axis, X, LOGITS),
     "None for y": lambda: within(
         lambda x, y: nn.experts(x, nn.route(y, 1), lambda rows, counts: None, axis="a"),  # type: ignore[arg-type,return-value]
         X,
@@ -116,6 +123,13 @@ WRONG: dict[str, Callable[[], Any]] = {
     "the string 'x' for value_width": lambda: KVCache.zeros(1, 2, 2, 8, 4, value_width="x"),  # type: ignore[arg-type]
     "KVCache.of got the int 1": lambda: KVCache.of([1]),  # type: ignore[list-item]
     "list .* for key": lambda: CACHE.append([1], K),  # type: ignore[arg-type]
+    r"slots \[1, 2\] of a cache of 2 slots, of which 2 is out of": lambda: CACHE.append(
+        K, K, slots=torch.tensor([1, 2])
+    ),
+    r"slots \[-1, 0\] of a cache of 2": lambda: nn.cached_attention(K, CACHE, slots=torch.tensor([-1, 0])),
+    r"slots \[1, 1\] of a cache of 2": lambda: jit(lambda at: CACHE.append(K, K, slots=at))(torch.tensor([1, 1])),
+    r"the counts \[0, 2\] of 1 positions": lambda: CACHE.append(K, K, counts=torch.tensor([0, 2])),
+    r"the counts \[-1, 1\] of 1 positions": lambda: nn.cached_attention(K, CACHE, counts=torch.tensor([-1, 1])),
     "give it a KVCache": lambda: nn.cached_attention(K, None),  # type: ignore[arg-type]
     "give it keys or values": lambda: within(lambda x: nn.own_heads(x, "a"), X),
     "greedy was called outside": lambda: nn.greedy(LOGITS, "a"),
