@@ -110,10 +110,20 @@ def adamw(
 
 
 @checked
-def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
+def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32, *, specs: Any = None) -> Optimizer:
     """The optimizer on master weights: copies of the parameters in a wider dtype, which are part of the state.
 
     An update changes the master weights. Parameters are their values, rounded. So small changes are not lost.
+
+    Args:
+        specs: How master weights lie, outside of bodies: a prefix of the parameters of `P`, or None for the layout of
+            the parameter. With the ``specs`` of the optimizer they are cut as the rest of its state (ZeRO 1).
+
+    Communication: that of the optimizer. Where ``specs`` say so, new parameters move from there (an all-gather), in
+    their own dtype.
+
+    Raises:
+        ArgumentError: ``specs`` do not fit, or are given in a body, where master weights lie as the parameters.
 
     >>> init, update = with_master(adamw(1e-4, decay=0))
     >>> params = {"w": torch.ones(1, dtype=torch.bfloat16)}
@@ -130,14 +140,21 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Opt
     def copied(tree: Any, of: Any) -> Any:  # a cast to the same dtype shares memory, and may not be donated beside it
         return optree.tree_map(lambda x, y: x.clone() if x.dtype is y.dtype else x, tree, of, is_leaf=is_sharded)
 
+    def laid(tree: Any, partitions: Sequence[Any]) -> Any:
+        leaves, treedef = _flat(tree)
+        return treedef.unflatten(_laid(leaves, partitions))
+
     def init(params: Any) -> State:
-        master = copied(wide(params), params)
+        if specs is not None and running.body is not None:
+            raise ArgumentError("with_master got specs in a body, where master weights lie as the parameters")
+        master = copied(laid(wide(params), _partitions(params, specs)), params)
         return {"master": master, **optimizer.init(master)}
 
     def update(grads: Any, state: State, params: Any) -> tuple[Any, State]:
         inner = {name: tree for name, tree in state.items() if name != "master"}
         master, inner = optimizer.update(wide(grads), inner, state["master"])
         news = optree.tree_map(lambda x, p: x.to(p.dtype), master, params, is_leaf=is_sharded)
+        news = laid(news, _places(_flat(params)[0]))
         return copied(news, master), {"master": master, **inner}
 
     return Optimizer(init, update)
