@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
+from numbers import Number, Real
 from typing import Any, NamedTuple
 
 import optree
@@ -20,7 +20,7 @@ from fspmd.collectives import psum
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.messages import as_axis_name, described
 from fspmd.nn.arguments import checked
-from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
+from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, dtype_of_sum, gathered, settled
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import is_sharded
@@ -154,7 +154,8 @@ def accumulate(
             With ``P("dp")`` for parameters of ``P()`` they are scattered instead of summed on all ranks (ZeRO 2).
         precision: The dtypes of the computation and of sums. The default is that of each parameter.
         has_aux: ``loss`` returns ``((total, count), aux)``. Leaves of ``aux``, such as `Routing.counts`, are added up
-            over microbatches. The result is ``((mean, aux), gradient)``.
+            over microbatches, as `torch.sum` does: bools and ints give int64, and 16-bit floats are added in float32.
+            The result is ``((mean, aux), gradient)``.
 
     Communication: that of `gathered`, forward and backward, whatever the number of microbatches; that of ``loss``; and
     an all-reduce of two numbers.
@@ -191,7 +192,7 @@ def accumulate(
         for microbatch in microbatches:
             (one, (items, narrow, aux)), parts = one_step(whole, microbatch)
             if total is None:
-                total, count, dtype, beside = one, items, narrow.dtype, aux
+                total, count, dtype, beside = one, items, narrow.dtype, _summands(aux)
                 sums = [cast_terms(part, wide or part.dtype) for part in treedef.flatten_up_to(parts)]
             else:
                 total, count = total + one, count + items
@@ -204,7 +205,7 @@ def accumulate(
         summed = settled(treedef.unflatten(sums), params, axis, specs, grads, reduce)
         mean_grads = optree.tree_map(lambda g: _divided(g, count), summed, is_leaf=is_sharded)
         mean = (total / count).to(dtype)
-        return (mean, beside) if has_aux else mean, mean_grads
+        return (mean, _narrowed(beside, aux)) if has_aux else mean, mean_grads
 
     return accumulated
 
@@ -244,6 +245,27 @@ def _divided(g: Any, number: Tensor) -> Any:
     return cast_terms(cast_terms(g, dtype) / number.to(dtype), g.dtype)
 
 
+def _summands(aux: Any) -> Any:
+    """The leaves of a tree in dtypes in which they are added up."""
+
+    def wide(x: Any) -> Any:
+        if not isinstance(x, (Tensor, Number)):
+            raise ArgumentError(f"accumulate: the loss returned {described(x)} in aux; expected tensors and numbers")
+        return cast_terms(x, dtype_of_sum(x.dtype)) if isinstance(x, Tensor) else x
+
+    return optree.tree_map(wide, aux, is_leaf=is_sharded)
+
+
+def _narrowed(sums: Any, like: Any) -> Any:
+    """Sums of floats in the dtypes of the leaves of a tree. Those of bools and ints are int64."""
+
+    def narrow(x: Any, y: Any) -> Any:
+        both = isinstance(x, Tensor) and isinstance(y, Tensor)
+        return cast_terms(x, y.dtype) if both and x.dtype is not torch.int64 else x
+
+    return optree.tree_map(narrow, sums, like, is_leaf=is_sharded)
+
+
 def _added(before: Any, after: Any) -> Any:
     """The sums of the leaves of two trees. A sum of two shapes would be that of no microbatch."""
 
@@ -254,7 +276,7 @@ def _added(before: Any, after: Any) -> Any:
         return x + y
 
     try:
-        return optree.tree_map(added, before, after, is_leaf=is_sharded)
+        return optree.tree_map(added, before, _summands(after), is_leaf=is_sharded)
     except ValueError as error:
         raise TreeError(
             f"accumulate: the loss returns one structure of aux for all microbatches, of the same shapes: {error}"
