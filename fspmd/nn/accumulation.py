@@ -6,6 +6,7 @@ The scale is a value, for gradients in float16 (Micikevicius et al., "Mixed Prec
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Number, Real
 from typing import Any, NamedTuple
@@ -47,8 +48,10 @@ class LossScale(NamedTuple):
 
     @classmethod
     @checked
-    def of(cls, scale: float = 65536.0, device: Any = None) -> LossScale:
-        """A scale to begin with."""
+    def of(cls, scale: float = 65536.0, device: torch.device | str | int | None = None) -> LossScale:
+        """A scale to begin with, above 0."""
+        if not 0 < scale < math.inf:
+            raise ArgumentError(f"LossScale.of got {described(scale)} for scale; give it a number above 0")
         return cls(torch.tensor(scale, device=device), torch.zeros((), dtype=torch.int64, device=device))
 
     @checked
@@ -64,6 +67,12 @@ class LossScale(NamedTuple):
     @checked
     def after(self, finite: Tensor, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
         """The scale of the next step: larger after ``interval`` finite steps, smaller after one that is not finite."""
+        _check_condition("LossScale.after", "finite", finite)
+        if not (1 <= growth < math.inf and 0 < backoff <= 1 and interval >= 1):
+            raise ArgumentError(
+                f"LossScale.after got growth={growth!r}, backoff={backoff!r} and interval={interval!r}; give it a "
+                "factor from 1 on, one above 0 and up to 1, and a number of steps from 1 on"
+            )
         grows = finite & (self.steps + 1 >= interval)
         scale = torch.where(finite, torch.where(grows, self.scale * growth, self.scale), self.scale * backoff)
         return LossScale(scale, torch.where(finite & ~grows, self.steps + 1, 0))
@@ -100,6 +109,7 @@ def selected(condition: Tensor, new: Any, old: Any) -> Any:
     >>> selected(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
     """
+    _check_condition("selected", "condition", condition)
     leaves, treedef = optree.tree_flatten(new, is_leaf=is_sharded)
     try:
         others = treedef.flatten_up_to(old)
@@ -114,6 +124,11 @@ def selected(condition: Tensor, new: Any, old: Any) -> Any:
                 "tensors of the same shapes"
             )
     return treedef.unflatten(torch.where(condition, x, y) for x, y in zip(leaves, others, strict=True))
+
+
+def _check_condition(what: str, name: str, x: Tensor) -> None:
+    if x.dtype is not torch.bool or x.dim():
+        raise ArgumentError(f"{what} got {described(x)} for {name}; give it a 0-d bool, such as that of all_finite")
 
 
 def _total(counts: Iterable[Any]) -> Tensor:

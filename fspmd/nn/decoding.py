@@ -87,7 +87,7 @@ class KVCache(NamedTuple):
         """
         check_outside("KVCache.zeros")
         sizes = {"layers": layers, "slots": slots, "kv_heads": kv_heads, "capacity": capacity, "width": width}
-        for name, size in sizes.items():
+        for name, size in (*sizes.items(), ("value_width", width if value_width is None else value_width)):
             if type(size) is not int or size < 1:
                 raise ArgumentError(f"KVCache.zeros got {name}={size!r}; give it an int from 1 on")
         dtype = torch.get_default_dtype() if dtype is None else dtype

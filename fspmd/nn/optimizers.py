@@ -145,16 +145,24 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32, *, spe
         return treedef.unflatten(_laid(leaves, partitions))
 
     def init(params: Any) -> State:
+        _flat(params)
         if specs is not None and running.body is not None:
             raise ArgumentError("with_master got specs in a body, where master weights lie as the parameters")
         master = copied(laid(wide(params), _partitions(params, specs)), params)
         return {"master": master, **optimizer.init(master)}
 
     def update(grads: Any, state: State, params: Any) -> tuple[Any, State]:
+        leaves, treedef = _flat(params)
+        if not isinstance(state, dict) or "master" not in state:
+            raise ArgumentError(
+                f"update got {described(state)} for state; give it what init(params) of with_master gave"
+            )
+        grads = treedef.unflatten(_like(grads, treedef, "grads"))
         inner = {name: tree for name, tree in state.items() if name != "master"}
         master, inner = optimizer.update(wide(grads), inner, state["master"])
+        _like(master, treedef, "state['master']")
         news = optree.tree_map(lambda x, p: x.to(p.dtype), master, params, is_leaf=is_sharded)
-        news = laid(news, _places(_flat(params)[0]))
+        news = laid(news, _places(leaves))
         return copied(news, master), {"master": master, **inner}
 
     return Optimizer(init, update)
@@ -196,11 +204,19 @@ def leafwise(
         laid = _laid(leaves, partitions)
         given = [g.to(p.dtype) for g, p in zip(_laid(_like(grads, treedef, "grads"), _places(laid)), laid, strict=True)]
         decays, lies = broadcast_numbers(decay, params), _lies(params, leaves, specs)
-        news, renewed = rule(given, slots, laid, rate(step) if callable(rate) else rate, step, decays, lies)
+        news, renewed = rule(given, slots, laid, _rate_at(step, rate), step, decays, lies)
         after = {name: treedef.unflatten(_laid(renewed[name], _places(old))) for name, old in slots.items()}
         return treedef.unflatten(_laid(news, _places(leaves))), {"step": step, **after}
 
     return Optimizer(init, update)
+
+
+def _rate_at(step: Tensor, rate: Rate) -> Any:
+    """The learning rate of a step."""
+    found = rate(step) if callable(rate) else rate
+    if not isinstance(found, (Real, Tensor)) or (isinstance(found, Tensor) and found.dim()):
+        raise ArgumentError(f"update got {described(found)} for rate; give it a number, a 0-d tensor, or a function")
+    return found
 
 
 def check_numbers(what: str, numbers: Iterable[tuple[str, Any, float, float]]) -> None:
@@ -322,7 +338,7 @@ def adafactor(
         raise ArgumentError(f"adafactor got {described(eps)} for eps; give it two numbers, such as (None, 1e-3)")
     sizes = [(f"eps[{i}]", x, 0, math.inf) for i, x in enumerate(eps) if x is not None]
     check_numbers("adafactor", [("rate", rate, 0, math.inf), *sizes, ("clip", clip, 1, math.inf)])
-    if beta2_decay > 0:
+    if not beta2_decay <= 0:
         raise ArgumentError(f"adafactor got {described(beta2_decay)} for beta2_decay; give it a number up to 0")
 
     def slots_of(p: Any, lie: Lies) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from fspmd.cache import Cache, forgettable
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.meshes.mesh import Mesh, set_mesh
 from fspmd.messages import described, quoted
+from fspmd.nn.arguments import checked
 from fspmd.nn.boundaries import Stage, boundary_of, check_one_aux, result_of, without_pending
 from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, dtype_of_sum, gathered, settled
 from fspmd.nn.places import Places
@@ -32,6 +33,7 @@ from fspmd.sharded import is_sharded
 from fspmd.spec import P, TensorSpec
 
 
+@checked
 def pipeline(
     stages: Stage | Sequence[Stage],
     schedule: Schedule,
@@ -146,13 +148,6 @@ def _stage_functions(
     stages: Any, schedule: Schedule, loss: Any, mesh: Mesh, axis: str, over: tuple[str, ...]
 ) -> list[Stage]:
     """A function for each stage, after checks of all arguments of `pipeline`."""
-    if not isinstance(mesh, Mesh):
-        raise ArgumentError(f"pipeline got {described(mesh)} for mesh; give it the mesh, make_mesh(...)")
-    if not isinstance(schedule, Schedule):
-        raise ArgumentError(
-            f"pipeline got {described(schedule)} for schedule; give it a table, such as "
-            "one_f_one_b(ranks, microbatches)"
-        )
     if unknown := [name for name in (axis, *over) if name not in mesh.shape]:
         raise AxisError(f"pipeline got the axis {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}")
     if axis in over:
