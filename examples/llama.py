@@ -4,8 +4,7 @@
     dp    the batch                    ep    the batch, and experts                tp  heads, hidden units, vocabulary
 
 Parameters are gathered over fsdp where they are used, inside `checkpoint`, so backward gathers them again. Over the
-axes ONCE the caller gathers them, so their gradients are summed once a step. Shapes in comments are those of one rank's
-block:
+axes ONCE the caller gathers them, so their gradients are summed once a step. Shapes in comments are of one block:
 
     b, s  sequences and positions of this rank    V  the vocabulary     F  width of the MLP, or of an expert
     D     width of the model                      K  width of a head    H, G  heads of queries, of keys and values
@@ -96,6 +95,7 @@ def leaves(c: Config) -> Params:
     }
 
 
+@functools.cache
 def param_specs(c: Config, pp: int = 1) -> Any:
     """The layouts of the parameters: of one stage, or of all of them on so many ranks of pp."""
     specs, over = optree.tree_map(lambda leaf: leaf.spec, leaves(c)), "pp" if pp > 1 else None
@@ -116,7 +116,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     angle = positions.double()[..., None] * 10000.0 ** (-torch.arange(half, device=x.device).double() / half)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    left, right = x[..., :half], x[..., half:]
+    left, right = x.split(half, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 

@@ -58,6 +58,7 @@ SCHEDULES = {
     "dual-pipe-v": nn.dual_pipe_v,
 }
 MATRICES = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # of a layer
+FROM_ZERO = ("lr", "experts", "balance", "balance_loss", "sample", "temperature")  # numbers that may be 0
 CLIP, DECAY, BETAS, WARMUP = 1.0, 0.1, (0.9, 0.95), 20
 Batches = list[tuple[Any, Any]]  # of each microbatch the ids and the targets, each [B, S]
 
@@ -224,7 +225,7 @@ def optimizer(c: Config, args: argparse.Namespace) -> Optimizer:
         matrices = nn.muon(rate, decay=DECAY, adjustment="match_rms_adamw", dtype=None, specs=cut)
         made = both_of(matrices, nn.adamw(rate, BETAS, decay=decay, specs=rest))
     wide = torch.promote_types(getattr(torch, args.dtype), torch.float32)
-    return nn.with_master(made, wide) if args.with_master else made
+    return nn.with_master(made, wide, specs=stored) if args.with_master else made
 
 
 def learned(tree: Params) -> Params:
@@ -460,10 +461,13 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    given = dict(part.split("=") for part in text.split(","))
+    given = dict(part.partition("=")[::2] for part in text.split(","))
     if unknown := set(given) - set(AXES):
         raise argparse.ArgumentTypeError(f"no axis is named {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
-    return {axis: int(given.get(axis, 1)) for axis in AXES}
+    sizes = {axis: given.get(axis, "1") for axis in AXES}
+    if wrong := [f"{axis}={size}" for axis, size in sizes.items() if not size.isdecimal() or not int(size)]:
+        raise argparse.ArgumentTypeError(f"{', '.join(wrong)} is to be a size from 1 on, as in pp=2,fsdp=2")
+    return {axis: int(size) for axis, size in sizes.items()}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -513,6 +517,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--losses", metavar="FILE", help="write all losses to this file as JSON")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture (default out)")
     args = parser.parse_args(argv)
+    for name, given in vars(args).items():
+        if type(given) in (int, float) and name != "seed":
+            least = 0 if name in FROM_ZERO else math.ulp(0)
+            if not least <= given < math.inf:
+                words = "from 0 on" if name in FROM_ZERO else "above 0"
+                parser.error(f"--{name.replace('_', '-')} {given} is to be {words}")
     mesh, batch = args.mesh, math.prod(args.mesh[axis] for axis in llama.BATCH)
     stages = len(stages_in_order(args.schedule, mesh["pp"]))
     cuts = [
@@ -535,11 +545,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, size, over, parts in cuts:
         if parts < 1 or size % parts:
             parser.error(f"--{name} {size} is to be cut over {over}, into {parts} equal parts; give a multiple")
-    for name in ("batch", "window", "every", "loss_scale"):
-        if (given := getattr(args, name)) is not None and not 0 < given < math.inf:
-            parser.error(f"--{name.replace('_', '-')} {given} is to be above 0")
-    if args.sample < 0:
-        parser.error(f"--sample {args.sample} is to be a number of tokens, or 0 for none")
+    if args.experts and args.chosen > args.experts:
+        parser.error(f"--chosen {args.chosen} is to be at most --experts {args.experts}")
+    if args.vocabulary < text_data.VOCAB and not args.plan:
+        parser.error(f"--vocabulary {args.vocabulary} is to be {text_data.VOCAB} or more: the text is bytes")
     if args.jit and args.experts and args.capacity is None:
         parser.error("--jit records shapes, and those of experts depend on the choice; give --capacity")
     if (args.balance or args.balance_loss) and not args.experts:

@@ -68,6 +68,6 @@ def bigram_loss(train: Tensor, batches: list[tuple[Tensor, Tensor]], prior: floa
 
 
 def printable(data: list[int]) -> str:
-    """Bytes as text for a terminal."""
-    text = bytes(data).decode("utf-8", errors="replace")
+    """Bytes as text for a terminal. A larger vocabulary has tokens that are no bytes."""
+    text = bytes(x if x < VOCAB else ord("?") for x in data).decode("utf-8", errors="replace")
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fspmd import FspmdError, P, TensorSpec, make_mesh, nn, random, shard_map
+from fspmd import FspmdError, P, TensorSpec, jit, make_mesh, nn, random, shard_map
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.nn import Action, Causal, Costs, KVCache, LossScale, contiguous, zigzag
 from fspmd.nn.arguments import checked
@@ -36,9 +37,19 @@ def updated(optimizer: Any, grads: Any = PARAMS, state: Any = (), params: Any = 
     return optimizer.update(grads, optimizer.init(params) if state == () else state, params)
 
 
+def piped(**options: Any) -> Any:
+    return nn.pipeline(lambda w, x: x * w, TABLE, loss=lambda y, t: y.sum(), mesh=MESH, **{"axis": "a", **options})
+
+
 def of_another_routing(x: Tensor, logits: Tensor) -> Tensor:
     sent = nn.dispatch(x, nn.route(logits, 1), "a")
     return nn.combine(sent.rows, sent, nn.route(logits, 2), "a")
+
+
+def over_another_axis(x: Tensor, logits: Tensor) -> Tensor:
+    routing = nn.route(logits, 1)
+    sent = nn.dispatch(x, routing, "a", capacity=2)
+    return nn.combine(sent.rows, sent, routing, "b")
 
 
 WRONG: dict[str, Callable[[], Any]] = {
@@ -52,19 +63,25 @@ WRONG: dict[str, Callable[[], Any]] = {
     "two parts of the same queries": lambda: nn.merge(*(nn.attend_block(Q[:, :, :n], Q, Q) for n in (3, 8))),
     "a Causal for allowed": lambda: nn.attend_block(Q, Q, Q, Causal()),  # type: ignore[arg-type]
     "ring_attention was called outside": lambda: nn.ring_attention(Q, Q, Q, "a"),
-    "None for axis_name": lambda: within(lambda x: nn.ring_attention(x, x, x, None), Q),  # type: ignore[arg-type]
+    "None for axis; give it the name of a mesh axis": lambda: within(lambda x: nn.ring_attention(x, x, x, None), Q),  # type: ignore[arg-type]
     "the float 1.0 for sinks": lambda: within(lambda x: nn.ring_attention(x, x, x, "a", sinks=1.0), Q),  # type: ignore[arg-type]
     "give it a TensorSpec": lambda: nn.attention_costs(Q, Q, Q, "a"),  # type: ignore[arg-type]
     "heads a multiple of kv_heads": lambda: nn.attention_costs(
         spec(4, 16, 8), spec(3, 16, 8), spec(3, 16, 8), ("a", "b")
     ),
     "got a layout of 3": lambda: nn.attention_costs(*[spec(4, 24, 8)] * 3, ("a", "b"), layout=zigzag(24, 3)),
+    "nothing got .* the width -1": lambda: nn.nothing(Q, -1),
+    "the float 1.5 for width": lambda: nn.nothing(Q, 1.5),  # type: ignore[arg-type]
+    "nothing got a tensor .*bool": lambda: nn.nothing(Q > 0, 2),
+    "the int 3 for axis; give it the name of a mesh axis": lambda: nn.attention_costs(*[spec(4, 16, 8)] * 3, 3),  # type: ignore[arg-type]
     # experts
+    "route got the int 0 for axes": lambda: nn.route(LOGITS, 1, axes=0),  # type: ignore[arg-type]
     "list .* for bias": lambda: nn.route(LOGITS, 1, bias=[0]),  # type: ignore[arg-type]
     "list .* for counts": lambda: nn.balance(torch.zeros(1), [1], 0.1),  # type: ignore[arg-type]
     "the string 'x' for rate": lambda: nn.balance(torch.zeros(1), torch.zeros(1), "x"),  # type: ignore[arg-type]
     "None for sent; give it the result of dispatch": lambda: nn.combine(X, None, nn.route(LOGITS, 1), "a"),  # type: ignore[arg-type]
     "the dispatch of 6 choices and a routing of 12": lambda: within(of_another_routing, X, LOGITS),
+    "axis='b' for a dispatch over 'a'; give it the axis of dispatch": lambda: within(over_another_axis, X, LOGITS),
     "None for y": lambda: within(
         lambda x, y: nn.experts(x, nn.route(y, 1), lambda rows, counts: None, axis="a"),  # type: ignore[arg-type,return-value]
         X,
@@ -87,6 +104,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "has 0 limits for 2 ranks": lambda: dataclasses.replace(TABLE, limits=()).validate(),
     "ranks_of_stages": lambda: dataclasses.replace(TABLE, ranks_of_stages=()).validate(),
     "give it an action": lambda: dataclasses.replace(TABLE, ticks=((Action("F", 0.0, 0), None),)).validate(),  # type: ignore[arg-type]
+    "the int 3 for precision; give it a Precision": lambda: piped(precision=3),
+    "the int 3 for count; give it a function": lambda: piped(count=3),
+    "the int 3 for over; give it the name": lambda: piped(over=3),
+    r"the list \[1\] for axis": lambda: piped(axis=[1]),
     # state
     "gathered got the int 3 for axis": lambda: nn.gathered(PARAMS, 3),  # type: ignore[arg-type]
     "the int 3 for loss": lambda: nn.accumulate(3),  # type: ignore[arg-type]
@@ -105,6 +126,16 @@ WRONG: dict[str, Callable[[], Any]] = {
     "a dict of 'step', 'mean'": lambda: updated(nn.muon(), state={}),
     "a dict of 'step', 'foo' for state": lambda: updated(nn.adamw(), state={"step": torch.zeros(()), "foo": PARAMS}),
     "give it an optimizer": lambda: nn.with_master(None),  # type: ignore[arg-type]
+    "give it what init.params. of with_master": lambda: updated(nn.with_master(nn.adamw()), state={}),
+    "None as a leaf of grads; give": lambda: updated(nn.with_master(nn.adamw()), grads={"w": None}),
+    "a parameter that is the string": lambda: nn.with_master(nn.adamw()).init({"w": "x"}),
+    "None for rate; give it a number, a 0-d": lambda: updated(nn.adamw(lambda step: None)),  # type: ignore[arg-type,return-value]
+    "the float nan for beta2_decay": lambda: nn.adafactor(beta2_decay=math.nan),
+    "the int 0 for scale; give it a number above 0": lambda: LossScale.of(0),
+    "growth=0.5": lambda: LossScale.of(1.0).after(torch.tensor(True), growth=0.5),
+    "for finite; give it a 0-d bool": lambda: LossScale.of(1.0).after(torch.ones(())),
+    "for condition; give it a 0-d bool": lambda: nn.selected(torch.ones(2) > 0, PARAMS, PARAMS),
+    "the list .* for device": lambda: LossScale.of(1.0, [1]),  # type: ignore[arg-type]
     "the string 'x' for scale": lambda: LossScale.of("x"),  # type: ignore[arg-type]
     "None for loss": lambda: LossScale.of(1.0).scaled(None),  # type: ignore[arg-type]
     "True for finite": lambda: LossScale.of(1.0).after(True),  # type: ignore[arg-type]
@@ -112,10 +143,20 @@ WRONG: dict[str, Callable[[], Any]] = {
     "two trees that differ": lambda: nn.selected(torch.tensor(True), PARAMS, {"v": torch.ones(4, 4)}),
     r"for new\['w'\]": lambda: nn.selected(torch.tensor(True), PARAMS, {"w": torch.ones(3)}),
     # decoding
+    "value_width=0": lambda: KVCache.zeros(1, 2, 2, 8, 4, value_width=0),
+    "append got the string '' for axis": lambda: CACHE.append(K, K, axis=""),
+    "cached_attention got a tensor .* for axis": lambda: nn.cached_attention(K, CACHE, axis=K),  # type: ignore[arg-type]
     "names the axis 'zz'": lambda: KVCache.zeros(1, 2, 2, 8, 4, spec=P(None, "zz"), mesh=MESH),
     "the string 'x' for value_width": lambda: KVCache.zeros(1, 2, 2, 8, 4, value_width="x"),  # type: ignore[arg-type]
     "KVCache.of got the int 1": lambda: KVCache.of([1]),  # type: ignore[list-item]
     "list .* for key": lambda: CACHE.append([1], K),  # type: ignore[arg-type]
+    r"slots \[1, 2\] of a cache of 2 slots, of which 2 is out of": lambda: CACHE.append(
+        K, K, slots=torch.tensor([1, 2])
+    ),
+    r"slots \[-1, 0\] of a cache of 2": lambda: nn.cached_attention(K, CACHE, slots=torch.tensor([-1, 0])),
+    r"slots \[1, 1\] of a cache of 2": lambda: jit(lambda at: CACHE.append(K, K, slots=at))(torch.tensor([1, 1])),
+    r"the counts \[0, 2\] of 1 positions": lambda: CACHE.append(K, K, counts=torch.tensor([0, 2])),
+    r"the counts \[-1, 1\] of 1 positions": lambda: nn.cached_attention(K, CACHE, counts=torch.tensor([-1, 1])),
     "give it a KVCache": lambda: nn.cached_attention(K, None),  # type: ignore[arg-type]
     "give it keys or values": lambda: within(lambda x: nn.own_heads(x, "a"), X),
     "greedy was called outside": lambda: nn.greedy(LOGITS, "a"),

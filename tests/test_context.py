@@ -14,12 +14,13 @@ from full import FULL, sample
 from processes import Processes
 from torch import Tensor
 
-from fspmd import P, TensorSpec, communication_log, device_get, device_put, jit, make_mesh, shard_map
+from fspmd import P, TensorSpec, communication_log, device_get, device_put, jit, make_mesh, shard_map, value_and_grad
 from fspmd.errors import ShapeError
 from fspmd.nn import (
     Causal,
     Documents,
     Full,
+    Mask,
     PartialAttention,
     Prefix,
     SlidingWindow,
@@ -91,6 +92,52 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_tiles_are_dense_attention(case: Case) -> None:
     for mine, right in compute(case):
         torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
+@pytest.fixture
+def small_masks(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make masks of a few pairs of queries and keys at once."""
+    monkeypatch.setattr(tiles, "MOST_BOOLS", 9)
+    monkeypatch.setattr(tiles, "LONGEST_MASKED", 3)
+
+
+@pytest.mark.parametrize("case", sample(CASES, 10, "masks"), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.usefixtures("small_masks")
+def test_small_masks_are_dense_attention(case: Case) -> None:
+    for mine, right in compute(case):
+        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+
+
+@dataclass(frozen=True, eq=False)
+class Counted(Mask):
+    """A mask that says nothing of ranges, and notes how many pairs it is asked for at once."""
+
+    asked: list[int]
+    whole: bool  # whether it says that queries see no keys after them
+
+    def allows(self, query: Tensor, key: Tensor) -> Tensor:
+        allowed = key <= query
+        self.asked.append(allowed.numel())
+        return allowed
+
+    def over(self, queries: range, keys: range) -> bool | None:
+        return None if self.whole or keys[0] <= queries[-1] else False
+
+
+@pytest.mark.parametrize(
+    ("way", "whole"), [(ring_attention, False), (ring_attention, True), (gathered_attention, True)]
+)
+def test_masks_do_not_grow_with_the_square_of_a_block(way: Any, whole: bool) -> None:
+    """A block of 16,384 positions would have 268 MB of bools, of which kernels of CPUs make numbers of four bytes."""
+    length, mask = 1 << 17, Counted([], whole)
+    mesh = make_mesh((8,), ("cp",), transport="abstract")
+    rows = TensorSpec(mesh, P(None, "cp"), (8, length, 4), torch.float32)
+    attend = shard_map(
+        lambda q: way(q, q, q, "cp", mask=mask), mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp")
+    )
+    jit(value_and_grad(lambda q: attend(q).sum())).lower(rows)
+    assert 1 << 21 < max(mask.asked) <= 1 << 25
+    assert tiles.count_of(1 << 20) == (1 << 20) / 4096
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

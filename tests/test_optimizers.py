@@ -186,6 +186,30 @@ def test_master_weights_keep_what_bfloat16_loses() -> None:
     assert ends["master"] == pytest.approx(0.99, abs=2**-9)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_master_weights_may_be_cut_as_the_rest_of_the_state(jitted: bool) -> None:
+    """ZeRO 1. New parameters are gathered in their own dtype."""
+    mesh = make_mesh((4,), ("s",), transport="simulation")
+    w = device_put(torch.randn(16, 8, dtype=torch.bfloat16), P(), mesh=mesh)
+    grads = device_put(torch.randn(16, 8, dtype=torch.bfloat16), P(), mesh=mesh)
+    init, update = with_master(adamw(0.1, specs=P("s")), specs=P("s"))
+    whole_init, whole_update = with_master(adamw(0.1))
+    state, whole = init(w), whole_init(w)
+    assert repr(state["master"].spec) == "f32[16@s, 8] on mesh(s=4)"
+    run = jit(update) if jitted else update
+    run(grads, state, w)
+    with communication_log() as log:
+        new, state = run(grads, state, w)
+    assert [(call.kind, call.price.moved) for call in log] == [("all_gather_invariant", 16 * 8 * 2 * 3 / 4)]
+    right, whole = whole_update(grads, whole, w)
+    assert new.spec == right.spec
+    assert torch.equal(device_get(new), device_get(right))
+    assert repr(state["master"].spec) == "f32[16@s, 8] on mesh(s=4)"
+    assert torch.equal(device_get(state["master"]), device_get(whole["master"]))
+    with pytest.raises(ArgumentError, match="with_master got specs in a body"):
+        shard_map(lambda w: init(w)["step"], mesh=mesh, in_specs=P(), out_specs=P())(w)
+
+
 def test_master_weights_share_no_memory_with_parameters() -> None:
     """So a step may be given both of them, also where they have one dtype."""
     init, update = with_master(adamw(0.1, decay=0))

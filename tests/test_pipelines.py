@@ -499,6 +499,27 @@ def test_forwards_alone_return_more() -> None:
     assert torch.equal(device_get(aux["positive"]), device_get(more["positive"]))
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_sums_of_what_stages_return_beside_have_the_dtypes_of_torch(jitted: bool) -> None:
+    """Bools are counted, and 258 ones in bfloat16 are 258. Pending sums are cast before they are settled."""
+    mesh = make_mesh((2, 2), ("pp", "dp"), transport="simulation")
+
+    def stage(w: Any, x: Any) -> Any:
+        return x * w, 0.0, {"some": x > 0, "ones": (x * 0 + 1).bfloat16(), "all": (x > 0).all()}
+
+    step = pipeline(stage, gpipe(2, 258), loss=lambda y, t: y.sum(), mesh=mesh, has_aux=True)
+    w, x = (
+        device_put(torch.ones(2), P("pp"), mesh=mesh),
+        device_put([torch.tensor([1.0, -1.0])] * 258, P("dp"), mesh=mesh),
+    )
+    (_, aux), _ = (jit(step) if jitted else step)(w, x, x)
+    assert {name: (value.dtype, device_get(value).tolist()) for name, value in aux.items()} == {
+        "some": (torch.int64, [[258, 0]] * 2),
+        "ones": (torch.bfloat16, [[258.0, 258.0]] * 2),
+        "all": (torch.int64, [0, 0]),
+    }
+
+
 @pytest.mark.parametrize(
     ("out", "words"),
     [

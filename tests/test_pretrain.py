@@ -63,6 +63,7 @@ MESHES = [
     "pp=2,dp=2,tp=2 --schedule=zbv --zero1 --jit",
     f"pp=2,ep=2 --schedule=dual-pipe-v --optimizer=muon {MOE} {BALANCED}",
     f"ep=2,tp=2,cp=2 {MOE} {BALANCED} --loss-scale=1024 --with-master",
+    "dp=2,fsdp=2 --zero1 --with-master --jit",
     f"dp=2,ep=2 --jit {MOE} {BALANCED} --capacity=144 --microbatches=3",
     "pp=2,fsdp=2 --jit --loss-scale=1024 --compute=float64",
     "cp=2,tp=2 --attention=ulysses --window=7 --jit",
@@ -417,9 +418,40 @@ def test_a_plan_of_many_layers_is_that_of_a_record_of_all(text: str) -> None:
         ("dp=1 --every=0", "every"),
         ("dp=1 --batch=0", "batch"),
         ("dp=1 --sample=-1", "sample"),
+        ("dp=1 --steps=0", "steps"),
+        ("dp=1 --layers=0", "layers"),
+        ("dp=1 --hidden=0", "hidden"),
+        ("dp=1 --lr=-1", "lr"),
+        ("dp=1 --lr=nan", "lr"),
+        ("dp=1 --temperature=-1", "temperature"),
+        ("dp=1 --vocabulary=255", "vocabulary"),
+        ("dp=1 --accelerator=0", "accelerator"),
+        ("dp=1 --experts=-1", "experts"),
+        (f"dp=1 {MOE} --chosen=0", "chosen"),
+        (f"dp=1 {MOE} --chosen=5", "chosen"),
+        (f"dp=1 {MOE} --capacity=0", "capacity"),
+        (f"dp=1 {MOE} --balance=-1", "balance"),
+        (f"dp=1 {MOE} --balance-loss=inf", "balance-loss"),
+        ("dp=0", "mesh"),
+        ("dp", "mesh"),
+        ("dp=two", "mesh"),
     ],
 )
 def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         pretrain().parse(arguments(text))
-    assert f"--{word}" in capsys.readouterr().err
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"--{word}" in told
+    assert "is to be" in told or "give" in told
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
+def test_all_states_are_cut_over_replicas(name: str) -> None:
+    """Master weights too. Means over a dim that dp cuts are not cut by it."""
+    module = pretrain()
+    args = module.parse(arguments(f"dp=2,fsdp=2 --zero1 --with-master --optimizer={name}"))
+    c, mesh = module.config(args), fspmd.make_mesh((1, 2, 2, 1, 1, 1), module.AXES, transport="simulation")
+    state = module.optimizer(c, args)[0](module.learned(module.init_params(c, mesh, 0, torch.float64)))
+    leaves = optree.tree_leaves(state["master"], is_leaf=lambda x: isinstance(x, fspmd.Sharded))
+    assert {frozenset(x.spec.partition.axes) & {"dp", "fsdp"} for x in leaves} == {frozenset({"dp", "fsdp"})}
+    assert all(math.prod(x.spec.block_shape) * 4 == x.numel() for x in leaves)

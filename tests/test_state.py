@@ -204,6 +204,33 @@ def test_what_a_loss_returns_beside_is_added_up(cut: bool, jitted: bool) -> None
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("view", ["plain", "global", "body"])
+def test_sums_of_what_a_loss_returns_beside_have_the_dtypes_of_torch(view: str) -> None:
+    """Bools are counted, and 258 ones in bfloat16 are 258. A logical or of bools would say nothing."""
+    mesh = make_mesh((2,), ("s",), transport="simulation")
+    w, x = torch.ones(2), torch.tensor([1.0, -1.0])
+
+    def loss(w: Any, x: Any) -> Any:
+        beside = {"some": x > 0, "ones": torch.ones_like(x).bfloat16(), "small": (x > 0).to(torch.uint8)}
+        return ((w * x).sum(), 1), beside
+
+    def step(w: Any, x: Any) -> Any:
+        return accumulate(loss, has_aux=True)(w, [x] * 258)[0][1]
+
+    if view == "global":
+        w, x = device_put((w, x), P("s"), mesh=mesh)
+    if view == "body":
+        step = shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
+    found = device_get(step(w, x))
+    assert {name: (value.dtype, value.tolist()) for name, value in found.items()} == {
+        "some": (torch.int64, [258, 0]),
+        "ones": (torch.bfloat16, [258.0, 258.0]),
+        "small": (torch.int64, [258, 0]),
+    }
+    with pytest.raises(ArgumentError, match="the string 'x' in aux; expected tensors and numbers"):
+        accumulate(lambda w, x: (((w * x).sum(), 1), "x"), has_aux=True)(w, [x])
+
+
 def test_gradients_scale_with_the_loss() -> None:
     mesh = make_mesh((2, 2), ("r", "s"), transport="simulation")
     params = device_put({"w": torch.randn(5, 3, dtype=F64)}, P("s"), mesh=mesh)

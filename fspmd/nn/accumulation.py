@@ -6,8 +6,9 @@ The scale is a value, for gradients in float16 (Micikevicius et al., "Mixed Prec
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
+from numbers import Number, Real
 from typing import Any, NamedTuple
 
 import optree
@@ -20,7 +21,7 @@ from fspmd.collectives import psum
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.messages import as_axis_name, described
 from fspmd.nn.arguments import checked
-from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
+from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, dtype_of_sum, gathered, settled
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import is_sharded
@@ -47,8 +48,10 @@ class LossScale(NamedTuple):
 
     @classmethod
     @checked
-    def of(cls, scale: float = 65536.0, device: Any = None) -> LossScale:
-        """A scale to begin with."""
+    def of(cls, scale: float = 65536.0, device: torch.device | str | int | None = None) -> LossScale:
+        """A scale to begin with, above 0."""
+        if not 0 < scale < math.inf:
+            raise ArgumentError(f"LossScale.of got {described(scale)} for scale; give it a number above 0")
         return cls(torch.tensor(scale, device=device), torch.zeros((), dtype=torch.int64, device=device))
 
     @checked
@@ -64,6 +67,12 @@ class LossScale(NamedTuple):
     @checked
     def after(self, finite: Tensor, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
         """The scale of the next step: larger after ``interval`` finite steps, smaller after one that is not finite."""
+        _check_condition("LossScale.after", "finite", finite)
+        if not (1 <= growth < math.inf and 0 < backoff <= 1 and interval >= 1):
+            raise ArgumentError(
+                f"LossScale.after got growth={growth!r}, backoff={backoff!r} and interval={interval!r}; give it a "
+                "factor from 1 on, one above 0 and up to 1, and a number of steps from 1 on"
+            )
         grows = finite & (self.steps + 1 >= interval)
         scale = torch.where(finite, torch.where(grows, self.scale * growth, self.scale), self.scale * backoff)
         return LossScale(scale, torch.where(finite & ~grows, self.steps + 1, 0))
@@ -100,6 +109,7 @@ def selected(condition: Tensor, new: Any, old: Any) -> Any:
     >>> selected(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
     """
+    _check_condition("selected", "condition", condition)
     leaves, treedef = optree.tree_flatten(new, is_leaf=is_sharded)
     try:
         others = treedef.flatten_up_to(old)
@@ -114,6 +124,11 @@ def selected(condition: Tensor, new: Any, old: Any) -> Any:
                 "tensors of the same shapes"
             )
     return treedef.unflatten(torch.where(condition, x, y) for x, y in zip(leaves, others, strict=True))
+
+
+def _check_condition(what: str, name: str, x: Tensor) -> None:
+    if x.dtype is not torch.bool or x.dim():
+        raise ArgumentError(f"{what} got {described(x)} for {name}; give it a 0-d bool, such as that of all_finite")
 
 
 def _total(counts: Iterable[Any]) -> Tensor:
@@ -154,7 +169,8 @@ def accumulate(
             With ``P("dp")`` for parameters of ``P()`` they are scattered instead of summed on all ranks (ZeRO 2).
         precision: The dtypes of the computation and of sums. The default is that of each parameter.
         has_aux: ``loss`` returns ``((total, count), aux)``. Leaves of ``aux``, such as `Routing.counts`, are added up
-            over microbatches. The result is ``((mean, aux), gradient)``.
+            over microbatches, as `torch.sum` does: bools and ints give int64, and 16-bit floats are added in float32.
+            The result is ``((mean, aux), gradient)``.
 
     Communication: that of `gathered`, forward and backward, whatever the number of microbatches; that of ``loss``; and
     an all-reduce of two numbers.
@@ -191,7 +207,7 @@ def accumulate(
         for microbatch in microbatches:
             (one, (items, narrow, aux)), parts = one_step(whole, microbatch)
             if total is None:
-                total, count, dtype, beside = one, items, narrow.dtype, aux
+                total, count, dtype, beside = one, items, narrow.dtype, _summands(aux)
                 sums = [cast_terms(part, wide or part.dtype) for part in treedef.flatten_up_to(parts)]
             else:
                 total, count = total + one, count + items
@@ -204,7 +220,7 @@ def accumulate(
         summed = settled(treedef.unflatten(sums), params, axis, specs, grads, reduce)
         mean_grads = optree.tree_map(lambda g: _divided(g, count), summed, is_leaf=is_sharded)
         mean = (total / count).to(dtype)
-        return (mean, beside) if has_aux else mean, mean_grads
+        return (mean, _narrowed(beside, aux)) if has_aux else mean, mean_grads
 
     return accumulated
 
@@ -244,6 +260,27 @@ def _divided(g: Any, number: Tensor) -> Any:
     return cast_terms(cast_terms(g, dtype) / number.to(dtype), g.dtype)
 
 
+def _summands(aux: Any) -> Any:
+    """The leaves of a tree in dtypes in which they are added up."""
+
+    def wide(x: Any) -> Any:
+        if not isinstance(x, (Tensor, Number)):
+            raise ArgumentError(f"accumulate: the loss returned {described(x)} in aux; expected tensors and numbers")
+        return cast_terms(x, dtype_of_sum(x.dtype)) if isinstance(x, Tensor) else x
+
+    return optree.tree_map(wide, aux, is_leaf=is_sharded)
+
+
+def _narrowed(sums: Any, like: Any) -> Any:
+    """Sums of floats in the dtypes of the leaves of a tree. Those of bools and ints are int64."""
+
+    def narrow(x: Any, y: Any) -> Any:
+        both = isinstance(x, Tensor) and isinstance(y, Tensor)
+        return cast_terms(x, y.dtype) if both and x.dtype is not torch.int64 else x
+
+    return optree.tree_map(narrow, sums, like, is_leaf=is_sharded)
+
+
 def _added(before: Any, after: Any) -> Any:
     """The sums of the leaves of two trees. A sum of two shapes would be that of no microbatch."""
 
@@ -254,7 +291,7 @@ def _added(before: Any, after: Any) -> Any:
         return x + y
 
     try:
-        return optree.tree_map(added, before, after, is_leaf=is_sharded)
+        return optree.tree_map(added, before, _summands(after), is_leaf=is_sharded)
     except ValueError as error:
         raise TreeError(
             f"accumulate: the loss returns one structure of aux for all microbatches, of the same shapes: {error}"

@@ -39,6 +39,7 @@ _WORDS = {
     "TensorSpec": "a TensorSpec, such as x.spec of a Sharded",
     "P": "a spec, such as P(None, 'tp')",
     "Mesh": "a mesh, make_mesh(...)",
+    "Schedule": "a table, such as one_f_one_b(ranks, microbatches)",
     "Costs": "Costs(forward, input_gradient, weight_gradient)",
 }
 
@@ -61,17 +62,29 @@ def checked(function: Callable[Q, R]) -> Callable[Q, R]:
     names: dict[str, Any] = inspect.unwrap(function).__globals__
     found = {name: _kinds(p.annotation, names) for name, p in parameters.items()}
     kinds = {name: kind for name, kind in found.items() if kind is not None}
+    axes = {name for name, p in parameters.items() if "Axes" in str(p.annotation)}
     places = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     what = function.__qualname__.rpartition("<locals>.")[2]
 
     @functools.wraps(function)
     def call(*args: Q.args, **kwargs: Q.kwargs) -> R:
         for name, x in (*zip(places, args), *kwargs.items()):  # noqa: B905  Python refuses what is too much
-            if name in kinds and not isinstance(x, kinds[name]):
+            if name in axes:
+                _check_axes(what, name, x, kinds[name])
+            elif name in kinds and not isinstance(x, kinds[name]):
                 raise ArgumentError(f"{what} got {described(x)} for {name}; give it {wanted(kinds[name])}")
         return function(*args, **kwargs)
 
     return call
+
+
+def _check_axes(what: str, name: str, x: object, kinds: tuple[type, ...]) -> None:
+    """Raise unless a value is the name of a mesh axis, or names in a tuple or a list, or None where that is a kind."""
+    names = x if isinstance(x, (tuple, list)) else [x]
+    if not (x is None and types.NoneType in kinds) and not all(isinstance(axis, str) and axis for axis in names):
+        raise ArgumentError(
+            f"{what} got {described(x)} for {name}; give it the name of a mesh axis, such as 'cp', or a tuple of names"
+        )
 
 
 def wanted(kinds: Iterable[Any]) -> str:
@@ -80,8 +93,8 @@ def wanted(kinds: Iterable[Any]) -> str:
 
 
 def _kinds(annotation: Any, names: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The classes that an annotation names; None for anything. Functions say by themselves what axes are."""
-    if annotation in ("Axes", inspect.Parameter.empty):
+    """The classes that an annotation names; None for anything."""
+    if annotation is inspect.Parameter.empty:
         return None
     return _flat(_value(annotation, names) if isinstance(annotation, str) else annotation)
 

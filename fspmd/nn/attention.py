@@ -145,6 +145,9 @@ def attend_block(
 ) -> PartialAttention:
     """The attention of queries to some keys, on this rank alone. Differentiable in both results.
 
+    Gradients have the dtype of their operands. So queries in bfloat16 that meet many blocks by calls of their own get a
+    sum of rounded gradients; `ring_attention` and its relatives add them wide.
+
     Args:
         query: [..., heads, queries, width]
         key: [..., kv_heads, keys, width]; each of the ``kv_heads`` serves ``heads / kv_heads`` heads of queries.

@@ -1,4 +1,4 @@
-"""Checks of what attention is given. They raise alike on all ranks, before anything moves."""
+"""Checks of what attention is given. They raise before anything moves, and of shapes and types alike on all ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from fspmd.meshes.axes import row_major
 from fspmd.messages import described, quoted
 from fspmd.nn.sequences import Axes, SequenceLayout, contiguous, joined
 from fspmd.sharded import Sharded
-from fspmd.torch_internals import DisableTorchFunction
-from fspmd.tracing import outside_transforms
-from fspmd.variance import get_variance, show
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, FakeTensor, level_of
+from fspmd.tracing import outside_transforms, reading
+from fspmd.transport.local_tensor import blocks_of
+from fspmd.variance import get_variance, show, unwrapped
 
 Shape = tuple[int, ...]
 Everywhere = dict[tuple[int, ...] | None, list[Shape]]  # the shapes of tensors by the mesh coordinate; None: everywhere
@@ -95,6 +96,36 @@ def _fit(query: Shape, key: Shape, value: Shape) -> bool:
         and key[-3] > 0
         and query[-3] % key[-3] == 0
     )
+
+
+@reading
+def check_slots(what: str, slots: Tensor, room: int) -> None:
+    """Raise `ArgumentError` on CPUs unless slots of a cache exist, and no two sequences have one."""
+    for row in _numbers_on_host(slots):
+        if wrong := sorted({slot for slot in row if not 0 <= slot < room or row.count(slot) > 1}):
+            raise ArgumentError(
+                f"{what} got the slots {row} of a cache of {room} slots, of which {', '.join(map(str, wrong))} is out "
+                f"of range or given twice; give it numbers from 0 to {room - 1}, each at most once"
+            )
+
+
+def check_counts(what: str, counts: Tensor, n: int) -> None:
+    """Raise `ArgumentError` on CPUs unless each sequence has between none and all of n positions."""
+    for row in _numbers_on_host(counts):
+        if any(not 0 <= count <= n for count in row):
+            raise ArgumentError(
+                f"{what} got the counts {row} of {n} positions; give it a number from 0 to {n} for each sequence"
+            )
+
+
+def _numbers_on_host(x: Tensor) -> list[list[int]]:
+    """The numbers of each simulated rank, or of this one. None are read from a GPU, which would wait."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return []
+    with DisableTorchFunction(), outside_transforms():
+        found = [block for block in blocks_of(unwrapped(x)) if not isinstance(block, FakeTensor)]
+        is_mapped = level_of(x) != NO_LEVEL  # by vmap, which adds a dim
+        return [row for block in found for row in (block.reshape(-1, 1) if is_mapped else block[None]).tolist()]
 
 
 def check_layout(

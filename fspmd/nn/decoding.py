@@ -24,7 +24,15 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.nn.arguments import checked
 from fspmd.nn.attention import OneBlock, attention
-from fspmd.nn.checks import Everywhere, Shape, check_varies, shapes_everywhere, shapes_of
+from fspmd.nn.checks import (
+    Everywhere,
+    Shape,
+    check_counts,
+    check_slots,
+    check_varies,
+    shapes_everywhere,
+    shapes_of,
+)
 from fspmd.nn.masks import Causal, Mask, as_mask
 from fspmd.nn.parts import merge_over
 from fspmd.nn.sequences import Axes
@@ -32,6 +40,7 @@ from fspmd.placement.creation import zeros
 from fspmd.placement.device_put import device_get
 from fspmd.sharded import is_sharded
 from fspmd.spec import P, complain
+from fspmd.tracing import recorder
 
 
 class KVCache(NamedTuple):
@@ -78,7 +87,7 @@ class KVCache(NamedTuple):
         """
         check_outside("KVCache.zeros")
         sizes = {"layers": layers, "slots": slots, "kv_heads": kv_heads, "capacity": capacity, "width": width}
-        for name, size in sizes.items():
+        for name, size in (*sizes.items(), ("value_width", width if value_width is None else value_width)):
             if type(size) is not int or size < 1:
                 raise ArgumentError(f"KVCache.zeros got {name}={size!r}; give it an int from 1 on")
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -199,7 +208,8 @@ class KVCache(NamedTuple):
 
         Raises:
             ShapeError: The shapes do not fit, or n exceeds the capacity.
-            ArgumentError: A dtype does not fit, or the cache has several layers.
+            ArgumentError: A dtype does not fit, the cache has several layers, or, on CPUs, a number of ``counts`` or
+                ``slots`` is out of range. A rank reads its own numbers, and a replay those of ``slots`` alone.
 
         >>> cache = KVCache.zeros(1, 2, 1, 8, 4)
         >>> k, v = torch.ones(2, 2, 1, 3, 4)
@@ -267,7 +277,7 @@ def cached_attention(
 
     Raises:
         ShapeError: The shapes do not fit.
-        ArgumentError: A dtype does not fit, or the cache has several layers.
+        ArgumentError: As `KVCache.append`.
 
     >>> from fspmd import device_get, make_mesh, shard_map
     >>> mesh = make_mesh((2, 2), ("tp", "cp"))
@@ -410,6 +420,10 @@ def _check(
                 f"{what} got {given[0][2]} positions for a cache with room for {room}; make a cache of a larger "
                 "capacity"
             )
+    if slots is not None:
+        check_slots(what, slots, of_cache[0].shape[0])
+    if counts is not None and recorder() is None:  # a step of decoding may have some, and its replays ask nothing
+        check_counts(what, counts, operands[0].shape[2])
 
 
 def _check_sinks(query: Tensor, sinks: Tensor) -> None:

@@ -18,7 +18,7 @@ from fspmd.collectives import all_gather, all_to_all, axis_index, axis_size, pma
 from fspmd.collectives.ragged import exchanged_rows
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, RecordError, ShapeError
-from fspmd.messages import described
+from fspmd.messages import as_axis_name, described
 from fspmd.nn.arguments import checked
 from fspmd.nn.checks import check_varies
 from fspmd.nn.parameters import moved
@@ -144,6 +144,7 @@ class Dispatched(NamedTuple):
     dropped: Tensor  #: how many choices of this rank's tokens found no place; 0 without a capacity
     places: Tensor  #: [T k], where the result of a choice lies among those that return
     back: Tensor | None  #: [4, E], the slices that return, as in `exchanged_rows`; None with a capacity
+    axes: tuple[dict[str, tuple[()]], ...]  #: the names of the axes of the experts, as keys, which are no leaves
 
 
 @checked
@@ -212,7 +213,7 @@ def dispatch(
     of_shelves = table.sum(0).flatten()
     of_experts = of_shelves[: routing.counts.shape[0]] if shelves is None else of_shelves.index_select(0, shelves)
     own = _own(of_experts, axis)
-    return Dispatched(arrived, own, counts.sum() * 0, position, torch.cat([comes, goes]))
+    return Dispatched(arrived, own, counts.sum() * 0, position, torch.cat([comes, goes]), _keys(axis))
 
 
 @checked
@@ -232,6 +233,7 @@ def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor
 
     Raises:
         ShapeError: ``y`` has other rows than ``sent.rows``, or the routing is another one than that of `dispatch`.
+        ArgumentError: ``axis`` is another one than that of `dispatch`.
     """
     if y.dim() != 2 or y.shape[0] != sent.rows.shape[0]:
         raise ShapeError(
@@ -241,6 +243,11 @@ def combine(y: Tensor, sent: Dispatched, routing: Routing, axis: Axes) -> Tensor
         raise ShapeError(
             f"combine got the dispatch of {sent.places.shape[0]} choices and a routing of "
             f"{routing.experts.numel()}; give it the routing that dispatch was given"
+        )
+    if _keys(axis) != sent.axes:
+        of_dispatch = as_axis_name([name for key in sent.axes for name in key])
+        raise ArgumentError(
+            f"combine got axis={axis!r} for a dispatch over {of_dispatch}; give it the axis of dispatch"
         )
     if sent.back is None:
         n = axis_size(axis)
@@ -328,6 +335,11 @@ def grouped_matmul(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
     return rows_by_groups(x, w, counts.cumsum(0).to(torch.int32))
 
 
+def _keys(axis: Axes) -> tuple[dict[str, tuple[()]], ...]:
+    """The names of axes in a pytree without leaves, which `Dispatched` keeps wherever it goes."""
+    return tuple({name: ()} for name in resolve_axes(bound_body("combine"), axis, "combine"))
+
+
 def _with_capacity(
     x: Tensor,
     axis: Axes,
@@ -350,7 +362,7 @@ def _with_capacity(
     rows = all_to_all(sent.view(total, 1, capacity, x.shape[1]), axis, 0, 1, tiled=True).flatten(0, 2)
     among = position - starts.index_select(0, chosen)
     places = torch.where(among < capacity, chosen * capacity + among + 1, 0)
-    return Dispatched(rows, own, (counts - capacity).clamp(min=0).sum(), places, None)
+    return Dispatched(rows, own, (counts - capacity).clamp(min=0).sum(), places, None, _keys(axis))
 
 
 def _before(counts: Tensor) -> Tensor:

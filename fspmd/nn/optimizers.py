@@ -110,10 +110,20 @@ def adamw(
 
 
 @checked
-def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Optimizer:
+def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32, *, specs: Any = None) -> Optimizer:
     """The optimizer on master weights: copies of the parameters in a wider dtype, which are part of the state.
 
     An update changes the master weights. Parameters are their values, rounded. So small changes are not lost.
+
+    Args:
+        specs: How master weights lie, outside of bodies: a prefix of the parameters of `P`, or None for the layout of
+            the parameter. With the ``specs`` of the optimizer they are cut as the rest of its state (ZeRO 1).
+
+    Communication: that of the optimizer. Where ``specs`` say so, new parameters move from there (an all-gather), in
+    their own dtype.
+
+    Raises:
+        ArgumentError: ``specs`` do not fit, or are given in a body, where master weights lie as the parameters.
 
     >>> init, update = with_master(adamw(1e-4, decay=0))
     >>> params = {"w": torch.ones(1, dtype=torch.bfloat16)}
@@ -130,14 +140,29 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32) -> Opt
     def copied(tree: Any, of: Any) -> Any:  # a cast to the same dtype shares memory, and may not be donated beside it
         return optree.tree_map(lambda x, y: x.clone() if x.dtype is y.dtype else x, tree, of, is_leaf=is_sharded)
 
+    def laid(tree: Any, partitions: Sequence[Any]) -> Any:
+        leaves, treedef = _flat(tree)
+        return treedef.unflatten(_laid(leaves, partitions))
+
     def init(params: Any) -> State:
-        master = copied(wide(params), params)
+        _flat(params)
+        if specs is not None and running.body is not None:
+            raise ArgumentError("with_master got specs in a body, where master weights lie as the parameters")
+        master = copied(laid(wide(params), _partitions(params, specs)), params)
         return {"master": master, **optimizer.init(master)}
 
     def update(grads: Any, state: State, params: Any) -> tuple[Any, State]:
+        leaves, treedef = _flat(params)
+        if not isinstance(state, dict) or "master" not in state:
+            raise ArgumentError(
+                f"update got {described(state)} for state; give it what init(params) of with_master gave"
+            )
+        grads = treedef.unflatten(_like(grads, treedef, "grads"))
         inner = {name: tree for name, tree in state.items() if name != "master"}
         master, inner = optimizer.update(wide(grads), inner, state["master"])
+        _like(master, treedef, "state['master']")
         news = optree.tree_map(lambda x, p: x.to(p.dtype), master, params, is_leaf=is_sharded)
+        news = laid(news, _places(leaves))
         return copied(news, master), {"master": master, **inner}
 
     return Optimizer(init, update)
@@ -179,11 +204,19 @@ def leafwise(
         laid = _laid(leaves, partitions)
         given = [g.to(p.dtype) for g, p in zip(_laid(_like(grads, treedef, "grads"), _places(laid)), laid, strict=True)]
         decays, lies = broadcast_numbers(decay, params), _lies(params, leaves, specs)
-        news, renewed = rule(given, slots, laid, rate(step) if callable(rate) else rate, step, decays, lies)
+        news, renewed = rule(given, slots, laid, _rate_at(step, rate), step, decays, lies)
         after = {name: treedef.unflatten(_laid(renewed[name], _places(old))) for name, old in slots.items()}
         return treedef.unflatten(_laid(news, _places(leaves))), {"step": step, **after}
 
     return Optimizer(init, update)
+
+
+def _rate_at(step: Tensor, rate: Rate) -> Any:
+    """The learning rate of a step."""
+    found = rate(step) if callable(rate) else rate
+    if not isinstance(found, (Real, Tensor)) or (isinstance(found, Tensor) and found.dim()):
+        raise ArgumentError(f"update got {described(found)} for rate; give it a number, a 0-d tensor, or a function")
+    return found
 
 
 def check_numbers(what: str, numbers: Iterable[tuple[str, Any, float, float]]) -> None:
@@ -305,7 +338,7 @@ def adafactor(
         raise ArgumentError(f"adafactor got {described(eps)} for eps; give it two numbers, such as (None, 1e-3)")
     sizes = [(f"eps[{i}]", x, 0, math.inf) for i, x in enumerate(eps) if x is not None]
     check_numbers("adafactor", [("rate", rate, 0, math.inf), *sizes, ("clip", clip, 1, math.inf)])
-    if beta2_decay > 0:
+    if not beta2_decay <= 0:
         raise ArgumentError(f"adafactor got {described(beta2_decay)} for beta2_decay; give it a number up to 0")
 
     def slots_of(p: Any, lie: Lies) -> dict[str, Any]:

@@ -122,6 +122,12 @@ def cast_terms(x: Any, dtype: torch.dtype) -> Any:
     )
 
 
+def dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
+    """In which values are added up, as `torch.sum` does: in bfloat16 256 and 1 is 256, and True and True is True."""
+    is_number = dtype.is_floating_point or dtype.is_complex
+    return torch.promote_types(dtype, torch.float32) if is_number else torch.int64
+
+
 def check_dtypes(params: Any, dtypes: tuple[torch.dtype, ...], what: str) -> None:
     """Raise `ArgumentError` for floating parameters of other dtypes than the first, which a `Precision` names.
 

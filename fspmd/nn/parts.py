@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from fspmd.collectives import pmax, psum
-from fspmd.errors import ShapeError
+from fspmd.errors import ArgumentError, ShapeError
+from fspmd.messages import described
 from fspmd.nn.arguments import checked
 from fspmd.nn.checks import check_varies
+from fspmd.nn.sequences import Axes
 
 
 class PartialAttention(NamedTuple):
@@ -31,8 +33,14 @@ class PartialAttention(NamedTuple):
     lse: Tensor
 
 
+@checked
 def nothing(query: Tensor, width: int) -> PartialAttention:
     """The part of no keys, for values of a width. `merge` with it changes nothing."""
+    if width < 0 or query.dim() < 1 or not query.is_floating_point():
+        raise ArgumentError(
+            f"nothing got {described(query)} of {query.dtype} and the width {width}; give it queries [..., heads, "
+            "queries, width] of floats, and a width from 0 on"
+        )
     like = query.detach().to(wide(query))
     return PartialAttention(like.new_zeros((*query.shape[:-1], width)), like.new_full(query.shape[:-1], -torch.inf))
 
@@ -80,7 +88,7 @@ def closed(top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @checked
-def merge_over(part: PartialAttention, axis: str | tuple[str, ...]) -> PartialAttention:
+def merge_over(part: PartialAttention, axis: Axes) -> PartialAttention:
     """In a body, the part of the keys of all ranks of an axis, on each of them: what `merge` makes of their parts.
 
     Communication: a `pmax` of ``lse`` and a `psum` of as many numbers as the part has.

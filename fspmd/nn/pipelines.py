@@ -20,8 +20,9 @@ from fspmd.cache import Cache, forgettable
 from fspmd.errors import ArgumentError, AxisError
 from fspmd.meshes.mesh import Mesh, set_mesh
 from fspmd.messages import described, quoted
+from fspmd.nn.arguments import checked
 from fspmd.nn.boundaries import Stage, boundary_of, check_one_aux, result_of, without_pending
-from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, gathered, settled
+from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, dtype_of_sum, gathered, settled
 from fspmd.nn.places import Places
 from fspmd.nn.schedules import Action, Schedule
 from fspmd.nn.sequences import Axes, names_of
@@ -32,6 +33,7 @@ from fspmd.sharded import is_sharded
 from fspmd.spec import P, TensorSpec
 
 
+@checked
 def pipeline(
     stages: Stage | Sequence[Stage],
     schedule: Schedule,
@@ -69,8 +71,8 @@ def pipeline(
         precision: The dtypes of the computation and of sums, as in `accumulate`.
         has_aux: Stages return ``(y, part, aux)`` instead of ``y``. The scalar ``part`` is added to the loss of the
             microbatch, such as a loss of the balance of experts. ``aux`` is a tree of values, such as counts of tokens,
-            that are added up over microbatches. The result is ``((loss, aux), gradients)``, where leaves of ``aux`` are
-            stacked: [stages, ...] with ``P(axis, ...)``, in the order of ``schedule.order``.
+            that are added up over microbatches, as in `accumulate`. The result is ``((loss, aux), gradients)``, where
+            leaves of ``aux`` are stacked: [stages, ...] with ``P(axis, ...)``, in the order of ``schedule.order``.
 
     Inputs and targets are lists with one entry for each microbatch, not cut over ``axis``. What stages pass on of a
     microbatch has one shape, dtype and layout. With ``schedule.forwards()`` nothing is kept for backward, and the
@@ -146,13 +148,6 @@ def _stage_functions(
     stages: Any, schedule: Schedule, loss: Any, mesh: Mesh, axis: str, over: tuple[str, ...]
 ) -> list[Stage]:
     """A function for each stage, after checks of all arguments of `pipeline`."""
-    if not isinstance(mesh, Mesh):
-        raise ArgumentError(f"pipeline got {described(mesh)} for mesh; give it the mesh, make_mesh(...)")
-    if not isinstance(schedule, Schedule):
-        raise ArgumentError(
-            f"pipeline got {described(schedule)} for schedule; give it a table, such as "
-            "one_f_one_b(ranks, microbatches)"
-        )
     if unknown := [name for name in (axis, *over) if name not in mesh.shape]:
         raise AxisError(f"pipeline got the axis {quoted(unknown)}, but {mesh!r} has only {quoted(mesh.axis_names)}")
     if axis in over:
@@ -288,7 +283,8 @@ class _PipelineCall:
             rows = {r: [row[i] for row in of_stages] for r, of_stages in leaves.items()}
             cut = P(self.places.axis, *spec.partition)
             whole = TensorSpec(self.places.mesh, cut, (self.schedule.stages, *spec.shape), spec.dtype)
-            stacks.append(self.places.stacked(rows, whole))
+            stack = self.places.stacked(rows, whole)
+            stacks.append(stack if stack.dtype is torch.int64 else cast_terms(stack, spec.dtype))
         return treedef.unflatten(stacks)
 
     def by_boundary(self, rounds: Any) -> Iterator[tuple[list[tuple[int, int, Action]], TensorSpec]]:
@@ -339,7 +335,7 @@ class _Rank:
                 if is_sharded(one) or one:
                     roots.append(self._added(one))
         if run.has_aux:
-            aux = optree.tree_map(lambda leaf: without_pending(leaf.detach()), aux, is_leaf=is_sharded)
+            aux = optree.tree_map(_summand, aux, is_leaf=is_sharded)
             old = self.aux.get(stage)
             self.aux[stage] = aux if old is None else optree.tree_map(operator.add, old, aux, is_leaf=is_sharded)
         if run.trains:
@@ -390,6 +386,11 @@ class _Rank:
                 new if old is None else [a if a is None else a + b for a, b in zip(old, new, strict=True)]
             )
         return found[0] if to_x else None
+
+
+def _summand(x: Any) -> Any:
+    """A value that a stage returns beside, as it is added up over microbatches."""
+    return without_pending(cast_terms(x.detach(), dtype_of_sum(x.dtype)))
 
 
 def _leaf(x: Any) -> Any:

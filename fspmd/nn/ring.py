@@ -89,7 +89,8 @@ def turns_of(
             return turns
     turns = tiled(count_of(layout.block_length))
     skips = len(turns.tiles) < (1 if gathered else len(layout.cuts)) or any(step.skips for step in turns.tiles.values())
-    return turns if skips else tiled(1)
+    one = turns if skips else tiled(1)
+    return one if all(step.is_small for step in one.tiles.values()) else turns
 
 
 def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: tuple[int, ...], tiles: int, gathered: bool) -> Turns:

@@ -22,8 +22,10 @@ from fspmd.nn.masks import Mask
 from fspmd.nn.parts import PartialAttention, merge, shares
 from fspmd.tracing import hidden
 
-MOST_TILES = 8  # of a block of queries
+MOST_TILES = 8  # of a block of queries, unless they would be too long
 LEAST_LENGTH = 64  # of a tile; shorter ones spend more on copies than they save
+MOST_BOOLS = 1 << 25  # of a mask, made at once; kernels of CPUs make numbers of four bytes of them
+LONGEST_MASKED = 4096  # tile, of a block that would need a larger mask
 
 
 Seen = Literal["all", "triangle", "some"]
@@ -83,6 +85,16 @@ class Tiles:
     def pairs(self) -> int:
         """The number of pairs of tiles that each rank computes."""
         return sum(group.query.shape[1] for group in self.groups)
+
+    @property
+    def bools(self) -> int:
+        """The size of the mask of a pair of tiles."""
+        return self.queries.shape[2] * self.keys.shape[2]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether no pair needs a mask of more than `MOST_BOOLS`."""
+        return self.is_exact or self.bools <= MOST_BOOLS
 
     @property
     def is_exact(self) -> bool:
@@ -158,13 +170,19 @@ class Tiles:
         """Yield pairs: the tiles of queries and of keys, which pairs are of which tile, and who sees whom.
 
         The pairs of a group are computed together, but no more at once than there are tiles: each has its own copies.
+        Nor are there more than for a mask of `MOST_BOOLS`.
         """
         tiles = self.on(device)
         queries, keys = (_row(x, at) for x in (tiles.queries, tiles.keys))
         most = max(len(queries), len(keys))
-        turns = [(group, start) for group in tiles.groups for start in range(0, group.query.shape[1], most)]
-        for group, start in turns:
-            q, k, real = (_row(x, at)[start : start + most] for x in (group.query, group.key, group.real))
+        masked = max(1, min(most, MOST_BOOLS // max(1, self.bools)))
+        turns = [
+            (group, slice(start, start + n))
+            for group, n in ((group, masked if group.seen == "some" else most) for group in tiles.groups)
+            for start in range(0, group.query.shape[1], n)
+        ]
+        for group, some in turns:
+            q, k, real = (_row(x, at)[some] for x in (group.query, group.key, group.real))
             allowed: Allowed = TRIANGLE if group.seen == "triangle" else None
             if group.seen == "some":
                 seen = keys[k]
@@ -208,7 +226,7 @@ def _take(tiles: Tensor, index: Tensor) -> Tensor:
 
 def count_of(length: int) -> int:
     """Return into how many tiles a block of a length is cut."""
-    return max(1, min(MOST_TILES, length // LEAST_LENGTH))
+    return max(1, min(MOST_TILES, length // LEAST_LENGTH), -(-length // LONGEST_MASKED))
 
 
 def runs_of(table: Tensor) -> list[list[TileRuns]]:
