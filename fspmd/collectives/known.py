@@ -61,16 +61,13 @@ def collective(
                     leaves, treedef = optree.tree_flatten(x)
                     key = what, axis_name, options, treedef, tuple(map(_kind, leaves))
                 known = body.calls.get(key)
-            except (
-                TypeError,
-                AttributeError,
-                RuntimeError,
-            ):  # no hash; a leaf is no tensor; or nested, without a shape
-                known = key = None
-            is_transformed = transforms_active() or forward_ad._current_level >= 0
-            if key is None or is_transformed or (body.simulated and _is_uneven(x)):
+            except (TypeError, AttributeError, RuntimeError):
+                key = None  # an option has no hash, a leaf is no tensor, or a nested tensor, which has no shape
+            if body.simulated and key is not None and any(map(is_uneven, [x] if is_block else leaves)):
                 key = None
-            elif known is not None:
+            if transforms_active() or forward_ad._current_level >= 0:
+                key = None
+            elif key is not None and known is not None:
                 before, call, after, result, rest = known
                 if wait is not True or not is_block:
                     axes, ranks, steps = rest
@@ -96,10 +93,6 @@ def collective(
 
 def _kind(leaf: Tensor) -> tuple[Any, ...]:
     return type(leaf), leaf.dtype, leaf.layout, leaf.shape, getattr(leaf, ATTRIBUTE, None)
-
-
-def _is_uneven(tree: Any) -> bool:
-    return any(map(is_uneven, optree.tree_leaves(tree)))
 
 
 def _remember(operand: Operand, key: Any, given: Sequence[Any], steps: Sequence[LeafCollective | None]) -> None:
