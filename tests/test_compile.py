@@ -54,7 +54,7 @@ def test_a_body_in_one_thread_ends_while_another_runs() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
-    inside, ended = threading.Event(), threading.Event()
+    begin, inside, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow(x: Tensor) -> Tensor:
         inside.set()
@@ -62,13 +62,19 @@ def test_a_body_in_one_thread_ends_while_another_runs() -> None:
         return compiled(x)
 
     def quick(x: Tensor) -> Tensor:
-        thread.start()
+        begin.set()
         assert inside.wait(20)
         return compiled(x)
 
     found: list[Tensor] = []
     options = {"mesh": MESH, "in_specs": P("x"), "out_specs": P("x")}
-    thread = threading.Thread(target=lambda: found.append(device_get(shard_map(slow, **options)(torch.ones(4)))))
+
+    def run() -> None:
+        assert begin.wait(20)
+        found.append(device_get(shard_map(slow, **options)(torch.ones(4))))
+
+    thread = threading.Thread(target=run)  # a thread that a body starts would belong to that body
+    thread.start()
     shard_map(quick, **options)(torch.ones(4))
     ended.set()
     thread.join(300)
