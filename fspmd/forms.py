@@ -19,12 +19,17 @@ _FORMS: Final[WeakValueDictionary[Any, Strided]] = WeakValueDictionary()
 
 
 class Strided:
-    """The form of a value that torch would not lay out as a new tensor. Interned, as specs are."""
+    """The form of a value that torch would not lay out as a new tensor, or that is made of less. Interned.
 
-    __slots__ = ("__weakref__", "later", "spec", "strides")
+    What is *made of less* is an embedding, an expanded tensor, or a result of these of the same size
+    (`global_view/origins.py`). Other values have other keys, so their calls pay nothing for it.
+    """
+
+    __slots__ = ("__weakref__", "later", "made", "spec", "strides")
     spec: TensorSpec
     strides: Strides | None  # None: unknown
     later: bool | None  # whether the offset is above 0; the value knows which; None: unknown
+    made: bool  # of less
 
     def __repr__(self) -> str:
         strides = "unknown strides" if self.strides is None else f"strides {self.strides}"
@@ -50,18 +55,30 @@ UNKNOWN: Final = Laid(None, None)
 
 
 @cached
-def form_of(spec: TensorSpec, laid: Laid) -> Form:
-    """Return the form of a value that lies so in memory."""
+def form_of(spec: TensorSpec, laid: Laid, made: bool = False) -> Form:
+    """Return the form of a value that lies so in memory, and is ``made`` of less."""
     strides, start = laid
-    if start == 0 and strides == packed(spec.shape):
+    if start == 0 and strides == packed(spec.shape) and not made:
         return spec
-    key = spec, strides, None if start is None else start > 0
+    key = spec, strides, None if start is None else start > 0, made
     form = _FORMS.get(key)
     if form is None:
         form = Strided()
-        form.spec, form.strides, form.later = key
+        form.spec, form.strides, form.later, form.made = key
         form = _FORMS.setdefault(key, form)
     return form
+
+
+def is_made(form: Any) -> bool:
+    """Return whether a form is that of a value that is made of less."""
+    return isinstance(form, Strided) and form.made
+
+
+def as_made(form: Form, made: bool = True) -> Form:
+    """Return the form of a value that lies as another one, and is ``made`` of less or not."""
+    if isinstance(form, Strided):
+        return form_of(form.spec, Laid(form.strides, None if form.later is None else int(form.later)), made)
+    return form_of(form, Laid(packed(form.shape)), made)
 
 
 @cached

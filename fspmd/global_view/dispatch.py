@@ -17,7 +17,7 @@ from fspmd.body import RUNNING, state
 from fspmd.cache import Cache, CacheInfo, forgettable
 from fspmd.copies import as_copies, refuse_copy
 from fspmd.errors import ArgumentError
-from fspmd.forms import Laid, Strided, packed
+from fspmd.forms import Laid, Strided, as_made, packed
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, FLOATING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
 from fspmd.global_view.op_plan import OpPlan, cast_operands, move_operands, sharded_values
@@ -224,7 +224,11 @@ def _wrapped(out: Any, plan: OpPlan, given: tuple[Any, ...]) -> Any:
     results = plan.results
     if isinstance(results, TensorSpec):
         spec = _of_dtype(results, out.dtype)
-        return pair(out, spec) if plan.memory is None else laid(out, spec, memory_of(plan.memory[0], out.dtype, given))
+        if plan.memory is None:
+            return pair(out, spec)
+        value = laid(out, spec, memory_of(plan.memory[0], out.dtype, given))
+        value.form = as_made(value.form) if plan.made else value.form
+        return value
     values = []
     for i, (x, spec) in enumerate(zip(out, results, strict=True)):
         # one result may be equal on ranks whose other results differ: `info` of a factorisation with cut columns

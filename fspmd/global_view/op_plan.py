@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.forms import Form, Laid, form_of, packed
+from fspmd.forms import Form, Laid, as_made, form_of, packed
 from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.local_calls import (
     as_block,
@@ -70,6 +70,7 @@ class OpPlan:
     in_parts: bool = False  # ``whole`` only calls other functions
     choose: Callable[[list[Any]], OpPlan] | None = None  # takes the blocks and picks the plan: gradients decide
     memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
+    made: bool = False  # the result is made of less (`forms.py`)
     at_once: bool = field(init=False)  # nothing is moved, cast, written or copied
     single: bool = field(init=False)  # the result is one tensor, whose storage offset the plan knows
     form: Any = field(init=False)  # of a single result
@@ -87,6 +88,7 @@ class OpPlan:
             self.form = self.results if laid is None else form_of(self.results, laid)
             self.dtype = self.results.dtype
             self.shell = shell_of(self.results, None if self.form is self.results else laid)
+            self.form = as_made(self.form) if self.made else self.form
         if isinstance(self.results, tuple) and all(base is None for _, base in self.memory or ()):
             memory = self.memory or [ResultMemory(Laid(packed(spec.shape))) for spec in self.results]
             pairs = zip(self.results, memory, strict=True)

@@ -1,4 +1,4 @@
-"""The origin of a value that is larger than its operands: an embedding, or an expanded or repeated tensor.
+"""The origin of a value that is made of less: an embedding, an expanded or repeated tensor, or a result of these.
 
 If such a value is equal on all ranks and is cut later, each rank makes its part anew, from cast or cut operands.
 Backward then sums gradients of the operands and gathers nothing. For a table ``[2, D]``, looked up at ``[B, S]`` places
@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,21 +24,24 @@ from fspmd.ops.signatures import at
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg, moves
-from fspmd.redistribution.redistribute import cut_dims, keep, part_of_equal
-from fspmd.remembered import Stamp, is_unwritten, remember_origin, stamp
+from fspmd.redistribution.redistribute import cut_dims, keep, part_of_equal, repeats_along, time_of_equal
+from fspmd.remembered import Stamp, is_unwritten, origin_of, remember_origin, stamp
 from fspmd.rules.views import repeated
 from fspmd.spec import TensorSpec, is_float
 
 
 def noting_origin(func: Any, positional: int, question: Question, plan: OpPlan, result: TensorSpec) -> OpPlan:
     """Return the plan of a call that enlarges its operands. It notes the origin of the result."""
-    return replace(plan, local=functools.partial(_noted, plan.local, _Again(func, positional, question, result)))
+    again = _Again(func, positional, question, result)
+    return replace(plan, made=True, local=functools.partial(_noted, plan.local, again))
 
 
 def _noted(local: Callable[..., Tensor], again: _Again, *args: Any, **kwargs: Any) -> Tensor:
     out = local(*args, **kwargs)
     if out.requires_grad and not is_transformed():
-        remember_origin(out, _Origin(again, out, (*args, *kwargs.values())))
+        blocks = (*args, *kwargs.values())
+        if not any(out is x for x in blocks):  # a cast to its own dtype returns its operand
+            remember_origin(out, _Origin(again, out, blocks))
     return out
 
 
@@ -46,20 +50,15 @@ class _Again:
 
     def __init__(self, func: Any, positional: int, question: Question, result: TensorSpec) -> None:
         self.func, self.positional, self.question, self.result = func, positional, question, result
-        self.plans: dict[Any, OpPlan | None] = {}
+        self.plans: dict[Any, _Remake | None] = {}
         self.equal = _equal_dims(question, result)
 
     def run(self, given: list[Any], need: TensorSpec) -> Tensor | None:
         """Return this rank's block in another layout of the result, or None if a gather of the gradient is cheaper."""
-        followed = frozenset(
-            [i for i, (place, spec) in enumerate(self.question.operands) if _is_followed(at(given, place), spec)]
-        )
-        key = need, followed, topology()
-        if key not in self.plans:
-            self.plans[key] = self._plan(need, followed)
-        plan = self.plans[key]
-        if plan is None:
+        remake = self._remake(given, need)
+        if remake is None or self.time(given, need, set()) >= moves(self.result, need, (), topology(), True).time:
             return None
+        plan = remake.plan
         casts = move_operands(plan, given)
         casts += cast_operands(plan, given)
         n, names = (len(given), ()) if plan.in_order else (self.positional, self.question.names)
@@ -67,7 +66,32 @@ class _Again:
         keep(casts, out)
         return out
 
-    def _plan(self, need: TensorSpec, followed: frozenset[int]) -> OpPlan | None:
+    def time(self, given: list[Any], need: TensorSpec, counted: set[tuple[int, TensorSpec]]) -> float:
+        """Return the µs that `run` takes, infinite if it returns None. Operands may be made anew themselves.
+
+        ``counted``: the operands that were counted, and their layouts. Several calls may share one.
+        """
+        remake = self._remake(given, need)
+        if remake is None:
+            return inf
+        time = remake.time
+        for i, leg in remake.legs.items():
+            x = at(given, self.question.operands[i][0])
+            if isinstance(origin := origin_of(x), _Origin) and (id(x), leg.reached) not in counted:
+                counted.add((id(x), leg.reached))
+                time += origin.time(x, leg, counted)
+        return time
+
+    def _remake(self, given: list[Any], need: TensorSpec) -> _Remake | None:
+        values = [(i, at(given, place), spec) for i, (place, spec) in enumerate(self.question.operands)]
+        followed = frozenset([i for i, x, spec in values if _is_followed(x, spec)])
+        made = frozenset([i for i, x, _ in values if i in followed and origin_of(x)])
+        key = need, followed, made, topology()
+        if key not in self.plans:
+            self.plans[key] = self._plan(need, followed, made)
+        return self.plans[key]
+
+    def _plan(self, need: TensorSpec, followed: frozenset[int], made: frozenset[int]) -> _Remake | None:
         question = self.question._replace(gradients=followed)
         specs, factors = [spec for _, spec in question.operands], question.factors
         of_result = {
@@ -82,12 +106,24 @@ class _Again:
         # from empty blocks torch computes no gradient of a table
         if laid is None or laid.results[0] is not need or need.thinnest == 0:
             return None
-        rows = enumerate(zip(specs, laid.operands, laid.casts, strict=True))
-        time = sum([moves(spec, to, axes, topology(), i in followed).time for i, (spec, to, axes) in rows])
-        time += PASSES * working(factors, laid.operands, laid.results)
+        time, legs = PASSES * working(factors, laid.operands, laid.results), {}
+        for i, (spec, to, axes) in enumerate(zip(specs, laid.operands, laid.casts, strict=True)):
+            move = moves(spec, to, axes, topology(), i in followed)
+            if i in made and to is not spec and not axes:
+                legs[i] = move.leg
+            else:
+                time += move.time
         if time >= moves(self.result, need, (), topology(), True).time:
             return None
-        return plan_of(self.func, self.positional, question, laid)
+        return _Remake(plan_of(self.func, self.positional, question, laid), time, legs)
+
+
+class _Remake(NamedTuple):
+    """How a cut result is made anew."""
+
+    plan: OpPlan
+    time: float  # in µs, without the operands below
+    legs: dict[int, Leg]  # of operands that are made of less themselves
 
 
 def _equal_dims(question: Question, result: TensorSpec) -> frozenset[int]:
@@ -130,6 +166,15 @@ class _Origin:
         if cut_dims(leg) <= self.again.equal:
             return part_of_equal(out, leg)
         return self.again.run(list(self.blocks), leg.reached)
+
+    def time(self, out: Tensor, leg: Leg, counted: set[tuple[int, TensorSpec]]) -> float:
+        """Return the µs in which ``out`` is cut: made anew, or sliced, with a gather of its gradient."""
+        gather = moves(leg.source, leg.reached, (), topology(), True).time
+        if self.again is None:
+            return gather
+        if cut_dims(leg) <= self.again.equal or repeats_along(out, leg):
+            gather = min(time_of_equal(leg), gather)
+        return min(self.again.time(list(self.blocks), leg.reached, counted), gather)
 
     def __reduce__(self) -> Any:
         return _Origin, ()

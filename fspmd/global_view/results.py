@@ -16,6 +16,7 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.copies import as_copies, refuse_copy, share_memory
 from fspmd.errors import ArgumentError, ShapeError
+from fspmd.forms import Laid, packed
 from fspmd.global_view.kernels import GlobalCall
 from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, sharded_values, tensors_of
 from fspmd.global_view.refusals import shown
@@ -76,7 +77,7 @@ def _relay(results: Sequence[Any], outcome: Outcome, given: Sequence[Any]) -> No
         if type(x) is not Sharded or x.spec.shape != outcome.results[i][0] or any(x is arg for arg in given):
             continue
         if outcome.memory is None:
-            if x.form is not x.spec:
+            if lies(x) != Laid(packed(x.spec.shape)):
                 relay(x, Sharded(x.local, x.spec))
         elif lies(x) != (memory := memory_of(outcome.memory[i], x.dtype, given)):
             relay(x, laid(x.local, x.spec, memory))

@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
+from fspmd.forms import is_made
 from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.op_plan import OpPlan, opaque_plan, plan_of
 from fspmd.global_view.origins import noting_origin
 from fspmd.global_view.question import Question, ask
 from fspmd.global_view.refusals import refuse_shared_memory, refuse_write, shown
 from fspmd.ops.signatures import Place, at
+from fspmd.ops.traits import name_of
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.redistribute import ended, redistribute
 from fspmd.remembered import has_moves
 from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import transforms_active
+
+_NONE: Final = frozenset[int]()
 
 
 def propagate(
@@ -45,7 +49,13 @@ def propagate(
     if numbers:
         by_numbers = _PlansByNumbers(func, len(args), question, numbers)
         return _chosen(by_numbers.of_terms, by_numbers.plan)
-    return _propagate(func, len(args), question)
+    given = (*args, *kwargs.values())
+    made = frozenset([i for i, (place, _) in enumerate(question.operands) if _is_made(at(given, place))])
+    return _propagate(func, len(args), question, made)
+
+
+def _is_made(x: Any) -> bool:
+    return type(x) is Sharded and is_made(x.form)
 
 
 def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +72,7 @@ def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call_torch(Tensor.copy_, (x, new))
 
 
-def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
+def _propagate(func: Any, positional: int, question: Question, made: frozenset[int] = _NONE) -> OpPlan:
     known: list[Any] = []
     best = question.best(known)
     if best is None:
@@ -78,12 +88,18 @@ def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     if weighed and not (plan.needs_redistribute or ends):
         weighed = bool(floating) and not _same(best, followed.best(known))
     if not (pending or (weighed and floating)):
-        return _with_origin(func, positional, question, best, plan)
+        return _with_origin(func, positional, question, best, plan, made)
     return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)
 
 
-def _with_origin(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
-    """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result."""
+def _with_origin(
+    func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan, made: frozenset[int]
+) -> OpPlan:
+    """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result.
+
+    Operands that are ``made`` of less themselves do not count, if the result is not much smaller. Other operands that
+    are as large as the result do: if it is cut, their gradients are gathered.
+    """
     if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
         return plan
     result, specs = plan.results, [spec for _, spec in question.operands]
@@ -93,7 +109,12 @@ def _with_origin(func: Any, positional: int, question: Question, best: Strategy,
     assert isinstance(result, TensorSpec)
     if question.fixed or not floating or not is_float(result.dtype):
         return plan
-    if sum(spec.block_bytes for spec in floating) >= result.block_bytes:
+    others = [spec for i, spec in enumerate(specs) if is_float(spec.dtype) and i not in made]
+    if sum(spec.block_bytes for spec in others) >= result.block_bytes:
+        return plan
+    if made and 2 * result.block_bytes < max(specs[i].block_bytes for i in made):
+        return plan
+    if name_of(func) == "clone":  # its gradient is gathered, for those who ask for it
         return plan
     if any(spec.partition.unreduced or spec.partition.reduced for spec in (*specs, result)):
         return plan
@@ -171,9 +192,6 @@ class _ByBlocks:
         if best is None:
             refuse_write(self.func, [spec for _, spec in question.operands])
         return plan_of(self.func, self.positional, question, best, lie)
-
-
-_NONE: Final = frozenset[int]()
 
 
 # --- numbers that multiply a pending sum: infinity times a term is not a term of the result ---------------------------

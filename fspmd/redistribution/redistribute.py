@@ -262,7 +262,7 @@ def _made_again(x: Tensor, leg: Leg, kept: list[Tensor]) -> Tensor | None:
     y = recall_cast(x, leg.reached)
     if y is None:
         y = origin(x, leg) if origin else None
-        if y is None and expanded and not any(x.stride(dim) for dim in cut_dims(leg)):
+        if y is None and repeats_along(x, leg):
             y = part_of_equal(x, leg)
         if y is None:
             return None
@@ -290,6 +290,11 @@ def _is_expanded(x: Tensor) -> bool:
     return 0 in blocks_of(x)[0].stride() and x.grad_fn is not None and x.grad_fn.name() == "ExpandBackward0"
 
 
+def repeats_along(x: Tensor, leg: Leg) -> bool:
+    """Return whether ``x`` is the result of `expand`, and repeats one element along the dims that a leg cuts."""
+    return _is_expanded(x) and not any(x.stride(dim) for dim in cut_dims(leg))
+
+
 def cut_dims(leg: Leg) -> frozenset[int]:
     """Return the dims that the slices of a leg cut."""
     return frozenset([step.options.dim for step in leg.calls])
@@ -300,19 +305,23 @@ def part_of_equal(x: Tensor, leg: Leg) -> Tensor | None:
 
     The elements of ``x`` are equal along these dims. Returns None if the sum costs more than the gather.
     """
-    dims = cut_dims(leg)
-    axes = tuple([axis for step in leg.calls for axis in step.axes])
-    shape = tuple([1 if dim in dims else size for dim, size in enumerate(leg.source.shape)])
-    element = TensorSpec(leg.source.mesh, leg.source.partition, shape, leg.source.dtype)
-    summed = moves(element, element, axes, topology(), True).casting
-    if summed >= moves(leg.source, leg.reached, (), topology(), True).time:
+    if time_of_equal(leg) >= moves(leg.source, leg.reached, (), topology(), True).time:
         return None
+    dims, axes = cut_dims(leg), tuple([axis for step in leg.calls for axis in step.axes])
     part, y = x.detach(), x
     for step in leg.calls:
         part = apply(part, step)
     for dim in dims:
         y = y.narrow(dim, 0, 1)
     return apply(y, call("invariant_to_varying", leg.source.mesh, axes)).expand(part.shape)
+
+
+def time_of_equal(leg: Leg) -> float:
+    """Return the µs of the sum of `part_of_equal`."""
+    dims, axes = cut_dims(leg), tuple([axis for step in leg.calls for axis in step.axes])
+    shape = tuple([1 if dim in dims else size for dim, size in enumerate(leg.source.shape)])
+    element = TensorSpec(leg.source.mesh, leg.source.partition, shape, leg.source.dtype)
+    return moves(element, element, axes, topology(), True).casting
 
 
 def cast_once(x: Tensor, cast: Call) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, ShapeError
+from fspmd.forms import as_made, is_made
 from fspmd.random.blocks import Law, drawn, fill, shared_seed
 from fspmd.random.counter import Block
 from fspmd.random.distributions import FRACTIONS, bernoulli, exponential, integers, normal, poisson, uniform
@@ -284,7 +285,10 @@ def _kept(x: Value, p: float, features: bool, scale: float = 1.0) -> Value:
         spec = TensorSpec(spec.mesh, P(*spec.partition.entries[:2]), shape, spec.dtype)
     numbers = spec.dtype.is_floating_point or spec.dtype.is_complex  # `mul_` refuses others, as torch does
     then = None if scale == 1 and numbers else lambda kept: kept.to(spec.dtype).mul_(scale)
-    return drawn(spec, lambda dtype: bernoulli(1 - p, dtype), x.device, then)
+    noise = drawn(spec, lambda dtype: bernoulli(1 - p, dtype), x.device, then)
+    if is_made(x.form):  # without a gradient, noise is cut as easily
+        noise.form = as_made(noise.form)
+    return noise
 
 
 def _keeps_all(p: float, training: bool) -> bool:
