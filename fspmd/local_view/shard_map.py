@@ -43,7 +43,7 @@ from fspmd.torch_internals import (
     push_function_mode,
     transforms_active,
 )
-from fspmd.tracing import is_jit_traced, refuse_traced
+from fspmd.tracing import JIT_TRACED, refuse_traced
 from fspmd.transport import known_values
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.transport.reports import tell_failure
@@ -183,7 +183,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     body, here = plan.body, state.__dict__
     outer, outer_tracker, outer_mode = here["body"], here["tracker"], here["mode"]
     modes = function_mode_is_on()
-    if modes or count_dispatch_modes() or is_jit_traced():
+    if modes or count_dispatch_modes() or JIT_TRACED:
         refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
