@@ -38,7 +38,7 @@ from fspmd.torch_internals import (
     EnableTorchFunction,
     count_dispatch_modes,
     function_mode_is_on,
-    overrides_are_on,
+    is_torch_function_enabled,
     pop_function_mode,
     push_function_mode,
     transforms_active,
@@ -177,7 +177,7 @@ leave_to_python(shard_map, _COMPILED_BY_JIT)
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
     """Run a body: leaves enter as blocks, and results leave as `Sharded`."""
-    if not overrides_are_on():  # a derivative has disabled it, and runs a hook or a custom backward
+    if not is_torch_function_enabled():  # a derivative has disabled it, and runs a hook or a custom backward
         with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
     body, here = plan.body, state.__dict__
