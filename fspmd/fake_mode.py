@@ -16,12 +16,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fspmd.cache import cached
 from fspmd.ops.schemas import facts_of
 from fspmd.ops.traits import tensors_in
 from fspmd.torch_internals import (
     FAKE_TENSOR_ERRORS,
     DisableTorchFunction,
-    DispatchKey,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -29,7 +29,7 @@ from fspmd.torch_internals import (
     make_subclass,
     meta_functions,
 )
-from fspmd.tracing import DispatchMode, without_dispatch_modes
+from fspmd.tracing import DispatchMode, unseen, without_dispatch_modes
 
 
 class UnknownValues(RuntimeError):
@@ -117,13 +117,21 @@ def _without_gradient(convert: Callable[..., Any], mode: Any, x: Tensor, *args: 
 def _unknown_values(error: Any) -> UnknownValues | None:
     """The error of fspmd for an error of torch, if that says that a function needs values."""
     func = getattr(error, "func", None)
-    if func is None:
-        return None
-    if torch.Tag.data_dependent_output in func.tags:
-        return UnknownValues(func, False)
-    # no tag says so of a user's function; torch's other error of this kind is that the function has no shape function
-    is_sized = func.namespace != "aten" and func.has_kernel_for_dispatch_key(DispatchKey.Meta)
-    return UnknownValues(func, True) if is_sized or torch.Tag.dynamic_output_shape in func.tags else None
+    if isinstance(error, _shape_error()):  # no tag says so of a user's function, and of some of torch's
+        return UnknownValues(func, True)
+    is_value = func is not None and torch.Tag.data_dependent_output in func.tags
+    return UnknownValues(func, False) if is_value else None
+
+
+@cached
+def _shape_error() -> type[Exception]:
+    """The class of torch's error for a result whose shape depends on values: as that of `nonzero`."""
+    try:
+        with unseen(), FakeTensorMode():
+            torch.empty(1).nonzero()
+    except FAKE_TENSOR_ERRORS as error:
+        return type(error)
+    raise NotImplementedError("fspmd does not know this version of torch: nonzero() of a fake tensor has a shape")
 
 
 class _NotOurs(logging.Filter):

@@ -60,10 +60,6 @@ DisableTorchFunctionSubclass = torch.DisableTorchFunctionSubclass
 disabled_torch_function: Any = torch.nn.Parameter.__torch_function__
 #: the tensor within the wrapper of a transform
 wrapped_by: Any = functools.partial(torch.func.debug_unwrap, recurse=False)
-#: whether `__torch_function__` of classes, or an entered mode, sees calls
-overrides_are_on: Any = functools.partial(
-    torch.overrides.has_torch_function_unary, type("Overriding", (), {"__torch_function__": None})()
-)
 #: whether a `TorchFunctionMode` is entered and sees calls
 function_mode_is_on: Any = functools.partial(torch.overrides.has_torch_function_unary, None)
 #: enters a mode, without what its class adds
@@ -94,8 +90,6 @@ pad_packed_sequence: Any = VariableFunctions._pad_packed_sequence
 
 #: an assertion that does not wait for the device
 assert_async: Any = torch.ops.aten._assert_async.msg
-#: zeros without memory, in the place of a missing tangent
-aten_zero_tensor: Any = torch.ops.aten._efficientzerotensor.default
 #: products of groups of rows, as dispatch sees them
 aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
 #: attention on the CPU with the logarithm of the sums; instead: products and sums, at twice the time
@@ -123,6 +117,8 @@ foreach_copy_: Any = torch._foreach_copy_
 
 #: a block in which modes and subclasses see calls again
 EnableTorchFunction: Any = torch._C._EnableTorchFunction
+#: whether modes and subclasses see calls; instead: `has_torch_function_unary` of an object, at four times the time
+is_torch_function_enabled: Any = torch._C._is_torch_function_enabled
 #: the entered `TorchFunctionMode`s, the innermost last
 function_modes: Any = torch.overrides._get_current_function_mode_stack
 with torch.device("cpu"):

@@ -91,20 +91,20 @@ def recorder() -> Any:
 
 
 _is_exporting = torch.compiler.is_exporting
-_jit_traced: Final[set[int]] = set()  # the threads in which torch.jit.trace runs
+JIT_TRACED: Final[set[int]] = set()  # the threads in which torch.jit.trace runs
 
 
 @contextmanager
 def jit_trace() -> Iterator[None]:
     """Note that torch.jit.trace, or the old exporter for ONNX, runs in this thread within a ``with`` block."""
     thread = threading.get_ident()
-    is_outermost = thread not in _jit_traced
-    _jit_traced.add(thread)
+    is_outermost = thread not in JIT_TRACED
+    JIT_TRACED.add(thread)
     try:
         yield
     finally:
         if is_outermost:
-            _jit_traced.discard(thread)
+            JIT_TRACED.discard(thread)
 
 
 def is_traced() -> bool:
@@ -121,7 +121,7 @@ def is_traced() -> bool:
 
 def is_jit_traced() -> bool:
     """Return whether ``torch.jit.trace`` or the old exporter for ONNX traces a graph."""
-    return bool(_jit_traced) and threading.get_ident() in _jit_traced
+    return bool(JIT_TRACED) and threading.get_ident() in JIT_TRACED
 
 
 def refuse_traced(what: str) -> None:

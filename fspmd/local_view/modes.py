@@ -17,7 +17,6 @@ from fspmd.body import RUNNING, Body, state
 from fspmd.torch_internals import (
     EnableTorchFunction,
     eval_frame,
-    function_mode_is_on,
     function_modes,
     pop_function_mode,
     push_function_mode,
@@ -59,7 +58,7 @@ SETTLED: Final = (None, NOT_IMPORTED)  # what `push_mode` leaves as it is
 
 def mode_above() -> BodyMode | None:
     """Return the mode of the enclosing body, if it is the topmost mode. `run_in` lifts it: one body sees each call."""
-    modes = function_modes() if function_mode_is_on() else None
+    modes = function_modes()  # also where a derivative has disabled them
     return modes[-1] if modes and isinstance(modes[-1], BodyMode) else None
 
 

@@ -38,12 +38,12 @@ from fspmd.torch_internals import (
     EnableTorchFunction,
     count_dispatch_modes,
     function_mode_is_on,
-    overrides_are_on,
+    is_torch_function_enabled,
     pop_function_mode,
     push_function_mode,
     transforms_active,
 )
-from fspmd.tracing import is_jit_traced, refuse_traced
+from fspmd.tracing import JIT_TRACED, refuse_traced
 from fspmd.transport import known_values
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.transport.reports import tell_failure
@@ -177,13 +177,13 @@ leave_to_python(shard_map, _COMPILED_BY_JIT)
 
 def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tuple[str, ...], flat: bool) -> Any:
     """Run a body: leaves enter as blocks, and results leave as `Sharded`."""
-    if not overrides_are_on():  # a derivative has disabled it, and runs a hook or a custom backward
+    if not is_torch_function_enabled():  # a derivative has disabled it, and runs a hook or a custom backward
         with EnableTorchFunction():
             return run(plan, function, leaves, names, flat)
     body, here = plan.body, state.__dict__
     outer, outer_tracker, outer_mode = here["body"], here["tracker"], here["mode"]
     modes = function_mode_is_on()
-    if modes or count_dispatch_modes() or is_jit_traced():
+    if modes or count_dispatch_modes() or JIT_TRACED:
         refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]

@@ -24,13 +24,13 @@ from fspmd.cache import cached
 from fspmd.errors import ShapeError, VarianceError
 from fspmd.local_view.unbind import bind, unbind
 from fspmd.local_view.uneven_results import PARTS, Way, parted, way_of, without_hooks
+from fspmd.ops.schemas import facts_of
 from fspmd.ops.traits import tensors_in
 from fspmd.pairs import Call, apply, call, is_transformed
 from fspmd.torch_internals import (
     NO_LEVEL,
     NOT_MAPPED,
     DisableTorchFunction,
-    aten_zero_tensor,
     batch_dim_of,
     forward_ad,
     level_of,
@@ -153,7 +153,7 @@ class _SizesApart(DispatchMode):
         held = numbers_frame((*args, *kwargs.values()))
         if held is None or block_type(held) in types:
             return func(*args, **kwargs)
-        return call_per_rank(torch.zeros if func is aten_zero_tensor else func, args, kwargs, held)
+        return call_per_rank(torch.zeros if facts_of(func).absent else func, args, kwargs, held)
 
 
 _COMPARISONS: Final = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # torch compares with numbers as they are

@@ -19,6 +19,7 @@ class OpFacts:
     """The facts about one op.
 
     Attributes:
+        absent: It makes the zeros that stand for a missing tangent, and have no memory.
         asks: ``"value"`` or ``"sizes"``: the op gives Python such numbers of a tensor. Otherwise ``""``.
         converts: It gives its operand another dtype or device, as ``torch.as_tensor`` asks.
         dynamic_shape: The shape of the result may depend on values; `shape_of_values` answers for one call.
@@ -34,6 +35,7 @@ class OpFacts:
     """
 
     __slots__ = (
+        "absent",
         "asks",
         "converts",
         "dynamic_shape",
@@ -54,6 +56,7 @@ class OpFacts:
         schema = func._schema
         name = schema.name.split("::")[-1]
         self.name: str = schema.name
+        self.absent: bool = schema.name == "aten::_efficientzerotensor"
         self.asks: str = _ASKS.get(schema.name, "")
         self.converts: bool = {"dtype", "non_blocking"} <= {arg.name for arg in schema.arguments}
         self.random: bool = torch.Tag.nondeterministic_seeded in func.tags

@@ -32,7 +32,6 @@ from fspmd.sharded import Sharded
 from fspmd.torch_internals import (
     DisableTorchFunction,
     HigherOrderOperator,
-    aten_zero_tensor,
 )
 from fspmd.transport import Pending
 from fspmd.transport.abstract import imagined
@@ -87,7 +86,7 @@ class ProgramRecorder(Values):
         if func is _LIFT:
             with self.pause():
                 return self.constant(func(*args), args[0])
-        if func is aten_zero_tensor:  # torch aborts in a product with a zero tensor that a mode has seen
+        if facts_of(func).absent:  # torch aborts in a product with a zero tensor that a mode has seen
             func = torch.ops.aten.zeros.default
         facts, tensors = facts_of(func), list(tensors_in((*args, *kwargs.values())))
         fixed = facts.pure and all(map(self.is_constant, tensors))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.meshes.mesh import Mesh
-from fspmd.torch_internals import aten_zero_tensor
+from fspmd.ops.schemas import facts_of
 from fspmd.tracing import DispatchMode, constant, outside_transforms, step
 from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits, neutral_like
@@ -329,15 +329,14 @@ class _MakePerRank(DispatchMode):
 _call_per_rank: Final = step(call_per_rank)
 
 
-#: op -> `_makes_tensor`; zero tangents have no memory, and no rank draws them
-_MAKES: dict[Any, bool] = {aten_zero_tensor: False}
+_MAKES: dict[Any, bool] = {}  # op -> `_makes_tensor`
 
 
 def _makes_tensor(func: Any) -> bool:
-    """Return whether an op returns a tensor and takes none."""
+    """Return whether an op returns a tensor and takes none. Zero tangents have no memory, and no rank draws them."""
     known = _MAKES.get(func)
     if known is None:
         schema = func._schema
-        takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+        takes = facts_of(func).absent or any("Tensor" in str(argument.type) for argument in schema.arguments)
         known = _MAKES[func] = not takes and [str(r.type) for r in schema.returns] == ["Tensor"]
     return known
