@@ -381,7 +381,8 @@ class Predicted(NamedTuple):
         held = {}
         for line in following.held:
             now, then = self.held[line], following.held[line]
-            if len(now) < len(then):  # a line of each layer: the first or the last layer holds most
+            # a line of each layer, of which the first or the last holds most; or larger values move in other steps
+            if len(now) != len(then):
                 now, then = [max(now)], [max(then)]
             held[line] = [x + count * (y - x) for x, y in zip(now, then, strict=True)]
         return Predicted(time, exposed, held)

@@ -256,6 +256,33 @@ def test_scales_grow() -> None:
     assert (float(scale.scale), int(scale.steps)) == (8.0, 0)
 
 
+def test_scales_stay_finite_and_above_zero() -> None:
+    """From an infinity no step would bring the scale back: it times 0 is no number. Nor from 0, by which it divides."""
+    scale = LossScale.of(2.0**126)
+    for _ in range(3):
+        scale = scale.after(torch.tensor(True), interval=1)
+    assert float(scale.scale) == 2.0**127
+    scale = LossScale.of(2.0**-125)
+    for _ in range(3):
+        scale = scale.after(torch.tensor(False))
+    assert float(scale.scale) == 2.0**-126
+    assert float(scale.after(torch.tensor(True), interval=1).scale) == 2.0**-125
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_loss_in_float16_is_scaled_in_float32(dtype: torch.dtype) -> None:
+    """65,536 is an infinity in float16."""
+    mesh = make_mesh((2,), ("s",), transport="simulation")
+    x = torch.tensor([3.0, 1.0], dtype=dtype, requires_grad=True)
+    loss, scale = x.sum(), LossScale.of()
+    scaled = scale.scaled(loss)
+    assert (scaled.dtype, float(scaled.detach())) == (torch.promote_types(dtype, torch.float32), 4 * 65536.0)
+    pending = device_put(x.detach(), P("s"), mesh=mesh)
+    assert float(device_get(scale.scaled(pending.sum()))) == 4 * 65536.0
+    (grad,) = torch.autograd.grad(LossScale.of(2.0**15).scaled(x[0] * 0.5), x)
+    assert grad.tolist() == [2.0**14, 0.0]
+
+
 def test_a_finite_check_in_a_body_is_invariant() -> None:
     mesh = make_mesh((2, 2), ("r", "s"), transport="simulation")
     seen = []

@@ -404,6 +404,12 @@ def test_a_plan_of_many_layers_is_that_of_a_record_of_all(text: str) -> None:
     assert max(map(max, two.held.values())) < max(map(max, whole.held.values()))
 
 
+def test_a_plan_may_have_fewer_steps_for_larger_values() -> None:
+    """As the update under --zero1 of a model of 32 layers: what moves is cheaper in one step than in two."""
+    two, three = (pretrain().Predicted(1.0, 0.0, {"update": held}) for held in ([5, 9, 5], [12, 6]))
+    assert two.with_layers(2, three).held == {"update": [15]}
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [

@@ -56,8 +56,9 @@ class LossScale(NamedTuple):
 
     @checked
     def scaled(self, loss: Tensor) -> Any:
-        """The loss, times the scale. A pending sum stays pending."""
-        return loss * self.scale.to(loss.dtype)
+        """The loss, times the scale, in float32 or wider: 65,536 is no float16. A pending sum stays pending."""
+        dtype = torch.promote_types(loss.dtype, torch.float32)
+        return cast_terms(loss, dtype) * self.scale.to(dtype)
 
     def unscaled(self, grads: Any) -> tuple[Any, Tensor]:
         """The gradients of the loss itself, and whether all of them are finite, as `all_finite` says."""
@@ -66,7 +67,10 @@ class LossScale(NamedTuple):
 
     @checked
     def after(self, finite: Tensor, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
-        """The scale of the next step: larger after ``interval`` finite steps, smaller after one that is not finite."""
+        """The scale of the next step: larger after ``interval`` finite steps, smaller after one that is not finite.
+
+        It stays a number above 0. From an infinity or 0 no later step would bring it back.
+        """
         _check_condition("LossScale.after", "finite", finite)
         if not (1 <= growth < math.inf and 0 < backoff <= 1 and interval >= 1):
             raise ArgumentError(
@@ -74,7 +78,8 @@ class LossScale(NamedTuple):
                 "factor from 1 on, one above 0 and up to 1, and a number of steps from 1 on"
             )
         grows = finite & (self.steps + 1 >= interval)
-        scale = torch.where(finite, torch.where(grows, self.scale * growth, self.scale), self.scale * backoff)
+        grown, cut = self.scale * growth, (self.scale * backoff).clamp(min=torch.finfo(self.scale.dtype).tiny)
+        scale = torch.where(finite, torch.where(grows & grown.isfinite(), grown, self.scale), cut)
         return LossScale(scale, torch.where(finite & ~grows, self.steps + 1, 0))
 
 
@@ -242,7 +247,7 @@ def _pair(loss: Callable[..., Any], has_aux: bool, params: Any, microbatch: Any)
         given = f"a tuple of {len(out)}" if isinstance(out, tuple) else described(out)
         raise TreeError(f"accumulate: the loss returns a pair, (total, count), but it returned {given}")
     for name, x in zip(("total", "count"), out, strict=True):
-        if not isinstance(x, (Tensor, Real)):
+        if not isinstance(x, (Tensor, Real)) or (isinstance(x, Tensor) and x.dim()):
             raise ArgumentError(f"accumulate: the {name} is {described(x)}; expected a scalar tensor or a number")
         if state.body is not None and isinstance(x, Tensor) and (varying := get_variance(x).varying):
             axes = as_axis_name(sorted(varying))

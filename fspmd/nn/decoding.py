@@ -124,6 +124,9 @@ class KVCache(NamedTuple):
                 raise ArgumentError(f"KVCache.of got {described(layer)}; give it the caches of all layers")
         if not layers:
             raise ArgumentError("KVCache.of got no layers; give it the caches of all layers")
+        if len(slots := {layer.lengths.shape for layer in layers}) > 1:
+            given = ", ".join(sorted(str(shape[0]) for shape in slots))
+            raise ShapeError(f"KVCache.of got layers of {given} slots; give it the caches of the same sequences")
         keys, values = (tuple(itertools.chain.from_iterable(rows)) for rows in list(zip(*layers, strict=True))[:2])
         return cls(keys, values, layers[0].lengths)
 
@@ -357,7 +360,7 @@ def own_heads(x: Tensor, axis: Axes) -> Tensor:
     if x.dim() < 3:
         raise ShapeError(f"own_heads got {described(x)}; give it keys or values [..., kv_heads, n, width]")
     heads, ranks = x.shape[-3], axis_size(axis)
-    if heads % ranks and ranks % heads:
+    if not heads or (heads % ranks and ranks % heads):
         raise ShapeError(
             f"own_heads got {heads} KV heads for the {ranks} ranks of {axis!r}; the heads must be a multiple of the "
             "ranks, or the ranks of the heads"
