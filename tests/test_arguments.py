@@ -76,6 +76,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "the int 3 for axis; give it the name of a mesh axis": lambda: nn.attention_costs(*[spec(4, 16, 8)] * 3, 3),  # type: ignore[arg-type]
     # experts
     "route got the int 0 for axes": lambda: nn.route(LOGITS, 1, axes=0),  # type: ignore[arg-type]
+    "a bias of shape .* of torch.complex64": lambda: nn.route(LOGITS, 1, bias=torch.zeros(4, dtype=torch.complex64)),
     "list .* for bias": lambda: nn.route(LOGITS, 1, bias=[0]),  # type: ignore[arg-type]
     "list .* for counts": lambda: nn.balance(torch.zeros(1), [1], 0.1),  # type: ignore[arg-type]
     "the string 'x' for rate": lambda: nn.balance(torch.zeros(1), torch.zeros(1), "x"),  # type: ignore[arg-type]
@@ -126,6 +127,11 @@ WRONG: dict[str, Callable[[], Any]] = {
     "a dict of 'step', 'mean'": lambda: updated(nn.muon(), state={}),
     "a dict of 'step', 'foo' for state": lambda: updated(nn.adamw(), state={"step": torch.zeros(()), "foo": PARAMS}),
     "give it an optimizer": lambda: nn.with_master(None),  # type: ignore[arg-type]
+    r"a gradient of shape \(4, 1\) for params\['w'\] of shape \(4, 4\)": lambda: updated(
+        nn.adamw(), grads={"w": torch.ones(4, 1)}
+    ),
+    "the count is a tensor": lambda: nn.accumulate(lambda p, x: (p.sum(), x))(torch.ones(2), [torch.ones(2)]),
+    "the total is a tensor": lambda: nn.accumulate(lambda p, x: (p, 1))(torch.ones(2), [torch.ones(2)]),
     "give it what init.params. of with_master": lambda: updated(nn.with_master(nn.adamw()), state={}),
     "None as a leaf of grads; give": lambda: updated(nn.with_master(nn.adamw()), grads={"w": None}),
     "a parameter that is the string": lambda: nn.with_master(nn.adamw()).init({"w": "x"}),
@@ -148,6 +154,8 @@ WRONG: dict[str, Callable[[], Any]] = {
     "cached_attention got a tensor .* for axis": lambda: nn.cached_attention(K, CACHE, axis=K),  # type: ignore[arg-type]
     "names the axis 'zz'": lambda: KVCache.zeros(1, 2, 2, 8, 4, spec=P(None, "zz"), mesh=MESH),
     "the string 'x' for value_width": lambda: KVCache.zeros(1, 2, 2, 8, 4, value_width="x"),  # type: ignore[arg-type]
+    "layers of 2, 3 slots": lambda: KVCache.of([KVCache.zeros(1, n, 1, 4, 4) for n in (2, 3)]),
+    "own_heads got 0 KV heads": lambda: within(lambda x: nn.own_heads(x, "a"), torch.ones(0, 3, 2)),
     "KVCache.of got the int 1": lambda: KVCache.of([1]),  # type: ignore[list-item]
     "list .* for key": lambda: CACHE.append([1], K),  # type: ignore[arg-type]
     r"slots \[1, 2\] of a cache of 2 slots, of which 2 is out of": lambda: CACHE.append(

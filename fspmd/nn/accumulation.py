@@ -247,7 +247,7 @@ def _pair(loss: Callable[..., Any], has_aux: bool, params: Any, microbatch: Any)
         given = f"a tuple of {len(out)}" if isinstance(out, tuple) else described(out)
         raise TreeError(f"accumulate: the loss returns a pair, (total, count), but it returned {given}")
     for name, x in zip(("total", "count"), out, strict=True):
-        if not isinstance(x, (Tensor, Real)):
+        if not isinstance(x, (Tensor, Real)) or (isinstance(x, Tensor) and x.dim()):
             raise ArgumentError(f"accumulate: the {name} is {described(x)}; expected a scalar tensor or a number")
         if state.body is not None and isinstance(x, Tensor) and (varying := get_variance(x).varying):
             axes = as_axis_name(sorted(varying))

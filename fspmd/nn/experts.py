@@ -85,8 +85,11 @@ def route(
         raise ArgumentError(f"route got k={k!r} for {n} experts; give it an int from 1 to {n}")
     if score not in ("softmax", "sigmoid"):
         raise ArgumentError(f"route got score={score!r}; expected 'softmax' or 'sigmoid'")
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise ShapeError(f"route got a bias of shape {tuple(bias.shape)} for {n} experts; give it shape ({n},)")
+    if bias is not None and (tuple(bias.shape) != (n,) or bias.is_complex()):
+        raise ShapeError(
+            f"route got a bias of shape {tuple(bias.shape)} of {bias.dtype} for {n} experts; give it real numbers of "
+            f"shape ({n},)"
+        )
     if axes:
         check_varies("route", axes, "logits", logits)
     logits = logits.to(wide(logits))

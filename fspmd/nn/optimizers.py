@@ -14,7 +14,7 @@ from torch import Tensor
 from fspmd.body import state as running
 from fspmd.collectives import psum
 from fspmd.entries import entry_axes
-from fspmd.errors import ArgumentError, VarianceError
+from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import described, quoted
 from fspmd.nn.arguments import checked
 from fspmd.nn.parameters import cast_terms, layouts
@@ -22,7 +22,8 @@ from fspmd.placement.creation import zeros
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import is_sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.trees import Entries, broadcast_prefix, prefix_over
+from fspmd.transport.local_tensor import is_uneven
+from fspmd.trees import Entries, broadcast_prefix, leaf_paths, prefix_over
 from fspmd.variance import get_variance, show
 
 Rate = float | Tensor | Callable[[Tensor], Any]
@@ -202,7 +203,9 @@ def leafwise(
         slots = {name: _like(tree, treedef, f"state[{name!r}]") for name, tree in state.items() if name != "step"}
         partitions, step = _partitions(params, specs), state["step"] + 1
         laid = _laid(leaves, partitions)
-        given = [g.to(p.dtype) for g, p in zip(_laid(_like(grads, treedef, "grads"), _places(laid)), laid, strict=True)]
+        parts = _like(grads, treedef, "grads")
+        _check_shapes(parts, leaves, params)
+        given = [g.to(p.dtype) for g, p in zip(_laid(parts, _places(laid)), laid, strict=True)]
         decays, lies = broadcast_numbers(decay, params), _lies(params, leaves, specs)
         news, renewed = rule(given, slots, laid, _rate_at(step, rate), step, decays, lies)
         after = {name: treedef.unflatten(_laid(renewed[name], _places(old))) for name, old in slots.items()}
@@ -257,6 +260,16 @@ def _like(tree: Any, treedef: Any, what: str) -> Leaves:
         if not isinstance(x, Tensor):
             raise ArgumentError(f"update got {described(x)} as a leaf of {what}; give it a tensor for each parameter")
     return leaves
+
+
+def _check_shapes(grads: Leaves, leaves: Leaves, params: Any) -> None:
+    """Raise `ShapeError` for a gradient of another shape, which would make a parameter of the shape of both."""
+    for i, (g, p) in enumerate(zip(grads, leaves, strict=True)):
+        if not (is_uneven(g) or is_uneven(p)) and g.shape != p.shape:
+            raise ShapeError(
+                f"update got a gradient of shape {tuple(g.shape)} for {leaf_paths(params, 'params')[i]} of shape "
+                f"{tuple(p.shape)}; give it that of this parameter"
+            )
 
 
 def _partitions(params: Any, specs: Any) -> Sequence[Any]:
