@@ -168,6 +168,7 @@ def accumulate(
 
     Args:
         loss: Both results are equal on all ranks, or pending sums. In a body: pcast(x.sum(), axis, to="unreduced").
+            There ``len(x)`` is the length of a block, and no type says so: psum(torch.tensor(len(x)), axis).
         axis: The mesh axes over which gradients stay pending. More memory is needed: whole parameters and gradients.
         specs: In a body, the layouts of parameters, as for `gathered`.
         grads: How the gradients lie: a prefix of the parameters of `P`. The default is the layout of the parameters.

@@ -41,6 +41,7 @@ from fspmd.placement.device_put import device_get
 from fspmd.sharded import is_sharded
 from fspmd.spec import P, complain
 from fspmd.tracing import recorder
+from fspmd.transport.local_tensor import is_uneven
 
 
 class KVCache(NamedTuple):
@@ -124,8 +125,9 @@ class KVCache(NamedTuple):
                 raise ArgumentError(f"KVCache.of got {described(layer)}; give it the caches of all layers")
         if not layers:
             raise ArgumentError("KVCache.of got no layers; give it the caches of all layers")
-        if len(slots := {layer.lengths.shape for layer in layers}) > 1:
-            given = ", ".join(sorted(str(shape[0]) for shape in slots))
+        slots = [layer.lengths.shape[0] for layer in layers if not is_uneven(layer.lengths)]
+        if len({*slots}) > 1:
+            given = ", ".join(map(str, sorted({*slots})))
             raise ShapeError(f"KVCache.of got layers of {given} slots; give it the caches of the same sequences")
         keys, values = (tuple(itertools.chain.from_iterable(rows)) for rows in list(zip(*layers, strict=True))[:2])
         return cls(keys, values, layers[0].lengths)
