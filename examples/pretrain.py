@@ -472,7 +472,9 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    usage = "%(prog)s [--mesh AXIS=SIZE,...] [--plan] [options]; all options: %(prog)s --help"
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=kind)
     default = mesh_sizes("pp=2,fsdp=2,tp=2")
     parser.add_argument("--mesh", type=mesh_sizes, default=default, metavar="AXIS=SIZE,...", help="as above")
     parser.add_argument("--plan", action="store_true", help="print what a step would need, and train nothing")
