@@ -435,6 +435,7 @@ def test_a_plan_of_many_layers_is_that_of_a_record_of_all(text: str) -> None:
         ("dp=0", "mesh"),
         ("dp", "mesh"),
         ("dp=two", "mesh"),
+        ("dp=2,dp=4", "mesh"),
     ],
 )
 def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
