@@ -462,7 +462,10 @@ def plan(c: Config, sizes: dict[str, int], args: argparse.Namespace) -> None:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    given = dict(part.partition("=")[::2] for part in text.split(","))
+    parts = [part.partition("=")[::2] for part in text.split(",")]
+    given = dict(parts)
+    if len(given) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text} names an axis twice; give each axis one size")
     if unknown := set(given) - set(AXES):
         raise argparse.ArgumentTypeError(f"no axis is named {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
     sizes = {axis: given.get(axis, "1") for axis in AXES}

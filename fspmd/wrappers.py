@@ -60,8 +60,8 @@ def begin() -> None:
     if _waiting:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RecordError(
-                "torch.jit.trace writes down a graph, in which there would be no collectives, and in it the first mesh "
-                "or jitted function of this process was made; make it before"
+                "the first mesh or jitted function of this process was made while torch.jit.trace writes down a graph, "
+                "in which there would be no collectives; make it before the trace"
             )
         with _LOCK:  # a second thread waits until all are installed
             for install in _waiting:

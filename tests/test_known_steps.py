@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import (
+    ArgumentError,
     AxisError,
     Mesh,
     P,
@@ -181,6 +182,9 @@ def test_errors_come_after_known_steps_too() -> None:
         for right, wrong, error in [
             (lambda x: all_gather(x, "x", axis=1), lambda x: all_gather(x, "x", axis=3), ShapeError),
             (lambda x: all_gather(x, "x", axis=2), lambda x: all_gather(x[0], "x", axis=2), ShapeError),
+            (lambda x: all_gather(x, "x", axis=1), lambda x: all_gather(x, "x", axis=1.0), ArgumentError),
+            (lambda x: all_to_all(x, "x", 0, 1), lambda x: all_to_all(x, "x", False, 1), ArgumentError),
+            (lambda x: pbroadcast(x, "x", 1), lambda x: pbroadcast(x, "x", True), ArgumentError),
             (lambda x: psum(x, "x"), lambda x: psum(x, "z"), AxisError),
             (lambda x: psum(x, "x"), lambda x: psum(pcast(psum(x, "x"), "x", to="reduced"), "x"), VarianceError),
             (lambda x: psum_scatter(x, "x", tiled=True), lambda x: psum_scatter(x[1:], "x", tiled=True), ShapeError),
@@ -209,6 +213,73 @@ def test_a_kept_step_holds_no_operand() -> None:
     f = shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
     f(torch.ones(16, 8))
     assert not any(ref() is not None for ref in alive)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kept_step_holds_no_tensor(name: str, checked: bool) -> None:
+    types: list[Any] = []
+    run = _body(CALLS[name], types, True)
+    f = shard_map(run, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=checked)
+    x = torch.linspace(-1, 1, 128, dtype=torch.float64).view(16, 8)
+    want = fspmd.device_get(shard_map(run, mesh=MESH, in_specs=P("x"), out_specs=P("x"), check_vma=checked)(x))
+    with torch.inference_mode():
+        f(x)
+    fspmd.jit(f).lower(x)
+    x.requires_grad_()
+    for run in (f, fspmd.jit(f), fspmd.jit(f)):
+        out = fspmd.device_get(run(x))
+        torch.testing.assert_close(out, want)
+        torch.autograd.grad(out.sum(), x)
+
+
+class _Ring:
+    """A permutation of 4 positions, or their groups, which may change."""
+
+    def __init__(self, *elements: Any) -> None:
+        self.elements = elements
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.elements)
+
+
+def test_options_that_change() -> None:
+    ring, groups = _Ring(3, 0, 1, 2), _Ring((0, 1), (2, 3))
+    run: Any = lambda x: (pshuffle(x, "x", ring), psum(x, "x", axis_index_groups=groups))  # noqa: E731
+    f = shard_map(run, mesh=MESH, in_specs=P("x"), out_specs=P("x"))
+    x = torch.arange(4.0)
+    for _ in range(2):
+        assert [fspmd.device_get(y).tolist() for y in f(x)] == [[3, 0, 1, 2], [1, 1, 5, 5]]
+    ring.elements, groups.elements = (1, 2, 3, 0), ((0, 2), (1, 3))
+    assert [fspmd.device_get(y).tolist() for y in f(x)] == [[1, 2, 3, 0], [2, 4, 2, 4]]
+
+
+def test_iterators_are_not_kept() -> None:
+    def body(x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = ppermute(x, "x", zip(range(4), (1, 2, 3, 0), strict=True))
+        assert not fspmd.body.state.body.calls
+        return x
+
+    out = shard_map(body, mesh=MESH, in_specs=P("x"), out_specs=P("x"))(torch.arange(4.0))
+    assert fspmd.device_get(out).tolist() == [1, 2, 3, 0]
+
+
+def test_types_that_a_view_has_of_its_base() -> None:
+    def outer(x: Tensor) -> Tensor:
+        equal, view = torch.ones(2), torch.FloatTensor(x)  # no mode sees this view
+
+        def inner(y: Tensor) -> Tensor:
+            for _ in range(2):
+                psum(equal, "y")
+                assert "V:x" in str(typeof(psum(view, "y")))
+            return y
+
+        shard_map(inner, mesh=mesh, in_specs=P("y"), out_specs=P("y"), axis_names={"y"}, check_vma=False)(equal)
+        return x
+
+    mesh = make_mesh((2, 2), ("x", "y"))
+    shard_map(outer, mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})(torch.ones(4))
 
 
 def test_transforms_after_known_steps() -> None:

@@ -441,6 +441,7 @@ def test_a_plan_may_have_fewer_steps_for_larger_values() -> None:
         ("dp=0", "mesh"),
         ("dp", "mesh"),
         ("dp=two", "mesh"),
+        ("dp=2,dp=4", "mesh"),
     ],
 )
 def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,6 +226,17 @@ def test_convolutions_take_the_format_of_images_or_weights(groups: int, size: in
                 assert _lies(one) == _lies(expected), (call, lie_x, lie_w)
 
 
+@pytest.mark.parametrize("shape", [(4, 4, 1, 1), (4, 1, 4, 4)])
+def test_convolutions_after_functions_of_elements(shape: tuple[int, ...]) -> None:
+    """Where only the strides of dims of size 1 tell the format of images, functions of elements keep these strides."""
+    whole, w = torch.randn(shape), torch.randn(2, *shape[1:])
+    for lie in (torch.contiguous_format, LAST):
+        x, y = device_put(whole, P(), mesh=MESH).to(memory_format=lie), whole.to(memory_format=lie)
+        for call in (torch.clone, torch.exp, lambda x: x + x, lambda x: x + x.mT.mT.clone()):
+            assert call(x).stride() == call(y).stride()
+            assert _lies(F.conv2d(call(x), w, padding=1)) == _lies(F.conv2d(call(y), w, padding=1))
+
+
 def test_results_whose_shape_depends_on_values() -> None:
     """Views of a new tensor too, and of operands that repeat elements."""
     whole = torch.randn(5, 2, 3, generator=torch.Generator().manual_seed(0))

@@ -91,24 +91,26 @@ def all_to_all(
     tensor([[0, 1],
             [2, 3]])
     """
-    options = (split_axis, concat_axis), axis_index_groups, tiled, size
+    options = split_axis, concat_axis, axis_index_groups, tiled, size
     return collective("all_to_all", _all_to_all, x, axis_name, options, wait)
 
 
-def _all_to_all(operand: Operand, dims: tuple[int, int], groups: Groups, tiled: bool, size: Any) -> Build | None:
+def _all_to_all(
+    operand: Operand, split_axis: int, concat_axis: int, groups: Groups, tiled: bool, size: Any
+) -> Build | None:
     what, body, axes, leaves, n = operand.what, operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(groups, n, what, equal=True)
     if not axes:
         return None
     check_size_use(size, tiled, index_groups, what)
-    check_alike(body, leaves, axes, what, dims[1], size)
+    check_alike(body, leaves, axes, what, concat_axis, size)
     count = len(index_groups[0]) if index_groups else n
     names = ("axis", "axis") if what == "pswapaxes" else ("split_axis", "concat_axis")
 
     def build(i: int, leaf: Tensor) -> LeafCollective:
         variance = varying_operand(body, leaf, axes, what)
-        split = check_dim(dims[0], leaf.ndim, what, names[0])
-        concat = check_dim(dims[1], leaf.ndim, what, names[1])
+        split = check_dim(split_axis, leaf.ndim, what, names[0])
+        concat = check_dim(concat_axis, leaf.ndim, what, names[1])
         if size is None:
             check_tiles(leaf, split, count, tiled, what, "for uneven blocks pass size=, the global size of concat_axis")
         o, before, back = _options(body, leaf, axes, (split, concat), index_groups, tiled, size, what)
@@ -198,7 +200,7 @@ def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Grou
             [2],
             [3]])
     """
-    options = (axis, axis), axis_index_groups, False, None
+    options = axis, axis, axis_index_groups, False, None
     return collective("pswapaxes", _all_to_all, x, axis_name, options, wait)
 
 

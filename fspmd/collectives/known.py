@@ -1,13 +1,15 @@
 """Runs a collective by the step that an operand of the same kind had before, or by a new one.
 
-The checks of a collective, and its steps, follow from the kinds of its leaves: shape, dtype, type. So a body keeps the
-steps. To make one takes some 20 µs, to find it 1 µs.
+The checks of a collective, and its steps, follow from its options and from the kinds of its leaves: shape, dtype, type.
+So a body keeps the steps. To make one takes some 20 µs, to find it 1 µs. A step holds no tensor: that could be one of
+inference mode, or of a recording.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import is_dataclass
+from typing import Any, Final
 
 import optree
 from torch import Tensor
@@ -21,6 +23,7 @@ from fspmd.torch_internals import DisableTorchFunction, forward_ad, transforms_a
 from fspmd.transport.local_tensor import is_uneven
 from fspmd.variance import ATTRIBUTE
 
+_CONSTANTS: Final = frozenset({type(None), bool, int, float, str, range})
 #: makes the step of each leaf: of the number of the leaf and the leaf
 Build = Callable[[int, Any], LeafCollective | None]
 #: checks the operand and the options of a collective; None: there is no axis to move over
@@ -55,11 +58,12 @@ def collective(
             kind = type(x)
             is_block = kind is Tensor or (isinstance(x, Tensor) and kind is not Sharded)
             try:
+                call_key = what, axis_name, options, *map(type, options)  # 0, 0.0 and False are equal
                 if is_block:
-                    key = what, axis_name, options, kind, x.dtype, x.layout, x.shape, getattr(x, ATTRIBUTE, None)
+                    key = call_key, kind, x.dtype, x.layout, x.shape, getattr(x, ATTRIBUTE, None)
                 else:
                     leaves, treedef = optree.tree_flatten(x)
-                    key = what, axis_name, options, treedef, tuple(map(_kind, leaves))
+                    key = call_key, treedef, tuple(map(_kind, leaves))
                 known = body.calls.get(key)
             except (TypeError, AttributeError, RuntimeError):
                 key = None  # an option has no hash, a leaf is no tensor, or a nested tensor, which has no shape
@@ -86,13 +90,20 @@ def collective(
         return x if wait else done(x)
     with DisableTorchFunction():
         steps = operand.steps(build)
-    if key is not None:
+    if key is not None and all(map(_is_constant, (axis_name, *options))):
         _remember(operand, key, given, steps)
     return operand.run(steps, wait)
 
 
 def _kind(leaf: Tensor) -> tuple[Any, ...]:
     return type(leaf), leaf.dtype, leaf.layout, leaf.shape, getattr(leaf, ATTRIBUTE, None)
+
+
+def _is_constant(option: Any) -> bool:
+    """Whether an option stays what it is. An iterator, or an object of the user, may have other elements later."""
+    if isinstance(option, tuple):
+        return all(map(_is_constant, option))
+    return type(option) in _CONSTANTS or is_dataclass(option)
 
 
 def _remember(operand: Operand, key: Any, given: Sequence[Any], steps: Sequence[LeafCollective | None]) -> None:
@@ -103,6 +114,8 @@ def _remember(operand: Operand, key: Any, given: Sequence[Any], steps: Sequence[
         if step is None or step.call is None or now is not leaf:
             return
         result = getattr(leaf, ATTRIBUTE, None) if state.tracker is not None else None  # an enclosing body's
+        if result is None and state.tracker is not None:  # the type may be that of the tensor of which this is a view
+            return
         if body.checked:
             if result is None or not (result.varying.issuperset(axes) or result.unreduced.issuperset(axes)):
                 return

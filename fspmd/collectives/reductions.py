@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -80,11 +81,11 @@ def _reduction(operand: Operand, groups: Groups) -> Build | None:
     if not axes:
         return None
     check_alike(body, leaves, axes, what)
-    count = _count(body, axes, n, index_groups)
     mean = what == "pmean"
 
     def build(i: int, leaf: Any) -> LeafCollective | None:
         if not is_plain(leaf):  # a Python number: no communication
+            count = _count(body, axes, n, index_groups)
             leaves[i] = (float(leaf) if isinstance(leaf, bool) else leaf) if mean else leaf * count
             if isinstance(leaves[i], Tensor):
                 set_variance(leaves[i], get_variance(count))
@@ -94,7 +95,7 @@ def _reduction(operand: Operand, groups: Groups) -> Build | None:
             leaves[i] = set_variance(leaf.to(torch.int64), get_variance(leaf))
         step = _psum_step(body, leaves[i], axes, index_groups, what)
         if mean:
-            step = then(step, lambda y: y / count)
+            step = then(step, _mean_of(body, axes, n, index_groups))
         leaves[i] = _operand(body, leaves[i], axes, step)
         return step
 
@@ -110,6 +111,17 @@ def _count(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Any:
         sizes = torch.tensor([size_at[i] for i in range(n)], device=body.mesh.device)
         count = torch.ops.aten.index.Tensor(sizes, [body.transport.index(body.mesh, axes)])
     return set_variance(count, Variance(varying=axes)) if body.checked else count
+
+
+def _mean_of(body: Body, axes: tuple[str, ...], n: int, index_groups: Any) -> Callable[[Tensor], Tensor]:
+    """A function that divides a sum by the number of its terms.
+
+    It holds no tensor, since a body keeps it: a tensor may be one of inference mode, or of another recording.
+    """
+    count = _count(body, axes, n, index_groups)
+    if type(count) is int:
+        return lambda total: total / count
+    return lambda total: total / _count(body, axes, n, index_groups)
 
 
 def _psum_step(body: Body, x: Tensor, axes: tuple[str, ...], index_groups: Any, what: str) -> LeafCollective:

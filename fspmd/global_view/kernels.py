@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fspmd.forms import Laid, Strides, is_dense, order_in_memory, packed
+from fspmd.forms import Laid, Strides, is_dense, packed
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import is_tagged, name_of
 from fspmd.spec import TensorSpec
@@ -181,6 +181,6 @@ def _steps(strides: Strides, shape: Sequence[int], small: Sequence[int], gaps: b
 def _in_order_of(strides: Strides, shape: Sequence[int]) -> list[int]:
     """Return strides without gaps for a shape, with the dims in the same order as by the given strides."""
     steps, step = [1] * len(shape), 1
-    for dim in reversed(order_in_memory(tuple(strides))):
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim] != 1, -dim)):
         steps[dim], step = step, step * max(shape[dim], 1)
     return steps

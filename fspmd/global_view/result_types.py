@@ -169,7 +169,8 @@ def on_meta(call: GlobalCall) -> Outcome | None:
     strides = strides_of_kernel(call, before, shape)
     if strides is None:
         return outcome
-    as_new = all(n == 1 or step == new for n, step, new in zip(shape, strides, packed(shape), strict=True))
+    free = 1 if len(shape) < 3 else None  # the size of dims of which the stride says nothing; see `lies_as_new`
+    as_new = all(n == free or step == new for n, step, new in zip(shape, strides, packed(shape), strict=True))
     return outcome._replace(memory=None if as_new else [ResultMemory(Laid(strides))])
 
 

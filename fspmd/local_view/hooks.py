@@ -1,4 +1,4 @@
-"""Wrappers of twelve places where torch hides a call, or drops an argument or the type of a tensor.
+"""Wrappers of places where torch hides a call, or drops an argument or the type of a tensor.
 
 * A TorchFunctionMode does not see ``autograd.Function.apply``, so its operands would not be cast.
 * The backward of a custom Function runs outside the body, where no axes are bound for its collectives.
@@ -6,9 +6,10 @@
 * ``vmap`` unwraps its result to a new tensor without the type.
 * ``torch.func`` differentiates with respect to a value that in a mapped function belongs to one element.
 * ``torch.utils.checkpoint`` runs a function again in backward, outside the body, on new tensors.
-* TorchScript calls torch below Python.
+* TorchScript calls torch below Python, and its tracer writes down a graph without collectives.
 * ``nn.Parameter``, ``as_subclass``, ``set_`` and a few others make a tensor of another one, and no mode sees them.
 * Storages are read and written, and no mode sees it (`storages.py`).
+* ``MaskedTensor`` calls torch below autograd, so a `Sharded` within would lose its gradients.
 * ``torch.cond``, ``flex_attention`` and their kin compile a function, which on a `Sharded` fails in Dynamo's words.
 * ``F.l1_loss`` drops its argument ``weight`` under a mode, so a weighted loss would be an unweighted one.
 
