@@ -47,7 +47,8 @@ def names():
 def replaced():
     after = names()
     by_name = sorted(before.items(), key=lambda item: item[0][1])  # of one function the name without underscore is last
-    new = {x[0]: k[1] for k, x in after.items() if k[0] is torch.Tensor and k not in before}  # in C, one class below
+    # of methods in C, which stand one class below, the class gets its own
+    new = {x[0]: k[1] for k, x in after.items() if k[0] in (torch.Tensor, torch.UntypedStorage) and k not in before}
     return sorted(({after[k][0]: k[1] for k, x in by_name if after.get(k, x) != x} | new).values())
 
 before = names()

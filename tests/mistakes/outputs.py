@@ -17,7 +17,7 @@ from mistakes import Setting, mistake
 def sparse_result(m: Setting) -> None:
     """shard_map(f): the results do not fit out_specs
       * result is a sparse_coo tensor, which has no dense blocks, but a body returns blocks
-    make it dense: x.to_dense(), x.dequantize() or torch.nested.to_padded_tensor(x, 0.0)
+    make it dense: x.to_dense(), x.dequantize(), x.to_tensor(0.0) or torch.nested.to_padded_tensor(x, 0.0)
     """
 
     def f(x: Tensor) -> Tensor:
