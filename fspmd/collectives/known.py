@@ -58,7 +58,9 @@ def collective(
             kind = type(x)
             is_block = kind is Tensor or (isinstance(x, Tensor) and kind is not Sharded)
             try:
-                call_key = what, axis_name, options, *map(type, options)  # 0, 0.0 and False are equal
+                call_key: tuple[Any, ...] = what, axis_name
+                if options:  # 0, 0.0 and False are equal
+                    call_key = what, axis_name, options, *map(type, options)
                 if is_block:
                     key = call_key, kind, x.dtype, x.layout, x.shape, getattr(x, ATTRIBUTE, None)
                 else:

@@ -53,7 +53,7 @@ def psum(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait:
     >>> shard_map(lambda x: psum(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0))
     Sharded f32[1] on mesh(x=4)
     """
-    options = (axis_index_groups,)
+    options = () if axis_index_groups is None else (axis_index_groups,)
     return collective("psum", _reduction, x, axis_name, options, wait, takes_numbers=True)
 
 
@@ -71,11 +71,11 @@ def pmean(x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, wait
     >>> device_get(shard_map(lambda x: pmean(x, "x"), mesh=mesh, in_specs=P("x"), out_specs=P())(torch.arange(4.0)))
     tensor([1.5000])
     """
-    options = (axis_index_groups,)
+    options = () if axis_index_groups is None else (axis_index_groups,)
     return collective("pmean", _reduction, x, axis_name, options, wait, takes_numbers=True)
 
 
-def _reduction(operand: Operand, groups: Groups) -> Build | None:
+def _reduction(operand: Operand, groups: Groups = None) -> Build | None:
     what, body, axes, leaves, n = operand.what, operand.body, operand.axes, operand.leaves, operand.ranks
     index_groups = check_index_groups(groups, n, what, equal=False)
     if not axes:
