@@ -40,6 +40,11 @@ class Strided:
         """The strides of a value of this form, and its offset if it is 0."""
         return Laid(self.strides, 0 if self.later is False else None)
 
+    @property
+    def like(self) -> Laid:
+        """The strides of a value of this form, and an offset that makes it: 1 stands for any above 0."""
+        return Laid(self.strides, None if self.later is None else int(self.later))
+
 
 Form = TensorSpec | Strided
 
@@ -77,7 +82,7 @@ def is_made(form: Any) -> bool:
 def as_made(form: Form, made: bool = True) -> Form:
     """Return the form of a value that lies as another one, and is ``made`` of less or not."""
     if isinstance(form, Strided):
-        return form_of(form.spec, Laid(form.strides, None if form.later is None else int(form.later)), made)
+        return form_of(form.spec, form.like, made)
     return form_of(form, Laid(packed(form.shape)), made)
 
 

@@ -40,7 +40,7 @@ from fspmd import (
     typeof,
 )
 from fspmd.cache import Cache
-from fspmd.collectives import known
+from fspmd.collectives import collective as runner
 
 Run = Callable[[Tensor], Tensor]
 #: collectives on [4, 8] of 4 ranks; each has a result that varies, or is equal on all ranks
@@ -150,7 +150,7 @@ def test_on_processes(four: Processes) -> None:
 
 def test_a_known_step_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr(known, "operand_of", lambda *args, **kwargs: made.append(args[2]) or _operand(*args, **kwargs))
+    monkeypatch.setattr(runner, "operand_of", lambda *args, **kwargs: made.append(args[2]) or _operand(*args, **kwargs))
 
     def body(x: Tensor) -> Tensor:
         for _ in range(3):
@@ -174,7 +174,7 @@ def test_a_known_step_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) == len(calls)
 
 
-_operand = known.operand_of
+_operand = runner.operand_of
 
 
 def test_errors_come_after_known_steps_too() -> None:

@@ -13,7 +13,7 @@ from fspmd.collectives.operands import WORDS, AxisName, one_state, operand_of
 from fspmd.collectives.steps import T
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import as_axis_name, quoted
-from fspmd.pairs import apply, call
+from fspmd.pairs import applied, apply, call
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.variance import Variance, get_variance, set_variance, show
 
@@ -82,7 +82,7 @@ def _pcast_one(body: Body, x: Tensor, axes: tuple[str, ...], to: str) -> Tensor:
             mend = f"a {WORDS[letter]} value casts only to {quoted(t for source, t in _PCASTS if source == letter)}"
         raise VarianceError(f"pcast of {show(x)} over {axis} to {to!r}: {mend}")
     with DisableTorchFunction():
-        y = apply(x, call(row[0], body.mesh, axes))
+        y = applied(x, call(row[0], body.mesh, axes))
     state.tracker.borrow(y, variance)
     return set_variance(y, variance.moved(axes, row[1]))
 

@@ -20,7 +20,7 @@ from fspmd.collectives.checks import (
     check_source,
     check_tiles,
 )
-from fspmd.collectives.known import Build, collective
+from fspmd.collectives.collective import Build, collective
 from fspmd.collectives.operands import (
     AxisName,
     Groups,

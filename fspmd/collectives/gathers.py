@@ -19,7 +19,7 @@ from fspmd.collectives.checks import (
     check_size_use,
     check_tiles,
 )
-from fspmd.collectives.known import Build, collective
+from fspmd.collectives.collective import Build, collective
 from fspmd.collectives.operands import (
     AxisName,
     Groups,

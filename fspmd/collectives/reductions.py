@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.collectives.checks import check_alike, check_index_groups
-from fspmd.collectives.known import Build, collective
+from fspmd.collectives.collective import Build, collective
 from fspmd.collectives.operands import (
     AxisName,
     Groups,

@@ -20,7 +20,7 @@ from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, FspmdError
 from fspmd.flights import Flight, depart, land
 from fspmd.messages import Failure, described, refuse
-from fspmd.pairs import Call, apply
+from fspmd.pairs import Call, applied
 from fspmd.remembered import last_write
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, unwrapped
@@ -212,7 +212,7 @@ def _packs(body: Body, leaves: list[Any], steps: list[LeafCollective | None]) ->
 
 def _begin(x: Tensor, call: Call, wait: bool) -> Callable[[], Tensor]:
     if wait:
-        result = apply(x, call)
+        result = applied(x, call)
         return lambda: result
     flight: Flight = depart(x, call)
     return lambda: land(flight)

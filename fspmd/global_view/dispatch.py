@@ -227,7 +227,8 @@ def _wrapped(out: Any, plan: OpPlan, given: tuple[Any, ...]) -> Any:
         if plan.memory is None:
             return pair(out, spec)
         value = laid(out, spec, memory_of(plan.memory[0], out.dtype, given))
-        value.form = as_made(value.form) if plan.made else value.form
+        if plan.made:
+            value.form = as_made(value.form)
         return value
     values = []
     for i, (x, spec) in enumerate(zip(out, results, strict=True)):

@@ -88,7 +88,8 @@ class OpPlan:
             self.form = self.results if laid is None else form_of(self.results, laid)
             self.dtype = self.results.dtype
             self.shell = shell_of(self.results, None if self.form is self.results else laid)
-            self.form = as_made(self.form) if self.made else self.form
+            if self.made:
+                self.form = as_made(self.form)
         if isinstance(self.results, tuple) and all(base is None for _, base in self.memory or ()):
             memory = self.memory or [ResultMemory(Laid(packed(spec.shape))) for spec in self.results]
             pairs = zip(self.results, memory, strict=True)

@@ -56,7 +56,7 @@ class _Again:
     def run(self, given: list[Any], need: TensorSpec) -> Tensor | None:
         """Return this rank's block in another layout of the result, or None if a gather of the gradient is cheaper."""
         remake = self._remake(given, need)
-        if remake is None or self.time(given, need, set()) >= moves(self.result, need, (), topology(), True).time:
+        if remake is None or self._time(remake, given, set()) >= moves(self.result, need, (), topology(), True).time:
             return None
         plan = remake.plan
         casts = move_operands(plan, given)
@@ -72,8 +72,9 @@ class _Again:
         ``counted``: the operands that were counted, and their layouts. Several calls may share one.
         """
         remake = self._remake(given, need)
-        if remake is None:
-            return inf
+        return inf if remake is None else self._time(remake, given, counted)
+
+    def _time(self, remake: _Remake, given: list[Any], counted: set[tuple[int, TensorSpec]]) -> float:
         time = remake.time
         for i, leg in remake.legs.items():
             x = at(given, self.question.operands[i][0])

@@ -321,9 +321,7 @@ def _laid(value: Any) -> Laid | None:
     """
     if type(value) is Sharded:
         form = value.form
-        if not isinstance(form, Strided):
-            return None
-        return Laid(form.strides, None if form.later is None else int(form.later))
+        return form.like if isinstance(form, Strided) else None
     if value.layout is not torch.strided or lies_as_new(value):
         return None
     return Laid(value.stride(), None if value.storage_offset() else 0)

@@ -78,8 +78,8 @@ class Exits:
         self._leave = [e.leave for e in exits]
         self._failures = [e.failure for e in exits]
 
-    def all(self, leaves: list[Any]) -> list[Any]:
-        """Check and convert leaves."""
+    def converted(self, leaves: list[Any]) -> list[Any]:
+        """Return results, after a check of the leaves."""
         done: list[Any] = []
         for y in map(operator.call, self._known, leaves):
             if y is None:

@@ -35,7 +35,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.local_view.modes import NOT_IMPORTED, be_eager_in_bodies, frame_callback, is_active, run_in
-from fspmd.local_view.storages import check_storages, wrap_storages
+from fspmd.local_view.storages import OF_TENSORS, check_storages, wrap_storages
 from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen
 from fspmd.ops.traits import tensors_in
@@ -384,7 +384,7 @@ def _wrap_unseen() -> None:
             is_seen = tracker is not None and is_active(tracker)
             if name in _TAKE_NO_SHARDED:
                 _check_not_sharded(name, args)
-            if name in _TAKE_STORAGES:
+            if name in OF_TENSORS:
                 check_storages(name, (*args, *kwargs.values()), is_seen)
             return tracker.__torch_function__(original, (), args, kwargs) if is_seen else original(*args, **kwargs)
 
@@ -418,9 +418,6 @@ def _check_not_sharded(name: str, args: tuple[Any, ...]) -> None:
     given = [x for arg in args for x in (arg if type(arg) in (list, tuple) else (arg,))]
     if (x := next((x for x in given if type(x) is Sharded), None)) is not None:
         raise ArgumentError(f"{name}() of {x!r} would make {_TAKE_NO_SHARDED[name]} device_get(x)")
-
-
-_TAKE_STORAGES = ("__new__", "set_")
 
 
 def _check_frozen(method: Any, operands: Any) -> None:

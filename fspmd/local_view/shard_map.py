@@ -280,7 +280,7 @@ def _leave(
         exits = plan.exits[tree] = plan.make_exits(function, out)  # this checks the results
     if exits.shares:
         leaves = exits.apart(leaves, blocks)
-    results = exits.all(leaves) if is_known else exits.leave(leaves)
+    results = exits.converted(leaves) if is_known else exits.leave(leaves)
     return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
 
 

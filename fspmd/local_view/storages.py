@@ -17,7 +17,7 @@ from fspmd.torch_internals import untyped_storage
 from fspmd.variance import ATTRIBUTE
 
 #: methods that make a tensor of a storage -> how messages show them, and their advice
-_OF_TENSORS = {
+OF_TENSORS = {
     "__new__": "torch.Tensor(storage)",
     "set_": "x.set_(storage)",
 }
@@ -67,7 +67,7 @@ def check_storages(name: str, operands: tuple[Any, ...], types_values: bool) -> 
 
 
 def _check(name: str, storage: Any, types_values: bool) -> None:
-    shown, write = (_OF_TENSORS[name], _VIEW) if name in _OF_TENSORS else (_OF_STORAGES[name], _TENSOR)
+    shown, write = (OF_TENSORS[name], _VIEW) if name in OF_TENSORS else (_OF_STORAGES[name], _TENSOR)
     if types_values and (variance := getattr(storage, ATTRIBUTE, None)) is not None:
         raise VarianceError(f"{shown} got the storage of a value {variance!r}, and would lose this type; {write}")
     if storage.device.type == "meta":

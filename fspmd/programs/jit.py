@@ -28,6 +28,7 @@ from fspmd.programs.keys import (
     Names,
     Numbers,
     Surroundings,
+    autocast_is_on,
     check_static_not_donated,
     chosen,
     flatten_call,
@@ -59,7 +60,6 @@ R = TypeVar("R")
 T = TypeVar("T")
 _grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
-_autocast = torch.is_autocast_enabled  # of CUDA, unless another device is named
 _NEAR: Final = 4  # the most records that are tried by their guards before a key is made
 
 
@@ -364,7 +364,7 @@ class Jitted(Generic[Q, R]):
         grad, dtype, mesh = _grad_enabled(), _default_dtype(), ambient_mesh()
         more: tuple[Any, ...] = ()
         watched = False
-        if pairs.seen or count_dispatch_modes() or function_mode_is_on() or _autocast() or _autocast("cpu"):
+        if pairs.seen or count_dispatch_modes() or function_mode_is_on() or autocast_is_on() or autocast_is_on("cpu"):
             if is_traced() or is_recording():
                 return self._function(*args, **kwargs)  # type: ignore[no-any-return]
             watched = pairs.is_watched()

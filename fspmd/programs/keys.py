@@ -28,7 +28,7 @@ from fspmd.trees import flatten, flatten_args, flatten_trees, parameter_names
 from fspmd.wrappers import wraps
 
 _grad_enabled = torch.is_grad_enabled
-_autocast = torch.is_autocast_enabled  # of CUDA, unless another device is named
+autocast_is_on = torch.is_autocast_enabled  # of CUDA, unless another device is named
 _strided = torch.strided
 _default_dtype = torch.get_default_dtype
 _PLAIN: Final = {Tensor, torch.nn.Parameter}
@@ -62,7 +62,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 def surroundings() -> Surroundings:
     """The part of the key of a call that excludes its arguments."""
-    is_usual = not (_autocast() or _autocast("cpu") or function_mode_is_on())
+    is_usual = not (autocast_is_on() or autocast_is_on("cpu") or function_mode_is_on())
     return _grad_enabled(), _default_dtype(), current_mesh(), () if is_usual else (autocasts(), default_device())
 
 
