@@ -2,12 +2,14 @@
 
 A write into a copy is refused, and so is a write into its operand while the copy is alive: the other of the two would
 not see the write. Both are noted on the storage, so that views, detached tensors and other dtypes of it are covered.
+One write is right as it is: that of ``x[i] += y``, since Python stores the result into ``x[i]``.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -15,9 +17,11 @@ from torch import Tensor
 
 from fspmd.errors import VarianceError
 from fspmd.remembered import memory_of
+from fspmd.user_code import augmented_items, caller
 
 _COPY: Final = "_fspmd_copy"  # on the storage of a copy: the name of the function that made it
 _COPIES: Final = "_fspmd_copies"  # on a storage: weak references to the storages of its copies
+_READ: Final = "_fspmd_read"  # on the storage of a copy: the code that made it, and the place of the instruction
 _ROOT: Final = "_fspmd_root"  # on the storage of a copy, or a copy of a copy: the storage that it should view
 
 
@@ -37,9 +41,12 @@ def as_copies(out: Any, x: Tensor, name: str) -> Any:
     results = [out] if isinstance(out, Tensor) else out
     copies = [y.clone() if memory_of(y) is memory else y for y in results]
     alive = [ref for ref in getattr(root, _COPIES, ()) if ref() is not None]
+    frame = caller()
+    read = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
     for copy in copies:
         storage = memory_of(copy)
         setattr(storage, _COPY, name)
+        setattr(storage, _READ, read)
         setattr(storage, _ROOT, weakref.ref(root))
         alive.append(weakref.ref(storage))
     setattr(root, _COPIES, alive)
@@ -57,6 +64,14 @@ def _alive_copy(memory: torch.UntypedStorage) -> str | None:
     """
     copies = (ref() for ref in reversed(getattr(memory, _COPIES, ())))
     return next((getattr(copy, _COPY) for copy in copies if copy is not None), None)
+
+
+def _is_stored_back(code: CodeType | None, place: int) -> bool:
+    """Return whether the caller runs the ``+=`` of an ``x[i] += y``, and has read ``x[i]`` at this place."""
+    frame = caller()
+    if frame is None or frame.f_code is not code:
+        return False
+    return any(place in read and frame.f_lasti in added for read, added in augmented_items(code))
 
 
 def refuse_copy(block: Tensor, name: str) -> torch.UntypedStorage:
@@ -78,9 +93,15 @@ def refuse_copy(block: Tensor, name: str) -> torch.UntypedStorage:
             f"call {function} again after the write, keep a clone() of its result, or write into a new value instead, "
             "x = x + ..."
         )
-    if (function := marked.get(_COPY)) is not None:
+    if _COPY in marked and _is_stored_back(*marked[_READ]):
+        root = marked[_ROOT]()
+        if root is not None:
+            setattr(root, _COPIES, [ref for ref in getattr(root, _COPIES) if ref() is not memory])
+        for mark in (_COPY, _READ, _ROOT):
+            delattr(memory, mark)
+    elif (function := marked.get(_COPY)) is not None:
         raise VarianceError(
             f"{name} writes into a copy: {function} gave no view, since its operand was moved, or its blocks have no "
-            "such view; write into the operand itself, x[...] = value, or reshard it before the view is taken"
+            "such view; write into the operand itself, x[...] = value or x[...] += value, or reshard it first"
         )
     return memory

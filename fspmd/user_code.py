@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import os
+import sys
 import threading
 import traceback
 import zlib
@@ -42,6 +44,37 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and is_library[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
+
+
+def caller() -> FrameType | None:
+    """Return the frame that called fspmd."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES[0]):
+        frame = frame.f_back
+    return frame
+
+
+@cached
+def augmented_items(code: CodeType) -> list[tuple[range, range]]:
+    """Return for each ``x[i] += y`` of a code the places of two instructions: that which reads ``x[i]``, and ``+=``.
+
+    Python copies ``x`` and ``i`` on its stack before the first, and stores the result of the second into ``x[i]`` at
+    once. Other operators are the same.
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    ends = [step.offset for step in steps[1:]]  # a frame may be at the caches behind an instruction
+    found: list[tuple[range, range]] = []
+    read = None
+    for i, step in enumerate(steps[2:-1], start=2):
+        place = range(step.offset, ends[i])
+        if all(other.opname == "COPY" and other.arg != 1 for other in steps[i - 2 : i]) and step.opname != "COPY":
+            read = place
+        elif step.opname == "BINARY_OP" and step.argrepr.endswith("="):
+            after = next(other.opname for other in steps[i + 1 :] if other.opname != "SWAP")
+            if read is not None and after in ("STORE_SUBSCR", "STORE_SLICE"):
+                found.append((read, place))
+            read = None
+    return found
 
 
 def line_of_error(error: BaseException) -> str:

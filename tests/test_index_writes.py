@@ -34,6 +34,11 @@ def _add(x: Any, i: Any, y: Any) -> Any:
     return x
 
 
+def _multiply(x: Any, i: Any, y: Any) -> Any:
+    x[i] *= y
+    return x
+
+
 #: of x [rows, 5] and y [3, 5]
 WRITES: dict[str, Function] = {
     "index_add_": lambda x, y: x.index_add_(0, ROWS, y),
@@ -52,6 +57,12 @@ WRITES: dict[str, Function] = {
     "index_add_ through a view": lambda x, y: x.mT.index_add_(1, ROWS, y.mT).mT,
     "x[i] = y": lambda x, y: _set(x, OTHERS, y),
     "x[i] += y": lambda x, y: _add(x, OTHERS, y),
+    "x[1:4] += y": lambda x, y: _add(x, slice(1, 4), y),
+    "x[-1] += y": lambda x, y: _add(x, -1, y[0] * y[1]),
+    "x[..., 1::2] += y": lambda x, y: _add(x, (..., slice(1, None, 2)), y[0, :2]) * 2,
+    "x[1:4, 0] *= y": lambda x, y: _multiply(_multiply(x, (slice(1, 4), 0), y[:, 2]), 0, y[0]),
+    "x.mT[1:4] *= y": lambda x, y: _multiply(x.mT, slice(1, 4), y[:, :1]).mT,
+    "x[1:][:2] += y": lambda x, y: _add(x * 1, slice(1, 4), _add(y.clone(), slice(0, 2), y[1:])) + x,
     "x[:, i] = y": lambda x, y: _set(x, (slice(None), OTHERS), y[0, :3]),
     "x[i, j] = y": lambda x, y: _set(x, (OTHERS, OTHERS), y[:, 0]),
     "x[mask] = y": lambda x, y: _set(x, torch.arange(x.shape[0]) > 1, y[0]),
