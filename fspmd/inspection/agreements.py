@@ -14,7 +14,17 @@ from torch.distributed import distributed_c10d as c10d
 from fspmd.cache import Cache
 from fspmd.errors import DeadlineError, LockstepError, join_failures
 from fspmd.inspection.causes import Rendezvous, position
-from fspmd.inspection.histories import PARTED, SHOWN, History, parting_text, ring_of, ring_text
+from fspmd.inspection.histories import (
+    PARTED,
+    PATIENCE,
+    SHOWN,
+    History,
+    over_in,
+    parting_text,
+    ring_of,
+    ring_text,
+    told_by_all,
+)
 from fspmd.inspection.long_waits import waits
 from fspmd.inspection.replays import hash_of, parting
 from fspmd.inspection.watch import compares
@@ -27,7 +37,6 @@ from fspmd.transport.reports import store_here, store_needed, tell_failure
 _LIMIT: Final = timedelta(minutes=30)  # where the backend tells none
 _SHORTEST, _LONGEST = 2e-4, 0.02  # seconds between two looks
 _IN_VAIN: Final = 3.0  # seconds that another rank has waited for this one
-_PATIENCE: Final = 3.0  # seconds for the last words of ranks that differ
 
 
 class _Agreed:
@@ -144,10 +153,8 @@ class Agreement(Gathering, Rendezvous):
         """The error for ranks that bring different collectives. All ranks make the same."""
         keys = {rank: f"{self.number}/ring/{rank}" for rank in self.ranks}
         self.store.set(keys[self.me], ring_text(self.history))
-        end = time.monotonic() + _PATIENCE
-        while not self.store.check(list(keys.values())) and time.monotonic() < end:
-            time.sleep(_LONGEST)
-        rings = {rank: ring_of(self.store.get(key)) if self.store.check([key]) else {} for rank, key in keys.items()}
+        told = told_by_all(self.store, keys, over_in(PATIENCE))
+        rings = {rank: ring_of(text) for rank, text in told.items()}
         return LockstepError(parting_text(rings, "ranks have recorded different collectives", " in the record"))
 
     def forget(self) -> None:

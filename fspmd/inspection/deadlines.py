@@ -29,7 +29,7 @@ from fspmd.inspection.watch import check_seconds, note_with
 from fspmd.meshes import process_groups, world
 from fspmd.messages import described
 from fspmd.transport.known_values import hear_with
-from fspmd.transport.pending import SLICE, Meeting, Message, is_over, wait_with
+from fspmd.transport.pending import Meeting, Message, is_over, wait_with
 from fspmd.transport.reports import failure_text, store_needed, within
 from fspmd.user_code import line_of_error, user_line
 
@@ -52,9 +52,7 @@ class Monitor(Comparison):
         super().__init__(seconds, every, line, min(PERIOD, seconds / 8) if seconds else PERIOD)
         self.slice = timedelta(seconds=self.period)
         self.outer: Monitor | None = None
-        self.lookout: Lookout | None = None  # of a wait that takes long
         self.timed = True
-        self.meets = False  # whether this rank waits for others to make a group
 
     def enter(self) -> None:
         """Begin to monitor this process."""
@@ -120,15 +118,13 @@ class Monitor(Comparison):
         """Wait for a work of c10d."""
         if self.thread is None:
             self.begin()
-        begin = time.monotonic()
-        self._set_waiting(begin)
-        self.meets = type(work) is Meeting
-        is_over = False
+        is_over, lookout = False, Lookout(type(work) is Meeting)
+        self._set_waiting(lookout.begin)
         try:
             if type(work) is Meeting or (type(work) is Message and self.timed):
-                wait_beside(work, functools.partial(self.check, begin), self.period)
+                wait_beside(work, functools.partial(self.check, lookout), self.period)
             else:
-                self._wait_in_slices(work.work if type(work) is Message else work, begin)
+                self._wait_in_slices(work.work if type(work) is Message else work, lookout)
             is_over = True
         except RuntimeError as error:
             is_over = not isinstance(error, PeerError)  # the work has failed
@@ -139,20 +135,19 @@ class Monitor(Comparison):
             if not is_over:
                 process_groups.abandon_groups()
             self._set_waiting(None)
-            if self.lookout is not None:
-                self.lookout.over.set()
-                self.lookout = None
+            if lookout.thread is not None:
+                lookout.over.set()
 
-    def _wait_in_slices(self, work: Any, begin: float) -> None:
+    def _wait_in_slices(self, work: Any, lookout: Lookout) -> None:
         if self.timed:
             while not is_over(work, self.slice):
-                self.check(begin)
+                self.check(lookout)
             return
         pause = 2e-5
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, self.period / 4)
-            self.check(begin)
+            self.check(lookout)
         work.wait()
 
     def _set_waiting(self, begin: float | None) -> None:
@@ -160,15 +155,12 @@ class Monitor(Comparison):
         if self.outer is not None:
             self.outer._set_waiting(begin)
 
-    def check(self, begin: float) -> None:
+    def check(self, lookout: Lookout) -> None:
         """Raise the error of a wait that goes on for too long, or in vain."""
         if self.failure:
             raise LockstepError(self.failure)
-        waited = time.monotonic() - begin
-        if self.lookout is not None:
-            self.lookout.check()
-        elif waited > SLICE.total_seconds():
-            self.lookout = Lookout(waited, needs_all=self.meets)
+        waited = time.monotonic() - lookout.begin
+        lookout.check()
         if self.gone and (self.seconds is None or waited + 2 * self.period < self.seconds):
             self._raise_if_parted()
             where, _ = position()
@@ -178,7 +170,7 @@ class Monitor(Comparison):
         if self.seconds is not None and waited > self.seconds:
             raise DeadlineError(self._report(waited))
         if self.outer is not None:
-            self.outer.check(begin)
+            self.outer.check(lookout)
 
     def _report(self, waited: float) -> str:
         where, ranks = position()

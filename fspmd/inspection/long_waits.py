@@ -103,19 +103,23 @@ _PATIENCE: Final = 1.0  # seconds for the end of a thread, which a store that is
 
 
 class Lookout:
-    """A thread that tells the other ranks of the long wait of this one, and hears of their failures.
+    """Looks out for a wait, which is the context. When it has taken a slice, a thread tells the other ranks of it, and
+    hears of their failures.
 
     Args:
-        waited: The seconds until now.
-        frame: The innermost frame of the thread that waits, if it is another one.
         needs_all: The wait ends only when all ranks of the group have come to the store.
+        waited: The seconds until now.
     """
 
-    def __init__(self, waited: float, frame: FrameType | None = None, needs_all: bool = False) -> None:
+    thread: threading.Thread | None = None
+
+    def __init__(self, needs_all: bool = False, waited: float = 0.0) -> None:
+        self.needs_all, self.begin = needs_all, time.monotonic() - waited
+
+    def start(self, frame: FrameType | None = None) -> None:
+        """Start the thread. ``frame``: the innermost frame of the thread that waits, if it is another one."""
         self.where, self.ranks = position(frame)
-        self.needs_all = needs_all
         self.parted = ""  # the error of ranks that have parted
-        self.begin = time.monotonic() - waited
         self.news: list[str] = []  # of ranks that have failed
         self.over = threading.Event()
         self.answered = self.checked = time.monotonic()  # when the store did, and when this rank last asked
@@ -124,18 +128,29 @@ class Lookout:
     @property
     def is_vain(self) -> bool:
         """Whether this rank waits in vain."""
-        return bool(self.parted or self.news)
+        return self.thread is not None and bool(self.parted or self.news)
 
-    def end(self) -> None:
+    def __enter__(self) -> Lookout:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """End the thread. One that is in a call of C++ when the interpreter ends would abort the process."""
-        self.over.set()
-        self.thread.join(_PATIENCE)
+        if isinstance(error, (PeerError, LockstepError)):
+            process_groups.abandon_groups()
+        if self.thread is not None:
+            self.over.set()
+            self.thread.join(_PATIENCE)
 
     def check(self) -> None:
         """Raise an error if this rank waits in vain."""
+        now = time.monotonic()
+        if self.thread is None:
+            if now - self.begin > SLICE.total_seconds():
+                self.start()
+            return
         if self.parted:
             raise LockstepError(self.parted)
-        if (now := time.monotonic()) - self.checked > _PAUSE:  # this process was stopped, and the thread with it
+        if now - self.checked > _PAUSE:  # this process was stopped, and the thread with it
             self.answered += now - self.checked
         self.checked = now
         is_silent = self.needs_all and now - self.answered > _SILENCE
@@ -175,26 +190,13 @@ def wait_long(work: Any) -> None:
         PeerError: another rank has failed since.
         LockstepError: ranks have replayed different records.
     """
-    lookout = Lookout(SLICE.total_seconds(), needs_all=isinstance(work, Rendezvous))
-    try:
+    with Lookout(isinstance(work, Rendezvous), SLICE.total_seconds()) as lookout:
+        lookout.start()
         while not is_over(work, SLICE):
             lookout.check()
-    except (PeerError, LockstepError):
-        process_groups.abandon_groups()
-        raise
-    finally:
-        lookout.end()
 
 
-class _MessageWait:
-    """The wait of a thread for a message."""
-
-    def __init__(self, begin: float, work: Message) -> None:
-        self.begin, self.work = begin, work
-        self.lookout: Lookout | None = None
-
-
-_message_waits: Final[dict[int, _MessageWait]] = {}  # by thread
+_message_waits: Final[dict[int, tuple[Message, Lookout]]] = {}  # by thread
 _watcher: threading.Thread | None = None
 
 
@@ -205,7 +207,8 @@ def wait_whole(work: Message | Meeting) -> None:
         PeerError, LockstepError: as with `wait_long`.
     """
     if isinstance(work, Meeting):
-        _meet(work)
+        with Lookout(needs_all=True) as lookout:
+            wait_beside(work, lookout.check, _PERIOD)
         return
     global _watcher
     if _watcher is None:
@@ -214,19 +217,17 @@ def wait_whole(work: Message | Meeting) -> None:
     me = threading.get_ident()
     if me == threading.main_thread().ident:
         _forget_interrupts()
-    watched = _message_waits[me] = _MessageWait(time.monotonic(), work)
-    try:
-        work.wait()
-    except RuntimeError:
-        if watched.lookout is not None and watched.lookout.is_vain:
-            process_groups.abandon_groups()
-            watched.lookout.where, _ = position()
-            watched.lookout.check()
-        raise
-    finally:
-        del _message_waits[me]  # no call comes before it: Python raises an interrupt after a call
-        if watched.lookout is not None:
-            watched.lookout.end()
+    with Lookout() as lookout:
+        _message_waits[me] = work, lookout
+        try:
+            work.wait()
+        except RuntimeError:
+            if lookout.is_vain:
+                lookout.where, _ = position()
+                lookout.check()
+            raise
+        finally:
+            del _message_waits[me]  # no call comes before it: Python raises an interrupt after a call
 
 
 def _watch() -> None:
@@ -238,19 +239,15 @@ def _watch() -> None:
 
 def _look_after(thread: int) -> None:
     """Look out for a thread whose message takes long. If it waits in vain or is interrupted, end its group's works."""
-    watched = _message_waits.get(thread)
-    if watched is None:
+    if (watched := _message_waits.get(thread)) is None:
         return
-    if thread == threading.main_thread().ident and _is_interrupted():
+    work, lookout = watched
+    is_interrupted = thread == threading.main_thread().ident and _is_interrupted()
+    if is_interrupted or (lookout.is_vain and _message_waits.get(thread) is watched):
         with contextlib.suppress(RuntimeError):
-            watched.work.work.wait(_AT_ONCE)
-    elif (waited := time.monotonic() - watched.begin) < SLICE.total_seconds():
-        return
-    elif watched.lookout is None:
-        watched.lookout = Lookout(waited, sys._current_frames().get(thread))
-    elif watched.lookout.is_vain and _message_waits.get(thread) is watched:
-        with contextlib.suppress(RuntimeError):
-            watched.work.work.wait(_AT_ONCE)
+            work.work.wait(_AT_ONCE)
+    elif lookout.thread is None and time.monotonic() - lookout.begin > SLICE.total_seconds():
+        lookout.start(sys._current_frames().get(thread))
 
 
 _signals: int | None = None  # the end of a pipe to which Python writes signals; -1 if it writes them elsewhere
@@ -279,26 +276,6 @@ def _is_interrupted() -> bool:
     except BlockingIOError:
         return False
     return came and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def _meet(meeting: Meeting) -> None:
-    begin, lookout = time.monotonic(), None
-
-    def check() -> None:
-        nonlocal lookout
-        if lookout is not None:
-            lookout.check()
-        elif (waited := time.monotonic() - begin) > SLICE.total_seconds():
-            lookout = Lookout(waited, needs_all=True)
-
-    try:
-        wait_beside(meeting, check, _PERIOD)
-    except (PeerError, LockstepError):
-        process_groups.abandon_groups()
-        raise
-    finally:
-        if lookout is not None:
-            lookout.end()
 
 
 def wait_beside(work: Any, check: Callable[[], None], period: float) -> None:
