@@ -71,6 +71,11 @@ def _number_of_table(table: Table) -> int:
     return zlib.crc32(json.dumps(sorted(table.items())).encode())
 
 
+@cached
+def _has_peers(mesh: Mesh) -> bool:
+    return mesh.transport == "process_group" and mesh.coordinate() is not None and mesh.size > 1
+
+
 class _Assembly(Gathering):
     """A gathering that ends early if a rank gives no sign of life. The backend may then tell that it has ended."""
 
@@ -97,7 +102,6 @@ class Comparison(Presence):
         super().__init__(seconds, every, line, period)
         self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
         self.caller = threading.get_ident()  # calls in other threads may come in any order
-        self.has_peers: dict[Mesh, bool] = {}  # whether other processes pass what this one does on a mesh
 
     def call(self, call: Noted, x: Tensor, place: int | None = None) -> None:
         """A collective of the program. ``place``: its number in the run of a body, if a block within has found it."""
@@ -136,11 +140,7 @@ class Comparison(Presence):
 
     def _is_compared(self, mesh: Mesh) -> bool:
         """Whether other processes pass what this one does, now and on this mesh."""
-        has_peers = self.has_peers.get(mesh)
-        if has_peers is None:
-            has_peers = mesh.transport == "process_group" and mesh.coordinate() is not None and mesh.size > 1
-            self.has_peers[mesh] = has_peers
-        return has_peers and not is_recording()
+        return _has_peers(mesh) and not is_recording()
 
     def value(self, mesh: Mesh, label: str, x: Any) -> None:
         """A value that must be equal on all processes of a mesh comes in. Its digest counts as a collective."""

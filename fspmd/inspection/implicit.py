@@ -172,7 +172,7 @@ def _findings(
         question = ask(func, args, kwargs, [(place, operand.spec) for place, operand in operands.items()])
     if question is None:
         mentioned = [operand for operand in operands.values() if operand.spec.partition.mentioned]
-        gathers = [_Move(replace(x, has_gradient=False), x.spec.with_partition(P()), ()) for x in mentioned]
+        gathers = [_ImpliedMove(replace(x, has_gradient=False), x.spec.with_partition(P()), ()) for x in mentioned]
         rows = ["it runs on global tensors, since its result depends on values"]
         rows += [f"{move.operand.name}: {move}" for move in gathers]
         return _Findings(rows, [(move.operand, move.need) for move in gathers])
@@ -191,7 +191,7 @@ def _findings(
     return _Findings(rows, _needs(implied), _alternatives(ordered, others), bodiless, idle, only_sums)
 
 
-def _needs(implied: Sequence[_Move]) -> Needs:
+def _needs(implied: Sequence[_ImpliedMove]) -> Needs:
     """The layouts of the operands for which a strategy implies no communication."""
     return [(move.operand, move.target) for move in implied]
 
@@ -288,7 +288,7 @@ def _operands(
 # --- moves ----------------------------------------------------------------------------------------------------------
 
 
-class _Move:
+class _ImpliedMove:
     """The move of an operand to the layout ``need`` of a strategy, and its cast over ``axes``."""
 
     def __init__(self, operand: _NamedOperand, need: TensorSpec, axes: tuple[str, ...]) -> None:
@@ -342,9 +342,9 @@ class _Move:
         return f"{self.operand.spec.text} → {self.route.target.text} [{cost}]"
 
 
-def _moves(operands: Sequence[_NamedOperand], strategy: Strategy) -> list[_Move]:
+def _moves(operands: Sequence[_NamedOperand], strategy: Strategy) -> list[_ImpliedMove]:
     """The moves that a strategy implies."""
-    return list(map(_Move, operands, strategy.operands, strategy.casts))
+    return list(map(_ImpliedMove, operands, strategy.operands, strategy.casts))
 
 
 def _are_sums(calls: Sequence[Call]) -> bool:

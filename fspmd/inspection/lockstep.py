@@ -100,7 +100,10 @@ class _Lockstep(Watcher):
         if len(compared) > 1:
             raise LockstepError(_rank_by_rank_text(positions))
 
-    def leave(self, error: BaseException | None = None) -> None:
+    def __enter__(self) -> None:
+        """Begin with nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """All groups meet once more, unless there is an error. Ranks that still wait for this one read that it left."""
         try:
             for ranks in () if error else sorted(self.met):
@@ -195,12 +198,8 @@ def lockstep(seconds: float = 60) -> Iterator[None]:
     add(watcher)
     before = hear_writes(watcher.wrote)
     try:
-        yield
-    except BaseException as error:
-        watcher.leave(error)
-        raise
-    else:
-        watcher.leave()
+        with watcher:
+            yield
     finally:
         hear_writes(before)
         remove(watcher)

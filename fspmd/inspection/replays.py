@@ -36,7 +36,7 @@ _SHORT: Final = 16  # replays that each rank tells in a long wait
 _STORE: Final = "fspmd.replays"
 
 
-class _Part:
+class _ReplayedPart:
     """The replay of a record in a group, as errors show it."""
 
     __slots__ = ("first", "name")
@@ -60,7 +60,9 @@ class Replayed:
 
     def __init__(self, name: str, histories: Iterable[History]) -> None:
         #: by group: a hash of the collectives, which its ranks have agreed on; the ranks; the name and first collective
-        self.groups = {each.key: (each.hash, each.ranks, _Part(name, text_of(each.ring[0]))) for each in histories}
+        self.groups = {
+            each.key: (each.hash, each.ranks, _ReplayedPart(name, text_of(each.ring[0]))) for each in histories
+        }
 
 
 log: Final[list[Replayed]] = []  # replays that are not sorted

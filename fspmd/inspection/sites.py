@@ -200,19 +200,11 @@ _LAYOUTS: Final = "the layout of a value must not depend on the rank: give all r
 
 
 class Change(NamedTuple):
-    """What a rank passes from a coming on, other than before."""
+    """What a rank passes from a coming on, other than before. ``rows``: a function that tells it, or what it told."""
 
     came: int
     number: int
-    rows: Rows
-
-
-class _Told(NamedTuple):
-    """The same, as another rank has read it."""
-
-    came: int
-    number: int
-    rows: list[tuple[str, str, bool]]
+    rows: Any
 
 
 class CallSite:
@@ -282,7 +274,7 @@ def parted(mine: Table, theirs: Table) -> str:
 def site_text(told: dict[int, str]) -> str:
     """The error for ranks that have passed other values at a site, by what each tells of it ("": nothing)."""
     sites = {rank: json.loads(text) for rank, text in told.items() if text}
-    changes = {rank: [_Told(*each) for each in rows] for rank, (_, rows) in sites.items()}
+    changes = {rank: [Change(*each) for each in rows] for rank, (_, rows) in sites.items()}
     oldest = max(each[0].came for each in changes.values())
     comings = sorted({change.came for each in changes.values() for change in each if change.came >= oldest})
     passed = [{rank: _passed(each, came) for rank, each in changes.items()} for came in comings]
@@ -304,6 +296,6 @@ def site_text(told: dict[int, str]) -> str:
     return join_failures("ranks pass other values where all must pass one global value:", lines, VALUES)
 
 
-def _passed(changes: list[_Told], came: int) -> _Told:
+def _passed(changes: list[Change], came: int) -> Change:
     """What was passed at a coming."""
     return [change for change in changes if change.came <= came][-1]

@@ -141,19 +141,10 @@ class Segment:
 
     def __init__(self, part: ProgramPart) -> None:
         self.__name__ = "segment"
-        self.graph = fx.Graph()
-        known = {node: self.graph.placeholder(node.name) for node in part.inputs}
+        self.graph = module_of(part).graph
         reach = {node: frozenset({i}) for i, node in enumerate(part.inputs)}
         for step in part.steps:
-            known[step] = self.graph.create_node(
-                "call_function",
-                step.target,
-                fx.map_arg(step.args, known.__getitem__),
-                fx.map_arg(step.kwargs, known.__getitem__),
-                step.name,
-            )
             reach[step] = frozenset[int]().union(*(reach[x] for x in step.all_input_nodes))
-        self.graph.output(tuple(known[node] for node in part.outputs))
         self.reach = [sorted(reach[node]) for node in part.outputs]  # places of the inputs of each output
         self.made: dict[Any, Callable[..., Any]] = {}  # by shapes and strides of the inputs
 

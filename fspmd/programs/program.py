@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fspmd.forms import packed
 from fspmd.spec import describe
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.local_tensor import blocks_of
@@ -65,6 +66,27 @@ def value_of(x: Tensor) -> Value:
     """The shape and dtype of a tensor, or of its first shard."""
     block = blocks_of(x)[0]
     return Value(tuple(block.shape), block.dtype)
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of a result; () if it is no tensor."""
+    return node.meta["value"].shape if "value" in node.meta else ()
+
+
+def dtype_of(node: Any) -> Any:
+    """The dtype of a result; None if it is no tensor."""
+    return node.meta["value"].dtype if "value" in node.meta else None
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of a result; 0 if it is no tensor."""
+    return node.meta["value"].nbytes if "value" in node.meta else 0
+
+
+def strides_of(node: fx.Node) -> tuple[int, ...]:
+    """The strides of a result."""
+    strides: tuple[int, ...] | None = node.meta.get("strides")
+    return packed(shape_of(node)) if strides is None else strides
 
 
 def owner(node: fx.Node) -> fx.Node:

@@ -317,8 +317,7 @@ class ProcessGroupTransport(Transport):
     def at_root_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x if group_of(mesh, axes, Options()).index == o.root else x.fill_(nothing(x)))
 
-    def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(x.view_as(x))
+    pick = alias
 
     @constant
     def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
