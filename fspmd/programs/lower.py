@@ -61,17 +61,6 @@ class Compiled:
             )
 
 
-def check_runs(program: Program, mesh: Mesh | None) -> None:
-    """Raise an error for a program that cannot run: on an abstract mesh, or with constants without values."""
-    if mesh is not None and mesh.transport == "abstract":
-        raise MeshError(
-            f"compile() got a program on {mesh!r}, which is abstract and has no ranks; lower it for a mesh of "
-            'transport="simulation" or "process_group"'
-        )
-    if any(isinstance(x, FakeTensor) for x in program.constants.values()):
-        raise RecordError("compile() got a program that closes over a tensor without values; call jit(f) instead")
-
-
 @dataclass(frozen=True, slots=True)
 class Cost:
     """The cost of one run by the cost model. An addition and a multiplication are one FLOP each.
@@ -234,7 +223,13 @@ class Lowered:
             MeshError: the mesh is abstract.
             RecordError: the program closes over a tensor without values.
         """
-        check_runs(self.program, self.mesh)
+        if self.mesh is not None and self.mesh.transport == "abstract":
+            raise MeshError(
+                f"compile() got a program on {self.mesh!r}, which is abstract and has no ranks; lower it for a mesh of "
+                'transport="simulation" or "process_group"'
+            )
+        if any(isinstance(x, FakeTensor) for x in self.program.constants.values()):
+            raise RecordError("compile() got a program that closes over a tensor without values; call jit(f) instead")
         return self._compiled()
 
     def memory(self) -> Memory:

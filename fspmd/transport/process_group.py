@@ -165,13 +165,10 @@ class ProcessGroupTransport(Transport):
             flat = x.contiguous().view(-1)
         else:
             flat = torch.cat([pieces[i].reshape(-1) for i in inwards])
-        shapes = []
-        for i in inwards:
-            shape = list(pieces[group.index].shape)
-            shape[o.concat_dim] = joined[i] * (split[group.index] if o.concat_dim == o.dim else 1)
-            if o.concat_dim == o.dim:
-                shape[o.dim] = split[group.index]
-            shapes.append(tuple(shape))
+        shapes = [list(pieces[group.index].shape) for _ in inwards]
+        for i, shape in zip(inwards, shapes, strict=True):
+            if o.concat_dim != o.dim:
+                shape[o.concat_dim] = joined[i]
         counts = [prod(shape) for shape in shapes]
 
         def arrange(whole: Tensor) -> Tensor:
@@ -256,9 +253,7 @@ class ProcessGroupTransport(Transport):
         group = group_of(mesh, axes, o)
         out = x.clone(memory_format=torch.contiguous_format)
         wire = out.view(-1).view(torch.uint8)
-        options = c10d.BroadcastOptions()
-        options.rootRank = group.peer(o.root)
-        return Pending(out, (group.pg.broadcast([wire], options),) if wire.numel() else ())
+        return Pending(out, (_broadcast(group, wire, o.root),) if wire.numel() else ())
 
     def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         at_root = group_of(mesh, axes, o).index == o.root
@@ -290,15 +285,13 @@ class ProcessGroupTransport(Transport):
         group = group_of(mesh, mesh.axis_names, Options())
         if group.size == 1:
             return message
-        options = c10d.BroadcastOptions()
-        options.rootRank = group.peer(source)
         length = torch.tensor([len(message)], device=mesh.device)
-        wait_for((group.pg.broadcast([length], options),))
+        wait_for((_broadcast(group, length, source),))
         if group.index == source:
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
         else:
             data = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
-        wait_for((group.pg.broadcast([data], options),))
+        wait_for((_broadcast(group, data, source),))
         return bytes(data.cpu().tolist())
 
     def transfer(
@@ -329,6 +322,13 @@ def _settled(x: Tensor) -> Tensor:
     if x._is_zerotensor():
         return x.clone()
     return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
+
+
+def _broadcast(group: Group, x: Tensor, root: int) -> Any:
+    """Begin to write the value of the rank at a position into a tensor."""
+    options = c10d.BroadcastOptions()
+    options.rootRank = group.peer(root)
+    return group.pg.broadcast([x], options)
 
 
 def _scatter_sum(group: Group, out: Tensor, x: Tensor) -> Pending:
