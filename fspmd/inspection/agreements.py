@@ -143,8 +143,10 @@ class Agreement(Gathering, Rendezvous):
         lines = []
         for rank in late[:SHOWN]:
             told = found.get(rank)
-            where = "has not come, and waits for nobody" if told is None else f"has waited {told['waits']:.1f} s at"
-            lines.append(f"rank {rank} {where}{'' if told is None else ' ' + told['at']}")
+            waits_at = (
+                f"has waited {told['waits']:.1f} s at {told['at']}" if told else "has not come, and waits for nobody"
+            )
+            lines.append(f"rank {rank} {waits_at}")
         where, _ = position()
         head = f"rank {self.me} has come to {where}, but in {waited:.1f} s {counted(len(late), 'rank')} did not:"
         raise (DeadlineError if is_over else LockstepError)(join_failures(head, lines, PARTED))

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, Final
 
 from fspmd.errors import LockstepError
@@ -41,14 +42,11 @@ class _Lockstep(Watcher):
         self.writes = 0
         self.calls: Counter[Mesh] = Counter()
         self.last: deque[str] = deque(maxlen=_SHOWN)
-        self.shared: Any = None
 
-    @property
+    @cached_property
     def store(self) -> Any:
         """The store through which the ranks compare. No collective that they compare holds it up."""
-        if self.shared is None:
-            self.shared = store_of_ranks(f"fspmd.lockstep/{self.number}")
-        return self.shared
+        return store_of_ranks(f"fspmd.lockstep/{self.number}")
 
     def wrote(self) -> None:
         self.writes += 1

@@ -68,11 +68,9 @@ def _value_text(value: Any, depth: int) -> str:
         return f"{name} {describe(value.dtype, value.shape)} {digests([value])[0] if is_told(value) else ''}"
     if isinstance(value, Enum):
         return f"{name} {value.name}"
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__} {value.__code__.co_firstlineno}"
-    if isinstance(value, BuiltinFunctionType):
+    if isinstance(value, (type, BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if not depth:
         return name

@@ -294,19 +294,17 @@ def _runs(events: Sequence[Event], until: float) -> Iterator[tuple[int, bool, fl
     """
     shortest = until / _WIDTH
     for lane in range(len(_STREAMS)):
-        pending: tuple[bool, float, float, int, str] | None = None
+        bars: list[tuple[bool, float, float, int, str]] = []
         for event in (event for event in events if event.duration and _stream(event) == lane):
             node, backward, end = event.node, bool(event.node.meta["backward"]), event.start + event.duration
-            if pending is not None:
-                direction, start, last, count, caption = pending
-                if direction is backward and event.start - last < shortest and end - start < 2 * shortest:
-                    pending = direction, start, end, count + 1, f"{count + 1} steps"
-                    continue
-                yield lane, direction, start, last - start, caption
-            pending = backward, event.start, end, 1, f"{does(node)}, {event.duration:,.1f} µs: {line_of(node)}"
-        if pending is not None:
-            direction, start, last, _, caption = pending
-            yield lane, direction, start, last - start, caption
+            direction, start, last, count, _ = bars[-1] if bars else (None, 0.0, 0.0, 0, "")
+            if direction is backward and event.start - last < shortest and end - start < 2 * shortest:
+                bars[-1] = backward, start, end, count + 1, f"{count + 1} steps"
+            else:
+                caption = f"{does(node)}, {event.duration:,.1f} µs: {line_of(node)}"
+                bars.append((backward, event.start, end, 1, caption))
+        for backward, start, end, _, caption in bars:
+            yield lane, backward, start, end - start, caption
 
 
 def _stream(event: Event) -> int:
