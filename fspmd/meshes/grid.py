@@ -31,8 +31,6 @@ from fspmd.meshes.axes import (
 )
 from fspmd.meshes.layout import Layout, compose, concat, fit, row_major_strides
 
-__all__ = ["Grid", "lay_out"]
-
 G = TypeVar("G", bound="Grid")
 _NEW = 512  # caches are forgotten when so many grids more live than after they were last forgotten
 

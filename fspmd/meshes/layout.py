@@ -22,8 +22,6 @@ from itertools import repeat
 
 from fspmd.errors import ShapeError
 
-__all__ = ["Layout", "compose", "concat", "fit", "row_major_strides"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Layout:

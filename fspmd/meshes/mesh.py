@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh", "current_mesh", "make_mesh", "set_mesh"]
 
 _VERSION = 1  # of the pickles
 _TRANSPORTS = ("simulation", "process_group", "abstract")

@@ -24,7 +24,7 @@ The ``meta`` of its nodes has the facts for passes, prices and readers:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -93,6 +93,14 @@ def owner(node: fx.Node) -> fx.Node:
     """The step in whose memory a result lies: ``meta["memory"]``, or the step that has replaced it in a pass."""
     memory: fx.Node = node.meta.get("memory", node)
     return node if memory is node else owner(memory)
+
+
+def by_memory(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Values by the step in whose memory they lie."""
+    within: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        within.setdefault(owner(node), []).append(node)
+    return within
 
 
 def device_of(node: fx.Node) -> torch.device | None:

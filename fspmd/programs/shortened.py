@@ -19,7 +19,7 @@ from fspmd.cache import cached
 from fspmd.fake_mode import CachingFakeMode
 from fspmd.inspection.watch import communicates
 from fspmd.ops.traits import without_autocast
-from fspmd.programs.program import copy_node, device_of, dtype_of, owner, shape_of
+from fspmd.programs.program import by_memory, copy_node, device_of, dtype_of, owner, shape_of
 from fspmd.programs.replay import ProgramPart, compiled, is_link, one_view
 from fspmd.programs.steps import is_aten, is_collective, is_of_one_rank, made_once, written
 from fspmd.redistribution.cost import moves
@@ -56,9 +56,7 @@ class _Shorter:
         self.ends = {output for output in part.outputs if isinstance(output, fx.Node)}
         self.uses = Counter(x for node in part.steps for x in node.all_input_nodes)
         self.uses.update(self.ends)
-        self.within: dict[fx.Node, list[fx.Node]] = {}  # values by the step in whose memory they lie
-        for node in part.steps:
-            self.within.setdefault(owner(node), []).append(node)
+        self.within = by_memory(part.steps)
         self.writes = {i: written(node) for i, node in enumerate(part.steps)}
         self.taking = dict.fromkeys(filter(self.takes, part.steps))
         self.reshapes = any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in part.steps)
