@@ -275,7 +275,10 @@ def site_text(told: dict[int, str]) -> str:
     changes = {rank: [Change(*each) for each in rows] for rank, (_, rows) in sites.items()}
     oldest = max(each[0].came for each in changes.values())
     comings = sorted({change.came for each in changes.values() for change in each if change.came >= oldest})
-    passed = [{rank: _passed(each, came) for rank, each in changes.items()} for came in comings]
+    passed = [
+        {rank: [change for change in each if change.came <= came][-1] for rank, each in changes.items()}
+        for came in comings
+    ]
     first = next((now for now in passed if len({change.number for change in now.values()}) > 1), passed[-1])
     rows = {rank: {label: (text, is_layout) for label, text, is_layout in now.rows} for rank, now in first.items()}
     every = dict.fromkeys(label for each in rows.values() for label in each)
@@ -292,8 +295,3 @@ def site_text(told: dict[int, str]) -> str:
     if any(each[label][1] for each in rows.values() for label in others if label in each):
         return join_failures("ranks pass values of other layouts:", lines, _LAYOUTS)
     return join_failures("ranks pass other values where all must pass one global value:", lines, VALUES)
-
-
-def _passed(changes: list[Change], came: int) -> Change:
-    """What was passed at a coming."""
-    return [change for change in changes if change.came <= came][-1]

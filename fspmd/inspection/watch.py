@@ -178,8 +178,8 @@ class _Watched(StandIn):
             _note.call(Noted(self.plain, line_of(self.by.where)), x)
         if _watchers and communicates(self):
             shape = tuple(blocks_of(x)[0].shape)
-            cost = price_of(self, shape, x.dtype)
-            _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by, self.plain)
+            what = self.pair.name, self.mesh, self.axes, shape, x.dtype, price_of(self, shape, x.dtype)
+            _tell_all([Communication(*what, current_autograd_node() is not None, self.by, self.plain)])
 
 
 class Noted(StandIn):
@@ -261,21 +261,8 @@ def announce(kind: str, mesh: Mesh, x: Tensor, messages: int, moved: int) -> Non
     """
     if _watchers and messages:
         cost = price(kind, mesh, mesh.axis_names, x.nbytes, x.nbytes, traffic=(messages, moved))
-        _tell(kind, mesh, mesh.axis_names, tuple(x.shape), x.dtype, cost, trace().cause)
-
-
-def _tell(
-    kind: str,
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    cost: Price,
-    cause: Cause,
-    call: Call | None = None,
-) -> None:
-    backward = current_autograd_node() is not None
-    _tell_all([Communication(kind, mesh, axes, shape, dtype, cost, backward, cause, call)])
+        what = kind, mesh, mesh.axis_names, tuple(x.shape), x.dtype, cost
+        _tell_all([Communication(*what, current_autograd_node() is not None, trace().cause)])
 
 
 def _watched(x: Any, call: Call) -> Call:

@@ -210,7 +210,7 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
     within = by_memory(place)
     for i in places:
         argument, leaf = program.inputs[i], captured.leaves[i]
-        if not _is_dense(leaf) or leaf.requires_grad:
+        if leaf.requires_grad or not all(shard.is_contiguous() for shard in blocks_of(leaf)):
             continue
         operand, readers = argument, _Readers(place)
         readers.add(within[argument])
@@ -223,10 +223,6 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
     # also steps that `lower` has changed before
     written = {owner(node) for node in place if node.meta.get("reuses")}
     return frozenset(i for i in places if program.inputs[i] in written)
-
-
-def _is_dense(x: Tensor) -> bool:
-    return all(shard.is_contiguous() for shard in blocks_of(x))
 
 
 class _Readers:

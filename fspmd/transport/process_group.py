@@ -355,7 +355,7 @@ def _moved(
     """
     pg = group.pg  # made by all members, also where this rank has nothing to send
     group.meet(device)
-    hosted = group.passes_host(device)
+    hosted = device.type != "cpu" and group.is_on_gloo(device)
     kept, operations = [], []
     for operation, peers in ((dist.isend, sends), (dist.irecv, receives)):
         for position, x in peers:
