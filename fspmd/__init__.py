@@ -63,7 +63,6 @@ from fspmd.inspection.explicit import GradientSumWarning, ImplicitCommunicationW
 from fspmd.inspection.implicit import Implicit
 from fspmd.inspection.lockstep import lockstep
 from fspmd.inspection.long_waits import install as _install_lives
-from fspmd.inspection.lost_peers import install as _install_lost_peers
 from fspmd.inspection.watch import Communication
 from fspmd.layout_search.apply import Layouts
 from fspmd.layout_search.auto_spec import auto_spec
@@ -132,7 +131,6 @@ _install_methods()
 _install_upper()
 _install_chunks()
 _install_lives()
-_install_lost_peers()
 _install_debug()
 _at_first_use(_install_meta, _install_hooks, _install_transforms, _install_module_hooks, _install_optim)
 

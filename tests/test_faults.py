@@ -596,7 +596,8 @@ def test_a_rank_that_was_stopped_itself_still_hears_of_the_store(monkeypatch: py
     now = [0.0]
     monkeypatch.setattr(long_waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(long_waits.Lookout, "_run", lambda self: None)
-    lookout = long_waits.Lookout(1.0, needs_all=True)
+    lookout = long_waits.Lookout(needs_all=True)
+    lookout.start()
     for now[0] in (0.5, 60.0, *range(61, 72)):  # stopped for a minute
         lookout.check()
     now[0] = 72.0

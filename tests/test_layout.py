@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fspmd.errors import FspmdError, ShapeError
-from fspmd.meshes.layout import Layout, compose, concat, fit, row_major
+from fspmd.meshes.layout import Layout, compose, concat, fit, row_major_strides
 
 settings.register_profile("no deadline", deadline=None)  # machines under load are slow, not wrong
 settings.load_profile("no deadline")
@@ -155,7 +155,7 @@ def test_layouts_are_values() -> None:
     assert Layout((2, 4)) != Layout((8,))
     assert Layout(5) == Layout((5,), (1,))
     assert repr(Layout((2, 4))) == "Layout((2, 4):(4, 1))"
-    assert row_major(()) == ()
+    assert row_major_strides(()) == ()
     with pytest.raises(AttributeError):
         Layout(5).shape = (3,)  # type: ignore[misc]
 

@@ -14,7 +14,17 @@ from torch.distributed import distributed_c10d as c10d
 from fspmd.cache import Cache
 from fspmd.errors import DeadlineError, LockstepError, join_failures
 from fspmd.inspection.causes import Rendezvous, position
-from fspmd.inspection.histories import PARTED, SHOWN, History, parting_text, ring_of, ring_text
+from fspmd.inspection.histories import (
+    PARTED,
+    PATIENCE,
+    SHOWN,
+    History,
+    over_in,
+    parting_text,
+    ring_of,
+    ring_text,
+    told_by_all,
+)
 from fspmd.inspection.long_waits import waits
 from fspmd.inspection.replays import hash_of, parting
 from fspmd.inspection.watch import compares
@@ -27,7 +37,6 @@ from fspmd.transport.reports import store_here, store_needed, tell_failure
 _LIMIT: Final = timedelta(minutes=30)  # where the backend tells none
 _SHORTEST, _LONGEST = 2e-4, 0.02  # seconds between two looks
 _IN_VAIN: Final = 3.0  # seconds that another rank has waited for this one
-_PATIENCE: Final = 3.0  # seconds for the last words of ranks that differ
 
 
 class _Agreed:
@@ -134,8 +143,10 @@ class Agreement(Gathering, Rendezvous):
         lines = []
         for rank in late[:SHOWN]:
             told = found.get(rank)
-            where = "has not come, and waits for nobody" if told is None else f"has waited {told['waits']:.1f} s at"
-            lines.append(f"rank {rank} {where}{'' if told is None else ' ' + told['at']}")
+            waits_at = (
+                f"has waited {told['waits']:.1f} s at {told['at']}" if told else "has not come, and waits for nobody"
+            )
+            lines.append(f"rank {rank} {waits_at}")
         where, _ = position()
         head = f"rank {self.me} has come to {where}, but in {waited:.1f} s {counted(len(late), 'rank')} did not:"
         raise (DeadlineError if is_over else LockstepError)(join_failures(head, lines, PARTED))
@@ -144,10 +155,8 @@ class Agreement(Gathering, Rendezvous):
         """The error for ranks that bring different collectives. All ranks make the same."""
         keys = {rank: f"{self.number}/ring/{rank}" for rank in self.ranks}
         self.store.set(keys[self.me], ring_text(self.history))
-        end = time.monotonic() + _PATIENCE
-        while not self.store.check(list(keys.values())) and time.monotonic() < end:
-            time.sleep(_LONGEST)
-        rings = {rank: ring_of(self.store.get(key)) if self.store.check([key]) else {} for rank, key in keys.items()}
+        told = told_by_all(self.store, keys, over_in(PATIENCE))
+        rings = {rank: ring_of(text) for rank, text in told.items()}
         return LockstepError(parting_text(rings, "ranks have recorded different collectives", " in the record"))
 
     def forget(self) -> None:

@@ -35,7 +35,6 @@ from fspmd.inspection.histories import (
     key_of,
     number_of_line,
     number_of_step,
-    ring_text,
 )
 from fspmd.inspection.presence import AT_SITE, NEWS, Presence
 from fspmd.inspection.sites import Rows, Table, arguments, is_told, kept_rows, number_of, numbers_of
@@ -72,6 +71,11 @@ def _number_of_table(table: Table) -> int:
     return zlib.crc32(json.dumps(sorted(table.items())).encode())
 
 
+@cached
+def _has_peers(mesh: Mesh) -> bool:
+    return mesh.transport == "process_group" and mesh.coordinate() is not None and mesh.size > 1
+
+
 class _Assembly(Gathering):
     """A gathering that ends early if a rank gives no sign of life. The backend may then tell that it has ended."""
 
@@ -98,7 +102,6 @@ class Comparison(Presence):
         super().__init__(seconds, every, line, period)
         self.facts: dict[tuple[int, ...], tuple[Any, list[Any]]] = {}
         self.caller = threading.get_ident()  # calls in other threads may come in any order
-        self.has_peers: dict[Mesh, bool] = {}  # whether other processes pass what this one does on a mesh
 
     def call(self, call: Noted, x: Tensor, place: int | None = None) -> None:
         """A collective of the program. ``place``: its number in the run of a body, if a block within has found it."""
@@ -137,11 +140,7 @@ class Comparison(Presence):
 
     def _is_compared(self, mesh: Mesh) -> bool:
         """Whether other processes pass what this one does, now and on this mesh."""
-        has_peers = self.has_peers.get(mesh)
-        if has_peers is None:
-            has_peers = mesh.transport == "process_group" and mesh.coordinate() is not None and mesh.size > 1
-            self.has_peers[mesh] = has_peers
-        return has_peers and not is_recording()
+        return _has_peers(mesh) and not is_recording()
 
     def value(self, mesh: Mesh, label: str, x: Any) -> None:
         """A value that must be equal on all processes of a mesh comes in. Its digest counts as a collective."""
@@ -259,32 +258,25 @@ class Comparison(Presence):
             # this rank has come to no collective of theirs, so nobody need wait for it, unless it comes right now
             store.compare_set(f"told/{key}/{me}", "", "")
         for group in list(self.groups.values()):
-            parts = False
-            while group.due:
-                count, mine, table = group.due[0]
-                key = f"hash/{group.key}/{count}"
-                if group.ranks[0] == me:
-                    store.set(f"{_SITES}/{group.key}/{count}", json.dumps(table))
-                    store.set(key, json.dumps([mine, _number_of_table(table)]))
-                    for topic in (_SITES, "hash"):
-                        store.delete_key(f"{topic}/{group.key}/{count - _KEPT * self.every}")
-                elif not store.check([key]):
-                    break
-                else:
-                    theirs, number = json.loads(store.get(key))
-                    parts = parts or theirs != mine
-                    if not parts and number != _number_of_table(table):
-                        self._compare_sites(table, f"{_SITES}/{group.key}/{count}")
-                group.due.popleft()
+            parts, kept, number_of = False, _KEPT * self.every, partial(self._number_of_sites, group, me)
+            for count, mine, theirs, table in group.compare_due(store, me, kept, number_of):
+                parts = parts or theirs[0] != mine[0]
+                if not parts:
+                    self._compare_sites(table, f"{_SITES}/{group.key}/{count}")
             if is_long:  # perhaps for a rank that waits in another group
-                if group.told != group.count:
-                    group.told = group.count
-                    store.set(f"ring/{group.key}/{me}", ring_text(group))
+                group.tell(store, me)
                 parts = parts or self._has_parted(group, me)
             if parts or (has_news and store.check([f"parted/{group.key}"])):
                 self._part(group, me)
         if has_news and not self.failure and store.check([AT_SITE]):
             self._part_at_site(me)
+
+    def _number_of_sites(self, group: History, me: int, count: int, table: Table) -> int:
+        """A number of the sites, which the first rank of the group tells."""
+        if group.ranks[0] == me:
+            self.store.set(f"{_SITES}/{group.key}/{count}", json.dumps(table))
+            self.store.delete_key(f"{_SITES}/{group.key}/{count - _KEPT * self.every}")
+        return _number_of_table(table)
 
     def _meet(self) -> None:
         """Wait for all ranks of this rank's groups, and compare once more."""

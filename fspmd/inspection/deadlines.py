@@ -22,14 +22,13 @@ from fspmd.errors import ArgumentError, DeadlineError, FspmdError, LockstepError
 from fspmd.global_view.interceptors import hear_calls_with
 from fspmd.inspection.causes import position
 from fspmd.inspection.comparison import LATE, Comparison
-from fspmd.inspection.long_waits import Lookout, wait_beside
-from fspmd.inspection.lost_peers import told_by, what_failed
+from fspmd.inspection.long_waits import Lookout, told_by, wait_beside, what_failed
 from fspmd.inspection.presence import FAREWELL, PERIOD
 from fspmd.inspection.watch import check_seconds, note_with
 from fspmd.meshes import process_groups, world
 from fspmd.messages import described
 from fspmd.transport.known_values import hear_with
-from fspmd.transport.pending import SLICE, Meeting, Message, is_over, wait_with
+from fspmd.transport.pending import Meeting, Message, is_over, wait_with
 from fspmd.transport.reports import failure_text, store_needed, within
 from fspmd.user_code import line_of_error, user_line
 
@@ -52,11 +51,9 @@ class Monitor(Comparison):
         super().__init__(seconds, every, line, min(PERIOD, seconds / 8) if seconds else PERIOD)
         self.slice = timedelta(seconds=self.period)
         self.outer: Monitor | None = None
-        self.lookout: Lookout | None = None  # of a wait that takes long
         self.timed = True
-        self.meets = False  # whether this rank waits for others to make a group
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         """Begin to monitor this process."""
         global _active
         self.outer, _active = _active, self
@@ -66,7 +63,7 @@ class Monitor(Comparison):
         if world.initialised():
             self.begin()
 
-    def leave(self, error: BaseException | None = None) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """End. A monitor that compares meets the other ranks first, unless there is an error."""
         global _active
         try:
@@ -79,12 +76,10 @@ class Monitor(Comparison):
         finally:
             if _active is self:
                 _active = self.outer
-            else:  # another thread has entered a block since
-                inner = _active
-                while inner is not None and inner.outer is not self:
-                    inner = inner.outer
-                if inner is not None:
-                    inner.outer = self.outer
+            elif _active is not None:  # another thread has entered a block since
+                for inner in _active._with_outer():
+                    if inner.outer is self:
+                        inner.outer = self.outer
             note_with(_active)
             wait_with(None if _active is None else _active.wait)
             self._hear_values()
@@ -95,15 +90,21 @@ class Monitor(Comparison):
                 store = self.store if threading.current_thread() is threading.main_thread() else self.opened
                 within(2 * FAREWELL, functools.partial(self._last_words, text, store))
 
+    def _with_outer(self) -> Iterator[Monitor]:
+        """This monitor, and those around it."""
+        monitor: Monitor | None = self
+        while monitor is not None:
+            yield monitor
+            monitor = monitor.outer
+
     def compares(self) -> bool:
         """Whether this monitor compares, or one around it does."""
-        return bool(self.every) or (self.outer is not None and self.outer.compares())
+        return any(monitor.every for monitor in self._with_outer())
 
     def _hear_values(self) -> None:
         """Hear of values if the active monitor compares, or one around it does."""
-        monitor = _active
-        while monitor is not None and not monitor.every:
-            monitor = monitor.outer
+        active = () if _active is None else _active._with_outer()
+        monitor = next((monitor for monitor in active if monitor.every), None)
         if monitor is None:
             hear_with(None)
             hear_calls_with(None)
@@ -120,15 +121,13 @@ class Monitor(Comparison):
         """Wait for a work of c10d."""
         if self.thread is None:
             self.begin()
-        begin = time.monotonic()
-        self._set_waiting(begin)
-        self.meets = type(work) is Meeting
-        is_over = False
+        is_over, lookout = False, Lookout(type(work) is Meeting)
+        self._set_waiting(lookout.begin)
         try:
             if type(work) is Meeting or (type(work) is Message and self.timed):
-                wait_beside(work, functools.partial(self.check, begin), self.period)
+                wait_beside(work, functools.partial(self.check, lookout), self.period)
             else:
-                self._wait_in_slices(work.work if type(work) is Message else work, begin)
+                self._wait_in_slices(work.work if type(work) is Message else work, lookout)
             is_over = True
         except RuntimeError as error:
             is_over = not isinstance(error, PeerError)  # the work has failed
@@ -139,36 +138,31 @@ class Monitor(Comparison):
             if not is_over:
                 process_groups.abandon_groups()
             self._set_waiting(None)
-            if self.lookout is not None:
-                self.lookout.over.set()
-                self.lookout = None
+            if lookout.thread is not None:
+                lookout.over.set()
 
-    def _wait_in_slices(self, work: Any, begin: float) -> None:
+    def _wait_in_slices(self, work: Any, lookout: Lookout) -> None:
         if self.timed:
             while not is_over(work, self.slice):
-                self.check(begin)
+                self.check(lookout)
             return
         pause = 2e-5
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, self.period / 4)
-            self.check(begin)
+            self.check(lookout)
         work.wait()
 
     def _set_waiting(self, begin: float | None) -> None:
-        self.waiting = begin
-        if self.outer is not None:
-            self.outer._set_waiting(begin)
+        for monitor in self._with_outer():
+            monitor.waiting = begin
 
-    def check(self, begin: float) -> None:
+    def check(self, lookout: Lookout) -> None:
         """Raise the error of a wait that goes on for too long, or in vain."""
         if self.failure:
             raise LockstepError(self.failure)
-        waited = time.monotonic() - begin
-        if self.lookout is not None:
-            self.lookout.check()
-        elif waited > SLICE.total_seconds():
-            self.lookout = Lookout(waited, needs_all=self.meets)
+        waited = time.monotonic() - lookout.begin
+        lookout.check()
         if self.gone and (self.seconds is None or waited + 2 * self.period < self.seconds):
             self._raise_if_parted()
             where, _ = position()
@@ -178,7 +172,7 @@ class Monitor(Comparison):
         if self.seconds is not None and waited > self.seconds:
             raise DeadlineError(self._report(waited))
         if self.outer is not None:
-            self.outer.check(begin)
+            self.outer.check(lookout)
 
     def _report(self, waited: float) -> str:
         where, ranks = position()
@@ -191,7 +185,8 @@ class Monitor(Comparison):
         """The error in the place of the backend's, once the other ranks have told where they stand."""
         where, ranks = position()
         me, end = world.process_rank(), time.monotonic() + 8 * self.period
-        self._hurry()
+        for monitor in self._with_outer():
+            monitor.hurries = True  # let its thread listen and compare from now on, as in a long wait
         while time.monotonic() < end and not (found := self._parted()):
             time.sleep(self.period / 8)
             if self.gone:  # if it has parted, the thread is about to hear of that
@@ -201,23 +196,17 @@ class Monitor(Comparison):
         head = f"rank {me} failed at {where}: {what_failed(error)}:"
         return PeerError(join_failures(head, self._states(ranks), _FAILED))
 
-    def _hurry(self) -> None:
-        """Let the threads listen and compare from now on, as in a long wait."""
-        self.hurries = True
-        if self.outer is not None:
-            self.outer._hurry()
-
     def _parted(self) -> str:
         """What this monitor, or one around it, knows of ranks that have parted."""
-        return self.failure or ("" if self.outer is None else self.outer._parted())
+        return next((monitor.failure for monitor in self._with_outer() if monitor.failure), "")
 
     def _all_gone(self) -> dict[int, str]:
         """The ranks that have left this block, or one around it, by an error. If some only waited for others that have,
         these others."""
-        gone, monitor = dict(self.gone), self.outer
-        while monitor is not None:
+        gone = dict(self.gone)
+        for monitor in self.outer._with_outer() if self.outer is not None else ():
             within(1.0, functools.partial(monitor._hear, world.process_rank()))
-            gone, monitor = {**gone, **monitor.gone}, monitor.outer
+            gone |= monitor.gone
         return {rank: text for rank, text in gone.items() if f" {PeerError.__name__}: " not in text} or gone
 
 
@@ -255,7 +244,8 @@ def deadline(seconds: float) -> Iterator[None]:
     ...     pass
     """
     check_seconds("deadline", seconds)
-    yield from _monitored(Monitor(seconds, 0, user_line(sys._getframe(1)).where))
+    with Monitor(seconds, 0, user_line(sys._getframe(1)).where):
+        yield
 
 
 @contextmanager
@@ -325,18 +315,8 @@ def debug(every: int = 100, *, seconds: float | None = None) -> Iterator[None]:
         raise ArgumentError(f"debug got every={described(every)}; give it an integer above 0")
     if seconds is not None:
         check_seconds("debug", seconds, ", or None")
-    yield from _monitored(Monitor(seconds, every, user_line(sys._getframe(1)).where))
-
-
-def _monitored(monitor: Monitor) -> Iterator[None]:
-    monitor.enter()
-    try:
+    with Monitor(seconds, every, user_line(sys._getframe(1)).where):
         yield
-    except BaseException as error:
-        monitor.leave(error)
-        raise
-    else:
-        monitor.leave()
 
 
 def install() -> None:
@@ -347,5 +327,5 @@ def install() -> None:
     if not given.isdecimal():
         raise ArgumentError(f"the environment variable FSPMD_DEBUG is {given!r}; set it to an integer, such as 100")
     monitor = Monitor(None, int(given) if int(given) > 1 else 100, "FSPMD_DEBUG")
-    monitor.enter()
-    atexit.register(lambda: monitor.leave(getattr(sys, "last_value", None)))
+    monitor.__enter__()
+    atexit.register(lambda: monitor.__exit__(None, getattr(sys, "last_value", None), None))

@@ -1,11 +1,16 @@
-"""What a rank ran in each of its groups: a history with a hash, and the error for ranks whose histories differ."""
+"""What a rank ran in each of its groups: a history with a hash, and the error for ranks whose histories differ.
+
+A history has collectives (`debug`, and the agreements on new records), or replays of records. Ranks compare histories
+through the store: by hashes of what is due, and by the last entries of ranks that wait.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -16,15 +21,14 @@ from fspmd.inspection.causes import collective_text
 from fspmd.inspection.watch import Communication, communicates
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call
+from fspmd.transport.call import DTYPES
 from fspmd.user_code import UserLine, line_of
 
-_RING: Final = 4096  # the last collectives of a group that are kept
+_RING: Final = 4096  # the last entries of a group that are kept
+PATIENCE: Final = 3.0  # seconds for the last words of ranks that differ
+_PAUSE: Final = 0.02  # seconds between two looks for what others tell
 SHOWN: Final = 16  # ranks
 DIGEST: Final = "with the bits"  # a word of the text of a value
-#: a number for each dtype, the same on all ranks
-DTYPES: Final = {
-    dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
-}
 #: the bits of a context that stay: each collective shifts it by eight, so it tells of the last eight
 _WINDOW: Final = (1 << 64) - 1
 #: facts of a call that moves nothing between processes
@@ -41,14 +45,14 @@ VALUES: Final = (
 
 
 class History:
-    """The collectives of this rank in a group."""
+    """The collectives of this rank in a group, or its replays. ``kept``: how many of the last can be told."""
 
     __slots__ = ("context", "count", "due", "hash", "key", "known", "met", "ranks", "ring", "told")
 
-    def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, key: str, ranks: tuple[int, ...], kept: int = _RING) -> None:
         self.key, self.ranks = key, ranks
         self.count = self.hash = self.told = 0
-        self.ring: deque[Any] = deque(maxlen=_RING)  # the last: count, hash, call, line, dtype, shape, place, time
+        self.ring: deque[Any] = deque(maxlen=kept)  # the last: count, hash, call, line, dtype, shape, place, time
         self.due: deque[tuple[int, int, Any]] = deque()  # counts, hashes and sites that were not compared yet
         self.context = 0  # the last eight collectives
         self.known: set[int] = set()  # contexts in which the ranks of the group have met
@@ -58,7 +62,7 @@ class History:
         self,
         step: int,
         what: Any,
-        line: UserLine,
+        line: UserLine | None = None,
         dtype: torch.dtype | None = None,
         shape: tuple[int, ...] = (),
         place: int = 0,
@@ -75,6 +79,58 @@ class History:
         entry = (self.count, self.hash, what, line, dtype, shape, place, time)
         self.ring.append(entry)
         return entry
+
+    def compare_due(
+        self, store: Any, me: int, kept: int, number_of: Callable[[int, Any], int] = lambda count, sites: 0
+    ) -> Iterator[tuple[int, list[int], list[int], Any]]:
+        """Compare what is due with the first rank of the group, which tells its own.
+
+        Yields the count, the two numbers of this rank and of the first one, and the sites, where the numbers differ.
+
+        Args:
+            store: the store.
+            me: this rank.
+            kept: hashes of so many entries stay in the store.
+            number_of: gives a second number, of the count and the sites, before the first rank tells both.
+        """
+        for count, number, sites in list(self.due):
+            key, mine = f"hash/{self.key}/{count}", [number, number_of(count, sites)]
+            if self.ranks[0] == me:
+                store.set(key, json.dumps(mine))
+                store.delete_key(f"hash/{self.key}/{count - kept}")
+            elif not store.check([key]):
+                return
+            elif (theirs := json.loads(store.get(key))) != mine:
+                yield count, mine, theirs, sites
+            while self.due and self.due[0][0] <= count:
+                self.due.popleft()
+
+    def tell(self, store: Any, me: int, last: int | None = None) -> None:
+        """Tell the last entries, if there are some of which others were not told."""
+        if self.told != self.count:
+            self.told = self.count
+            store.set(f"ring/{self.key}/{me}", ring_text(self, last))
+
+    def differs(self, store: Any, rank: int) -> bool:
+        """Whether another rank has told of other entries."""
+        key = f"ring/{self.key}/{rank}"
+        if not store.check([key]):
+            return False
+        mine = {count: number for count, number, *_ in list(self.ring)}
+        return any(mine.get(count, number) != number for count, (number, _) in ring_of(store.get(key)).items())
+
+
+def told_by_all(store: Any, keys: Mapping[int, str], is_over: Callable[[], bool]) -> dict[int, str]:
+    """What ranks tell under these keys, once all have, or when waiting is over; "" where a rank has told nothing."""
+    while not store.check(list(keys.values())) and not is_over():
+        time.sleep(_PAUSE)
+    return {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
+
+
+def over_in(seconds: float) -> Callable[[], bool]:
+    """A function that tells whether so many seconds are over."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
 
 
 @cached
@@ -148,6 +204,8 @@ def options_text(call: Call) -> str:
 
 def text_of(entry: tuple[Any, ...]) -> str:
     _, _, call, line, dtype, shape, _, _ = entry
+    if line is None:  # a replay
+        return str(call)
     if isinstance(call, str):  # a value
         return f"{call} ({line.where})"
     plain = call if isinstance(call, Call) else call.call
@@ -163,15 +221,18 @@ def _placed_text_of(entry: tuple[Any, ...]) -> str:
     return f"{text_of(entry)}{others}"
 
 
-def ring_text(group: History) -> str:
-    """The last collectives of a group: texts, and for each collective its count, hash, and the place of its text."""
+def ring_text(group: History, last: int | None = None) -> str:
+    """The last entries of a group: texts, and for each entry its count, hash, and the place of its text."""
     places: dict[str, int] = {}
-    ring = [(entry[0], entry[1], places.setdefault(_placed_text_of(entry), len(places))) for entry in list(group.ring)]
+    entries = list(group.ring)[-last if last else 0 :]
+    ring = [(entry[0], entry[1], places.setdefault(_placed_text_of(entry), len(places))) for entry in entries]
     return json.dumps((list(places), ring))
 
 
-def ring_of(text: bytes) -> dict[int, tuple[int, str]]:
-    """By count the hash and the text of each collective."""
+def ring_of(text: bytes | str) -> dict[int, tuple[int, str]]:
+    """By count the hash and the text of each entry; none for ""."""
+    if not text:
+        return {}
     texts, ring = json.loads(text)
     return {count: (number, texts[place]) for count, number, place in ring}
 

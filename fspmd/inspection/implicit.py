@@ -30,9 +30,7 @@ from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import FREE, Price, topology
-from fspmd.redistribution.edges import Step
 from fspmd.redistribution.moves import moves
-from fspmd.redistribution.routes import Route
 from fspmd.rules import composite_of, handler_of
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec, is_float
@@ -174,20 +172,28 @@ def _findings(
         question = ask(func, args, kwargs, [(place, operand.spec) for place, operand in operands.items()])
     if question is None:
         mentioned = [operand for operand in operands.values() if operand.spec.partition.mentioned]
-        needs = [(operand, operand.spec.with_partition(P())) for operand in mentioned]
-        gathered = [f"{operand.name}: {_shown(_route(operand, need))}" for operand, need in needs]
-        return _Findings(["it runs on global tensors, since its result depends on values", *gathered], needs)
+        gathers = [_ImpliedMove(replace(x, has_gradient=False), x.spec.with_partition(P()), ()) for x in mentioned]
+        rows = ["it runs on global tensors, since its result depends on values"]
+        rows += [f"{move.operand.name}: {move}" for move in gathers]
+        return _Findings(rows, [(move.operand, move.need) for move in gathers])
     ordered = [operands[place] for place, _ in question.operands]
     question = question._replace(gradients=frozenset(i for i, operand in enumerate(ordered) if operand.has_gradient))
     cheapest, *others = sorted(map(question.together, strategies(question.problem)), key=lambda strategy: strategy.time)
-    rows = list(_rows(ordered, cheapest))
+    implied = _moves(ordered, cheapest)
+    rows = [row for move in implied for row in move.rows()]
     bodiless: Needs = ()
     if not rows and cheapest.by_body:
         rows = [f"a sharded body, {micros(cheapest.body)} of collectives"]
-        bodiless = next((_needs(ordered, strategy) for strategy in others if not strategy.by_body), ())
-    idle = not cheapest.by_body and not _forward(ordered, cheapest)
-    only_sums = idle and _are_sums(_backward(ordered, cheapest))
-    return _Findings(rows, _needs(ordered, cheapest), _alternatives(ordered, others), bodiless, idle, only_sums)
+        bodiless = next((_needs(_moves(ordered, other)) for other in others if not other.by_body), ())
+    idle = not cheapest.by_body and not any(move.forward for move in implied)
+    backward = [one for move in implied for one in (*(one for one, _ in move.backward), *move.casts)]
+    only_sums = idle and _are_sums(backward)
+    return _Findings(rows, _needs(implied), _alternatives(ordered, others), bodiless, idle, only_sums)
+
+
+def _needs(implied: Sequence[_ImpliedMove]) -> Needs:
+    """The layouts of the operands for which a strategy implies no communication."""
+    return [(move.operand, move.target) for move in implied]
 
 
 # --- the operands ---------------------------------------------------------------------------------------------------
@@ -282,67 +288,68 @@ def _operands(
 # --- moves ----------------------------------------------------------------------------------------------------------
 
 
-def _cast_calls(need: TensorSpec, axes: tuple[str, ...]) -> list[Call]:
-    """The collectives in backward of the casts of an operand that has a gradient."""
-    others = tuple(axis for axis in axes if axis not in need.partition.reduced)
-    return [call("psum", need.mesh, others)] if others else []
+class _ImpliedMove:
+    """The move of an operand to the layout ``need`` of a strategy, and its cast over ``axes``."""
 
-
-def _needs(operands: Sequence[_NamedOperand], strategy: Strategy) -> Needs:
-    """The layouts of the operands for which a strategy implies no communication.
-
-    An operand is reduced over the axes of a cast whose gradient would be summed in backward.
-    """
-    needs = []
-    for operand, need, axes in zip(operands, strategy.operands, strategy.casts, strict=True):
-        if operand.has_gradient and axes:
-            partition = need.partition
-            reduced = partition.reduced | frozenset(axes)
-            need = need.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))  # noqa: PLW2901
-        needs.append((operand, need))
-    return needs
-
-
-def _forward(operands: Sequence[_NamedOperand], strategy: Strategy) -> list[Call]:
-    """The collectives of the moves that a strategy implies."""
-    rows = zip(operands, strategy.operands, strategy.casts, strict=True)
-    return [
-        step.call
-        for operand, need, axes in rows
-        for step in _route(operand, need, axes).steps
-        if communicates(step.call)
-    ]
-
-
-def _backward(operands: Sequence[_NamedOperand], strategy: Strategy) -> list[Call]:
-    """The collectives in backward of a strategy that moves nothing forward."""
-    calls: list[Call] = []
-    for operand, need, axes in zip(operands, strategy.operands, strategy.casts, strict=True):
+    def __init__(self, operand: _NamedOperand, need: TensorSpec, axes: tuple[str, ...]) -> None:
+        self.operand, self.need, self.axes = operand, need, axes
+        self.route = moves(operand.spec, need, axes, topology(), operand.has_gradient).route
+        #: the collectives of forward
+        self.forward = [step.call for step in self.route.steps if communicates(step.call)]
+        #: the collectives of backward with the layouts that they take, if nothing moves forward; and those of the cast
+        self.backward: list[tuple[Call, TensorSpec]] = []
+        self.casts: list[Call] = []
         if operand.has_gradient:
-            calls += [step.call.transposed for step in _backward_steps(_route(operand, need, axes))]
-            calls += _cast_calls(need, axes)
-    return calls
+            steps = () if self.forward else self.route.steps
+            self.backward = [(s.call.transposed, s.spec) for s in steps if communicates(s.call.transposed)]
+            others = tuple(axis for axis in axes if axis not in need.partition.reduced)
+            self.casts = [call("psum", need.mesh, others)] if others else []
+
+    @property
+    def target(self) -> TensorSpec:
+        """The layout of the operand for which the strategy implies no communication.
+
+        It is reduced over the axes of a cast whose gradient would be summed in backward.
+        """
+        if not (self.operand.has_gradient and self.axes):
+            return self.need
+        partition = self.need.partition
+        reduced = partition.reduced | frozenset(self.axes)
+        return self.need.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
+
+    @property
+    def price(self) -> Price:
+        """The price of all collectives."""
+        prices = [price_of(one, spec.block_shape, spec.dtype) for one, spec in self.backward]
+        prices += [price_of(cast, self.need.block_shape, self.need.dtype) for cast in self.casts]
+        return sum(prices, self.route.price)
+
+    def rows(self) -> Iterator[str]:
+        """A line for the move, and one for the cast, where they are implied."""
+        if self.operand.spec is not self.need:
+            yield f"{self.operand.name}: {self}"
+        for cast in self.casts:
+            cost = _priced(cast, self.need.block_shape, self.need.dtype)
+            yield f"{self.operand.name}: {self.need.text} → {self.target.text} [in backward {cost}]"
+
+    def __str__(self) -> str:
+        """``actual → needed [collectives, bytes, µs]``."""
+        if self.forward:
+            cost = f"{', '.join(map(_over, self.forward))}, {_cost(self.route.price)}"
+        else:
+            parts = [_priced(one, spec.block_shape, spec.dtype) for one, spec in self.backward]
+            cost = f"in backward {', '.join(parts)}" if parts else "moves nothing"
+        return f"{self.operand.spec.text} → {self.route.target.text} [{cost}]"
+
+
+def _moves(operands: Sequence[_NamedOperand], strategy: Strategy) -> list[_ImpliedMove]:
+    """The moves that a strategy implies."""
+    return list(map(_ImpliedMove, operands, strategy.operands, strategy.casts))
 
 
 def _are_sums(calls: Sequence[Call]) -> bool:
     """Whether there are collectives, and all of them are sums."""
     return bool(calls) and all(one.pair.kernel.startswith("reduce") for one in calls)
-
-
-def _rows(operands: Sequence[_NamedOperand], strategy: Strategy) -> Iterator[str]:
-    """A line for each move that a strategy implies."""
-    targets = [target for _, target in _needs(operands, strategy)]
-    for operand, need, axes, target in zip(operands, strategy.operands, strategy.casts, targets, strict=True):
-        if operand.spec is not need:
-            yield f"{operand.name}: {_shown(_route(operand, need, axes), backward=operand.has_gradient)}"
-        for cast in _cast_calls(need, axes) if operand.has_gradient else ():
-            cost = _priced(cast, need.block_shape, need.dtype)
-            yield f"{operand.name}: {need.text} → {target.text} [in backward {cost}]"
-
-
-def _route(operand: _NamedOperand, need: TensorSpec, axes: tuple[str, ...] = ()) -> Route:
-    """The route of an operand to the layout ``need``; a cast over ``axes`` follows it."""
-    return moves(operand.spec, need, axes, topology(), operand.has_gradient).route
 
 
 def _over(call: Call) -> str:
@@ -362,47 +369,14 @@ def _cost(price: Price) -> str:
     return f"{price.moved:,.0f} B, {micros(price.time)}"
 
 
-def _backward_steps(route: Route) -> list[Step]:
-    """The steps of a route whose transposes communicate in backward; [] if the route communicates forward."""
-    if any(communicates(step.call) for step in route.steps):
-        return []
-    return [step for step in route.steps if communicates(step.call.transposed)]
-
-
-def _shown(route: Route, *, backward: bool = False) -> str:
-    """``actual → needed [collectives, bytes, µs]``."""
-    moving = [step for step in route.steps if communicates(step.call)]
-    if moving:
-        cost = f"{', '.join(_over(step.call) for step in moving)}, {_cost(route.price)}"
-    else:
-        steps = _backward_steps(route) if backward else []
-        parts = [_priced(step.call.transposed, step.spec.block_shape, step.spec.dtype) for step in steps]
-        cost = f"in backward {', '.join(parts)}" if parts else "moves nothing"
-    return f"{route.source.text} → {route.target.text} [{cost}]"
-
-
 # --- alternatives ---------------------------------------------------------------------------------------------------
-
-
-def _price(operands: Sequence[_NamedOperand], strategy: Strategy) -> Price:
-    """The price of the moves of a strategy, forward and backward."""
-    total = FREE
-    for operand, need, axes in zip(operands, strategy.operands, strategy.casts, strict=True):
-        route = _route(operand, need, axes)
-        total += route.price
-        if operand.has_gradient:
-            for step in _backward_steps(route):
-                total += price_of(step.call.transposed, step.spec.block_shape, step.spec.dtype)
-            for cast in _cast_calls(need, axes):
-                total += price_of(cast, need.block_shape, need.dtype)
-    return total
 
 
 def _alternatives(operands: Sequence[_NamedOperand], others: list[Strategy]) -> list[str]:
     """A line for each strategy, the cheapest first. Its time includes the collectives of a body."""
     alternatives = []
     for strategy in others:
-        price = _price(operands, strategy)
+        price = sum((move.price for move in _moves(operands, strategy)), FREE)
         time = price.time + strategy.body
         before = ", ".join(spec.text for spec in strategy.operands)
         after = ", ".join(spec.text for spec in strategy.results)

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, Final
 
 from fspmd.errors import LockstepError
@@ -41,14 +42,11 @@ class _Lockstep(Watcher):
         self.writes = 0
         self.calls: Counter[Mesh] = Counter()
         self.last: deque[str] = deque(maxlen=_SHOWN)
-        self.shared: Any = None
 
-    @property
+    @cached_property
     def store(self) -> Any:
         """The store through which the ranks compare. No collective that they compare holds it up."""
-        if self.shared is None:
-            self.shared = store_of_ranks(f"fspmd.lockstep/{self.number}")
-        return self.shared
+        return store_of_ranks(f"fspmd.lockstep/{self.number}")
 
     def wrote(self) -> None:
         self.writes += 1
@@ -100,7 +98,10 @@ class _Lockstep(Watcher):
         if len(compared) > 1:
             raise LockstepError(_rank_by_rank_text(positions))
 
-    def leave(self, error: BaseException | None = None) -> None:
+    def __enter__(self) -> None:
+        """Begin with nothing."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         """All groups meet once more, unless there is an error. Ranks that still wait for this one read that it left."""
         try:
             for ranks in () if error else sorted(self.met):
@@ -195,12 +196,8 @@ def lockstep(seconds: float = 60) -> Iterator[None]:
     add(watcher)
     before = hear_writes(watcher.wrote)
     try:
-        yield
-    except BaseException as error:
-        watcher.leave(error)
-        raise
-    else:
-        watcher.leave()
+        with watcher:
+            yield
     finally:
         hear_writes(before)
         remove(watcher)

@@ -1,6 +1,7 @@
 """Long waits: a rank that waits for long tells the others where, and hears of those that have failed or ended.
 
-Each process tells once where it runs, so others on its machine can see whether it has ended.
+Each process tells once where it runs, so others on its machine can see whether it has ended. The error of a collective
+whose backend has failed names the collective, and what other ranks have told.
 """
 
 from __future__ import annotations
@@ -14,20 +15,29 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from fspmd.cache import cached
-from fspmd.errors import LockstepError, PeerError, join_failures
+from fspmd.errors import FspmdError, LockstepError, PeerError, join_failures
 from fspmd.inspection.causes import Rendezvous, position
-from fspmd.inspection.replays import compare_long, last_replays
+from fspmd.inspection.replays import compare_long, has_replays, last_replays
 from fspmd.inspection.watch import compares
 from fspmd.meshes import process_groups, world
-from fspmd.transport.pending import SLICE, Meeting, Message, is_over
-from fspmd.transport.reports import PATIENCE, beside, failures, last_failure, own_store, store_here, within
+from fspmd.transport.pending import SLICE, Meeting, Message, explain_with, go_on_with, is_over
+from fspmd.transport.reports import (
+    PATIENCE,
+    beside,
+    failures,
+    last_failure,
+    own_store,
+    store_here,
+    tell_failure,
+    within,
+)
 
 _PROCESSES: Final = Path("/proc")
 _STORE: Final = "fspmd.lives"
@@ -81,11 +91,6 @@ def ended(ranks: Iterable[int], or_stopped: bool = False) -> dict[int, str]:
     return found
 
 
-def install() -> None:
-    """Tell in each world."""
-    process_groups.at_new_world(_tell)
-
-
 _PERIOD: Final = 0.5  # seconds between two looks
 #: a rank that has told of a failure may have gone on; then it comes within so many seconds
 _GRACE: Final = 3.0
@@ -103,19 +108,23 @@ _PATIENCE: Final = 1.0  # seconds for the end of a thread, which a store that is
 
 
 class Lookout:
-    """A thread that tells the other ranks of the long wait of this one, and hears of their failures.
+    """Looks out for a wait, which is the context. When it has taken a slice, a thread tells the other ranks of it, and
+    hears of their failures.
 
     Args:
-        waited: The seconds until now.
-        frame: The innermost frame of the thread that waits, if it is another one.
         needs_all: The wait ends only when all ranks of the group have come to the store.
+        waited: The seconds until now.
     """
 
-    def __init__(self, waited: float, frame: FrameType | None = None, needs_all: bool = False) -> None:
+    thread: threading.Thread | None = None
+
+    def __init__(self, needs_all: bool = False, waited: float = 0.0) -> None:
+        self.needs_all, self.begin = needs_all, time.monotonic() - waited
+
+    def start(self, frame: FrameType | None = None) -> None:
+        """Start the thread. ``frame``: the innermost frame of the thread that waits, if it is another one."""
         self.where, self.ranks = position(frame)
-        self.needs_all = needs_all
         self.parted = ""  # the error of ranks that have parted
-        self.begin = time.monotonic() - waited
         self.news: list[str] = []  # of ranks that have failed
         self.over = threading.Event()
         self.answered = self.checked = time.monotonic()  # when the store did, and when this rank last asked
@@ -124,18 +133,29 @@ class Lookout:
     @property
     def is_vain(self) -> bool:
         """Whether this rank waits in vain."""
-        return bool(self.parted or self.news)
+        return self.thread is not None and bool(self.parted or self.news)
 
-    def end(self) -> None:
+    def __enter__(self) -> Lookout:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         """End the thread. One that is in a call of C++ when the interpreter ends would abort the process."""
-        self.over.set()
-        self.thread.join(_PATIENCE)
+        if isinstance(error, (PeerError, LockstepError)):
+            process_groups.abandon_groups()
+        if self.thread is not None:
+            self.over.set()
+            self.thread.join(_PATIENCE)
 
     def check(self) -> None:
         """Raise an error if this rank waits in vain."""
+        now = time.monotonic()
+        if self.thread is None:
+            if now - self.begin > SLICE.total_seconds():
+                self.start()
+            return
         if self.parted:
             raise LockstepError(self.parted)
-        if (now := time.monotonic()) - self.checked > _PAUSE:  # this process was stopped, and the thread with it
+        if now - self.checked > _PAUSE:  # this process was stopped, and the thread with it
             self.answered += now - self.checked
         self.checked = now
         is_silent = self.needs_all and now - self.answered > _SILENCE
@@ -175,26 +195,13 @@ def wait_long(work: Any) -> None:
         PeerError: another rank has failed since.
         LockstepError: ranks have replayed different records.
     """
-    lookout = Lookout(SLICE.total_seconds(), needs_all=isinstance(work, Rendezvous))
-    try:
+    with Lookout(isinstance(work, Rendezvous), SLICE.total_seconds()) as lookout:
+        lookout.start()
         while not is_over(work, SLICE):
             lookout.check()
-    except (PeerError, LockstepError):
-        process_groups.abandon_groups()
-        raise
-    finally:
-        lookout.end()
 
 
-class _MessageWait:
-    """The wait of a thread for a message."""
-
-    def __init__(self, begin: float, work: Message) -> None:
-        self.begin, self.work = begin, work
-        self.lookout: Lookout | None = None
-
-
-_message_waits: Final[dict[int, _MessageWait]] = {}  # by thread
+_message_waits: Final[dict[int, tuple[Message, Lookout]]] = {}  # by thread
 _watcher: threading.Thread | None = None
 
 
@@ -205,7 +212,8 @@ def wait_whole(work: Message | Meeting) -> None:
         PeerError, LockstepError: as with `wait_long`.
     """
     if isinstance(work, Meeting):
-        _meet(work)
+        with Lookout(needs_all=True) as lookout:
+            wait_beside(work, lookout.check, _PERIOD)
         return
     global _watcher
     if _watcher is None:
@@ -214,19 +222,17 @@ def wait_whole(work: Message | Meeting) -> None:
     me = threading.get_ident()
     if me == threading.main_thread().ident:
         _forget_interrupts()
-    watched = _message_waits[me] = _MessageWait(time.monotonic(), work)
-    try:
-        work.wait()
-    except RuntimeError:
-        if watched.lookout is not None and watched.lookout.is_vain:
-            process_groups.abandon_groups()
-            watched.lookout.where, _ = position()
-            watched.lookout.check()
-        raise
-    finally:
-        del _message_waits[me]  # no call comes before it: Python raises an interrupt after a call
-        if watched.lookout is not None:
-            watched.lookout.end()
+    with Lookout() as lookout:
+        _message_waits[me] = work, lookout
+        try:
+            work.wait()
+        except RuntimeError:
+            if lookout.is_vain:
+                lookout.where, _ = position()
+                lookout.check()
+            raise
+        finally:
+            del _message_waits[me]  # no call comes before it: Python raises an interrupt after a call
 
 
 def _watch() -> None:
@@ -238,19 +244,15 @@ def _watch() -> None:
 
 def _look_after(thread: int) -> None:
     """Look out for a thread whose message takes long. If it waits in vain or is interrupted, end its group's works."""
-    watched = _message_waits.get(thread)
-    if watched is None:
+    if (watched := _message_waits.get(thread)) is None:
         return
-    if thread == threading.main_thread().ident and _is_interrupted():
+    work, lookout = watched
+    is_interrupted = thread == threading.main_thread().ident and _is_interrupted()
+    if is_interrupted or (lookout.is_vain and _message_waits.get(thread) is watched):
         with contextlib.suppress(RuntimeError):
-            watched.work.work.wait(_AT_ONCE)
-    elif (waited := time.monotonic() - watched.begin) < SLICE.total_seconds():
-        return
-    elif watched.lookout is None:
-        watched.lookout = Lookout(waited, sys._current_frames().get(thread))
-    elif watched.lookout.is_vain and _message_waits.get(thread) is watched:
-        with contextlib.suppress(RuntimeError):
-            watched.work.work.wait(_AT_ONCE)
+            work.work.wait(_AT_ONCE)
+    elif lookout.thread is None and time.monotonic() - lookout.begin > SLICE.total_seconds():
+        lookout.start(sys._current_frames().get(thread))
 
 
 _signals: int | None = None  # the end of a pipe to which Python writes signals; -1 if it writes them elsewhere
@@ -279,26 +281,6 @@ def _is_interrupted() -> bool:
     except BlockingIOError:
         return False
     return came and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def _meet(meeting: Meeting) -> None:
-    begin, lookout = time.monotonic(), None
-
-    def check() -> None:
-        nonlocal lookout
-        if lookout is not None:
-            lookout.check()
-        elif (waited := time.monotonic() - begin) > SLICE.total_seconds():
-            lookout = Lookout(waited, needs_all=True)
-
-    try:
-        wait_beside(meeting, check, _PERIOD)
-    except (PeerError, LockstepError):
-        process_groups.abandon_groups()
-        raise
-    finally:
-        if lookout is not None:
-            lookout.end()
 
 
 def wait_beside(work: Any, check: Callable[[], None], period: float) -> None:
@@ -353,13 +335,87 @@ def waits(ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     return within(PATIENCE, ask, {})  # type: ignore[no-any-return]
 
 
-def waits_told_by(ranks: Iterable[int]) -> list[str]:
+def waits_told_by(ranks: Sequence[int]) -> list[str]:
     """A line for each other rank that has told of a long wait."""
-    me = world.process_rank()
-    found = waits(rank for rank in ranks or range(world.world_size()) if rank != me)
+    found = waits(_others(ranks))
     return [f"rank {rank} has waited {told['waits']:.1f} s at {told['at']}" for rank, told in sorted(found.items())]
 
 
 ADVICE: Final = (
     "see the output of the ranks that have ended; fspmd.deadline(seconds) and fspmd.debug() tell where all ranks stand"
 )
+
+
+_LAST_WORDS: Final = 2.0  # seconds in which other ranks may tell why they have ended
+_SHOWN: Final = 8  # ranks
+#: parts of the texts of Gloo and NCCL for a lost connection
+_LOST: Final = ("onnection closed", "onnection reset", "roken pipe", "ead error", "rite error", "ocket", "onnect")
+
+
+def told_by(ranks: Sequence[int], since: float = 600.0) -> list[str]:
+    """What other ranks have told of their failures in the last seconds: a line for each."""
+    told = within(PATIENCE, lambda: failures(_others(ranks)), {})
+    return [f"rank {rank} {text}, {age:.1f} s ago" for rank, (age, text) in sorted(told.items()) if age < since]
+
+
+def _others(ranks: Sequence[int]) -> list[int]:
+    me = world.process_rank()
+    return [rank for rank in ranks or range(world.world_size()) if rank != me]
+
+
+def what_failed(error: RuntimeError) -> str:
+    """What has failed, in our words, if a connection is lost or time is over; else the text of the backend."""
+    text = str(error).splitlines()[0]
+    if any(part in text for part in _LOST):
+        return "the connection to another rank is lost"
+    return "the time limit of the process group is over" if "imed out" in text else text
+
+
+def gone(ranks: Sequence[int]) -> list[str]:
+    """A line for each other rank that is known to have ended, or to be stopped."""
+    found = within(PATIENCE, lambda: ended(_others(ranks), or_stopped=True))
+    return [STORE_ENDED] if found is None else [f"rank {rank} {text}" for rank, text in sorted(found.items())]
+
+
+def _causes(ranks: Sequence[int]) -> list[str]:
+    """A line for each other rank that has ended, or has told of an error that is not the loss of another rank."""
+    told = told_by(ranks)
+    return [*gone(ranks), *(line for line in told if f" {PeerError.__name__}: " not in line)] or told
+
+
+def _silent(ranks: Sequence[int]) -> list[str]:
+    """The other ranks that have told neither of a lost connection, nor of a long wait, nor of an error."""
+    store = own_store("fspmd.lost")
+    told = {*waits(ranks or range(world.world_size())), *failures(_others(ranks))}
+    silent = [rank for rank in _others(ranks) if rank not in told and not store.check([str(rank)])]
+    return [f"rank {rank} has told nothing: it has ended, is stopped, or computes" for rank in silent]
+
+
+def _explained(error: RuntimeError) -> FspmdError | None:
+    """The error in the place of torch's."""
+    if isinstance(error, FspmdError):
+        return None
+    where, ranks = position()
+    end, me = time.monotonic() + _LAST_WORDS, world.process_rank()
+    lines = gone(ranks)
+    if lines != [STORE_ENDED]:
+        within(PATIENCE, lambda: own_store("fspmd.lost").set(str(me), where))
+        while not (causes := _causes(ranks)) or has_replays():
+            if parted := within(PATIENCE, lambda: compare_long(with_all=True), ""):
+                return LockstepError(parted)
+            if time.monotonic() > end:
+                break
+            time.sleep(0.1)
+        lines = [*(causes or within(PATIENCE, lambda: _silent(ranks), [])), *waits_told_by(ranks)][:_SHOWN]
+    head = f"rank {me} failed at {where}: {what_failed(error)}{':' * bool(lines)}"
+    found = PeerError(join_failures(head, lines, ADVICE))
+    tell_failure(found)
+    return found
+
+
+def install() -> None:
+    """Tell in each world where this process runs; let errors of c10d become `PeerError`s, and long waits hear of other
+    ranks."""
+    process_groups.at_new_world(_tell)
+    explain_with(_explained)
+    go_on_with(wait_long, wait_whole)

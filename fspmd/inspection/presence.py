@@ -19,7 +19,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from fspmd.errors import LockstepError, join_failures
-from fspmd.inspection.histories import PARTED, SHOWN, History, key_of, parting_text, ring_of, ring_text, text_of
+from fspmd.inspection.histories import (
+    PARTED,
+    SHOWN,
+    History,
+    key_of,
+    parting_text,
+    ring_of,
+    ring_text,
+    text_of,
+    told_by_all,
+)
 from fspmd.inspection.sites import CallSites, Table, parted, site_text
 from fspmd.inspection.watch import Note
 from fspmd.meshes import world
@@ -296,20 +306,21 @@ class Presence(Note):
 
     def _exchange(self, topic: str, ranks: Sequence[int], text: str, me: int) -> dict[int, str]:
         """Tell a text, and wait a while for those of other ranks. Return all; "" where a rank has told none."""
-        store = self.store
+        store, begin = self.store, time.monotonic()
         store.set(f"{topic}/{me}", text)
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        begin = time.monotonic()
-        while not store.check(list(keys.values())):
+
+        def is_over() -> bool:
             waited = time.monotonic() - begin
             late = [rank for rank in ranks if rank != me and not store.check([keys[rank]])]
             if waited > max(map(self._patience, late), default=0) or store.check(["parting"]):
-                break  # no text is to come, or another rank has made the error
+                return True  # no text is to come, or another rank has made the error
             store.set(f"at/{me}", self._told())
             self._hear(me)
             self.answered = time.monotonic()
-            time.sleep(0.02)
-        return {rank: store.get(key).decode() if store.check([key]) else "" for rank, key in keys.items()}
+            return False
+
+        return told_by_all(store, keys, is_over)
 
     def _patience(self, rank: int) -> float:
         """The seconds in which a rank tells of itself."""
@@ -330,14 +341,11 @@ class Presence(Note):
 
     def _has_parted(self, group: History, me: int) -> bool:
         """Whether the last collectives of a waiting rank of the group are others, or a rank has ended with fewer."""
-        mine = {count: number for count, number, *_ in group.ring}
         for rank in group.ranks:
             if rank == me:
                 continue
-            if self.store.check([f"ring/{group.key}/{rank}"]):
-                theirs = ring_of(self.store.get(f"ring/{group.key}/{rank}"))
-                if any(mine.get(count, number) != number for count, (number, _) in theirs.items()):
-                    return True
+            if group.differs(self.store, rank):
+                return True
             if self.store.check([f"end/{rank}"]):
                 count, _ = json.loads(self.store.get(f"end/{rank}")).get(group.key, (0, 0))
                 if count < group.count:

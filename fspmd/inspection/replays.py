@@ -1,31 +1,51 @@
 """Replays: each rank keeps which recorded programs it ran in each of its groups, and ranks compare where they talk.
 
-A replay appends to a list, and no more. The list is sorted into *trails*, one for each group, when it is long or when
-somebody asks. A trail has a hash of all replays, so ranks compare by one number; the last replays tell where they
+A replay appends to a list, and no more. The list is sorted into a history for each group, when it is long or when
+somebody asks. A history has a hash of all replays, so ranks compare by one number; the last replays tell where they
 parted.
 """
 
 from __future__ import annotations
 
-import json
 import threading
-import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from fspmd.cache import cached
 from fspmd.errors import LockstepError
-from fspmd.inspection.histories import History, key_of_ranks, parting_text, ring_of, text_of
+from fspmd.inspection.histories import (
+    PATIENCE,
+    History,
+    key_of_ranks,
+    over_in,
+    parting_text,
+    ring_of,
+    ring_text,
+    text_of,
+    told_by_all,
+)
 from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh, groups_along
-from fspmd.transport.reports import PATIENCE, own_store, store_here, within
+from fspmd.transport import reports
+from fspmd.transport.reports import own_store, store_here, within
 
 UNSORTED: Final = 1024  # replays that are kept unsorted
 _BLOCK = 2048  # replays of a group after which its ranks compare through the store
 _KEPT: Final = 16  # blocks whose hashes stay in the store
 _SHORT: Final = 16  # replays that each rank tells in a long wait
-_PATIENCE: Final = 3.0  # seconds for the last words of ranks that differ
 _STORE: Final = "fspmd.replays"
+
+
+class _ReplayedPart:
+    """The replay of a record in a group, as errors show it."""
+
+    __slots__ = ("first", "name")
+
+    def __init__(self, name: str, first: str) -> None:
+        self.name, self.first = name, first
+
+    def __str__(self) -> str:
+        return f"{self.name}, which begins with {self.first}"
 
 
 class Replayed:
@@ -36,80 +56,19 @@ class Replayed:
         histories: The collectives of the part, for each group.
     """
 
-    __slots__ = ("groups", "name")
+    __slots__ = ("groups",)
 
     def __init__(self, name: str, histories: Iterable[History]) -> None:
-        self.name = name
-        #: by group: a hash of the collectives, which its ranks have agreed on; the ranks; the first collective
-        self.groups = {each.key: (each.hash, each.ranks, text_of(each.ring[0])) for each in histories}
+        #: by group: a hash of the collectives, which its ranks have agreed on; the ranks; the name and first collective
+        self.groups = {
+            each.key: (each.hash, each.ranks, _ReplayedPart(name, text_of(each.ring[0]))) for each in histories
+        }
 
 
 log: Final[list[Replayed]] = []  # replays that are not sorted
-_trails: Final[dict[str, Trail]] = {}  # by group
+_trails: Final[dict[str, History]] = {}  # the replays of this rank, by group
 _sorting: Final = threading.RLock()  # held while trails are read or written, and never over a word with the store
 _left_out = False  # whether this rank has run a recorded function without its record
-
-
-class Trail:
-    """The replays of this rank in a group.
-
-    The hash after ``p`` replays is that of the hash at the last end of a block before them, and of the replays since.
-    So it depends on the replays alone, and not on when they were sorted.
-    """
-
-    __slots__ = ("base", "due", "hash", "key", "ranks", "steps", "told")
-
-    def __init__(self, key: str, ranks: tuple[int, ...]) -> None:
-        self.key, self.ranks = key, ranks
-        self.steps: list[Replayed] = []  # the last
-        self.base = self.hash = 0  # how many came before them, and the hash there
-        self.told = 0  # how many the others were told of
-        self.due: list[tuple[int, int]] = []  # ends of blocks and hashes there, which are not compared yet
-
-    @property
-    def count(self) -> int:
-        """How many there were."""
-        return self.base + len(self.steps)
-
-    def extend(self, steps: Iterable[Replayed]) -> None:
-        """Add replays. Two blocks and the one that has begun stay, so that ranks can tell where they have parted."""
-        done = self.count // _BLOCK
-        self.steps += steps
-        for block in range(done + 1, self.count // _BLOCK + 1):
-            self.due.append((block * _BLOCK, self.hash_after(block * _BLOCK)))
-        while len(self.steps) >= 3 * _BLOCK:
-            self.hash = self.hash_after(self.base + _BLOCK)
-            del self.steps[:_BLOCK]
-            self.base += _BLOCK
-
-    def hash_after(self, count: int) -> int:
-        """The hash after so many replays, of which the last must be among those that are kept."""
-        if count == self.base:
-            return self.hash
-        begin = self.base + (count - self.base - 1) // _BLOCK * _BLOCK
-        steps = self.steps[begin - self.base : count - self.base]
-        return hash((self.hash_after(begin), *[step.groups[self.key][0] for step in steps]))
-
-    def compared(self, end: int) -> None:
-        """Note that ranks have compared up to the end of a block."""
-        self.due = [each for each in self.due if each[0] > end]
-
-    def news(self) -> str:
-        """The last replays, if there are some of which others were not told; else "". They are told now."""
-        if self.told == self.count:
-            return ""
-        self.told = self.count
-        return self.ring_text(_SHORT)
-
-    def ring_text(self, last: int) -> str:
-        """The last replays, in the form of `histories.ring_text`."""
-        places: dict[str, int] = {}
-        ring = []
-        for count in range(max(self.base, self.count - last) + 1, self.count + 1):
-            step = self.steps[count - self.base - 1]
-            text = f"{step.name}, which begins with {step.groups[self.key][2]}"
-            ring.append((count, self.hash_after(count), places.setdefault(text, len(places))))
-        return json.dumps((list(places), ring))
 
 
 def note(step: Replayed) -> None:
@@ -139,20 +98,29 @@ def sort() -> None:
     """
     _sort()
     if any(trail.due for trail in list(_trails.values())):
-        if world.has_peers() and (error := within(PATIENCE + _PATIENCE, _compare_blocks)):
+        if world.has_peers() and (error := within(reports.PATIENCE + PATIENCE, _compare_blocks)):
             raise LockstepError(error)
-        with _sorting:
-            for trail in _trails.values():
-                del trail.due[:-1]  # the last, for which the first rank of the group may be late
+        for trail in list(_trails.values()):
+            while len(trail.due) > 1:  # the last stays, for which the first rank of the group may be late
+                trail.due.popleft()
 
 
 def _sort() -> None:
     with _sorting:
         steps = log[:]
         del log[: len(steps)]
-        for key, ranks in {key: ranks for step in {*steps} for key, (_, ranks, _) in step.groups.items()}.items():
-            trail = _trails.get(key) or _trails.setdefault(key, Trail(key, ranks))
-            trail.extend([step for step in steps if key in step.groups])
+        for step in steps:
+            for key, (number, ranks, part) in step.groups.items():
+                if (trail := _trails.get(key)) is None:
+                    trail = _trails[key] = _new_trail(key, ranks)
+                trail.advance(number, part)
+                if not trail.count % _BLOCK:
+                    trail.due.append((trail.count, trail.hash, None))
+
+
+def _new_trail(key: str, ranks: Sequence[int]) -> History:
+    """The replays in a group. Of two blocks and the one that has begun, ranks can tell where they have parted."""
+    return History(key, tuple(ranks), 3 * _BLOCK)
 
 
 def leave_out() -> None:
@@ -168,20 +136,10 @@ def _compare_blocks() -> str:
     store, me = own_store(_STORE), world.process_rank()
     if store.check(["parting"]):
         return str(store.get("parting").decode())
-    with _sorting:
-        trails = [(trail, list(trail.due)) for trail in _trails.values()]
-    for trail, due in trails:
-        key = f"hash/{trail.key}"
-        for end, mine in due:
-            if trail.ranks[0] == me:
-                store.set(f"{key}/{end}", str(mine))
-                store.delete_key(f"{key}/{end - _KEPT * _BLOCK}")
-            elif not store.check([f"{key}/{end}"]):
-                break
-            elif int(store.get(f"{key}/{end}")) != mine and (text := parting(trail.ranks)):
+    for trail in list(_trails.values()):
+        for _ in trail.compare_due(store, me, _KEPT * _BLOCK):
+            if text := parting(trail.ranks):
                 return text
-            with _sorting:
-                trail.compared(end)
     return ""
 
 
@@ -193,29 +151,14 @@ def compare_long(with_all: bool = False) -> str:
     store, me = own_store(_STORE), world.process_rank()
     if store.check(["parting"]):
         return str(store.get("parting").decode())
-    with _sorting:
-        _sort()
-        told = [(trail, trail.news()) for trail in _trails.values()]
-    for trail, news in told:
-        if news:
-            store.set(f"told/{trail.key}/{me}", news)
+    _sort()
+    for trail in list(_trails.values()):
+        trail.tell(store, me, _SHORT)
         others = [rank for rank in (trail.ranks if with_all else trail.ranks[:1]) if rank != me]
-        is_parting = store.check([f"parts/{trail.key}"]) or any(_differs(store, trail, rank) for rank in others)
+        is_parting = store.check([f"parts/{trail.key}"]) or any(trail.differs(store, rank) for rank in others)
         if is_parting and (text := parting(trail.ranks)):
             return text
     return ""
-
-
-def _differs(store: Any, trail: Trail, rank: int) -> bool:
-    """Whether another rank has told of other replays."""
-    if not store.check([f"told/{trail.key}/{rank}"]):
-        return False
-    theirs = ring_of(store.get(f"told/{trail.key}/{rank}"))
-    with _sorting:
-        return any(
-            trail.base <= count <= trail.count and trail.hash_after(count) != number
-            for count, (number, _) in theirs.items()
-        )
 
 
 def parting(ranks: Sequence[int]) -> str:
@@ -225,18 +168,13 @@ def parting(ranks: Sequence[int]) -> str:
         return ""
     _sort()
     if me in ranks:
-        with _sorting:
-            ring = (_trails.get(key) or Trail(key, tuple(ranks))).ring_text(3 * _BLOCK)
-        store.set(f"ring/{key}/{me}", ring)
+        store.set(f"ring/{key}/{me}", ring_text(_trails.get(key) or _new_trail(key, ranks)))
+        store.set(f"told/{key}/{me}", "")
     store.set(f"parts/{key}", "")
-    end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end and not store.check([f"ring/{key}/{rank}" for rank in ranks]):
-        time.sleep(0.02)
-    rings = {}
-    for rank in ranks:
-        told = next((name for name in ("ring", "told") if store.check([f"{name}/{key}/{rank}"])), "")
-        rings[rank] = ring_of(store.get(f"{told}/{key}/{rank}")) if told else {}
-    text = parting_text(rings, "ranks replayed different records", "", "replay")
+    told_by_all(store, {rank: f"told/{key}/{rank}" for rank in ranks}, over_in(PATIENCE))
+    rings = told_by_all(store, {rank: f"ring/{key}/{rank}" for rank in ranks}, lambda: True)
+    texts = {rank: ring_of(text) for rank, text in rings.items()}
+    text = parting_text(texts, "ranks replayed different records", "", "replay")
     return str(store.compare_set("parting", "", text).decode())  # all tell the first text
 
 
@@ -250,7 +188,7 @@ def hash_of(key: str) -> int:
     with _sorting:
         _sort()
         trail = _trails.get(key)
-        return 0 if trail is None else trail.hash_after(trail.count)
+        return 0 if trail is None else trail.hash
 
 
 @cached
@@ -295,4 +233,4 @@ def last_replays(ranks: Sequence[int]) -> str:
     with _sorting:
         _sort()
         trail = _trails.get(key_of_ranks(ranks)) if ranks else None
-        return f", after {trail.count} replays, the last of {trail.steps[-1].name}" if trail else ""
+        return f", after {trail.count} replays, the last of {trail.ring[-1][2].name}" if trail else ""

@@ -68,11 +68,9 @@ def _value_text(value: Any, depth: int) -> str:
         return f"{name} {describe(value.dtype, value.shape)} {digests([value])[0] if is_told(value) else ''}"
     if isinstance(value, Enum):
         return f"{name} {value.name}"
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__} {value.__code__.co_firstlineno}"
-    if isinstance(value, BuiltinFunctionType):
+    if isinstance(value, (type, BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     if not depth:
         return name
@@ -200,19 +198,11 @@ _LAYOUTS: Final = "the layout of a value must not depend on the rank: give all r
 
 
 class Change(NamedTuple):
-    """What a rank passes from a coming on, other than before."""
+    """What a rank passes from a coming on, other than before. ``rows``: a function that tells it, or what it told."""
 
     came: int
     number: int
-    rows: Rows
-
-
-class _Told(NamedTuple):
-    """The same, as another rank has read it."""
-
-    came: int
-    number: int
-    rows: list[tuple[str, str, bool]]
+    rows: Any
 
 
 class CallSite:
@@ -282,10 +272,13 @@ def parted(mine: Table, theirs: Table) -> str:
 def site_text(told: dict[int, str]) -> str:
     """The error for ranks that have passed other values at a site, by what each tells of it ("": nothing)."""
     sites = {rank: json.loads(text) for rank, text in told.items() if text}
-    changes = {rank: [_Told(*each) for each in rows] for rank, (_, rows) in sites.items()}
+    changes = {rank: [Change(*each) for each in rows] for rank, (_, rows) in sites.items()}
     oldest = max(each[0].came for each in changes.values())
     comings = sorted({change.came for each in changes.values() for change in each if change.came >= oldest})
-    passed = [{rank: _passed(each, came) for rank, each in changes.items()} for came in comings]
+    passed = [
+        {rank: [change for change in each if change.came <= came][-1] for rank, each in changes.items()}
+        for came in comings
+    ]
     first = next((now for now in passed if len({change.number for change in now.values()}) > 1), passed[-1])
     rows = {rank: {label: (text, is_layout) for label, text, is_layout in now.rows} for rank, now in first.items()}
     every = dict.fromkeys(label for each in rows.values() for label in each)
@@ -302,8 +295,3 @@ def site_text(told: dict[int, str]) -> str:
     if any(each[label][1] for each in rows.values() for label in others if label in each):
         return join_failures("ranks pass values of other layouts:", lines, _LAYOUTS)
     return join_failures("ranks pass other values where all must pass one global value:", lines, VALUES)
-
-
-def _passed(changes: list[_Told], came: int) -> _Told:
-    """What was passed at a coming."""
-    return [change for change in changes if change.came <= came][-1]

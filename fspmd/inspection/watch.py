@@ -16,13 +16,13 @@ from torch.profiler import record_function
 
 from fspmd.errors import ArgumentError
 from fspmd.inspection.causes import Cause, Trace, trace
-from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
 from fspmd.redistribution.cost import Price, Topology, moves, price
 from fspmd.torch_internals import current_autograd_node, profiler
 from fspmd.transport import Pending
+from fspmd.transport.abstract import place_in_group
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import RankRoute
 from fspmd.transport.windows import is_idle, traffic
@@ -178,8 +178,8 @@ class _Watched(StandIn):
             _note.call(Noted(self.plain, line_of(self.by.where)), x)
         if _watchers and communicates(self):
             shape = tuple(blocks_of(x)[0].shape)
-            cost = price_of(self, shape, x.dtype)
-            _tell(self.pair.name, self.mesh, self.axes, shape, x.dtype, cost, self.by, self.plain)
+            what = self.pair.name, self.mesh, self.axes, shape, x.dtype, price_of(self, shape, x.dtype)
+            _tell_all([Communication(*what, current_autograd_node() is not None, self.by, self.plain)])
 
 
 class Noted(StandIn):
@@ -261,21 +261,8 @@ def announce(kind: str, mesh: Mesh, x: Tensor, messages: int, moved: int) -> Non
     """
     if _watchers and messages:
         cost = price(kind, mesh, mesh.axis_names, x.nbytes, x.nbytes, traffic=(messages, moved))
-        _tell(kind, mesh, mesh.axis_names, tuple(x.shape), x.dtype, cost, trace().cause)
-
-
-def _tell(
-    kind: str,
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    cost: Price,
-    cause: Cause,
-    call: Call | None = None,
-) -> None:
-    backward = current_autograd_node() is not None
-    _tell_all([Communication(kind, mesh, axes, shape, dtype, cost, backward, cause, call)])
+        what = kind, mesh, mesh.axis_names, tuple(x.shape), x.dtype, cost
+        _tell_all([Communication(*what, current_autograd_node() is not None, trace().cause)])
 
 
 def _watched(x: Any, call: Call) -> Call:
@@ -320,7 +307,10 @@ def price_of(call: Call, shape: tuple[int, ...], dtype: torch.dtype, links: Topo
         row = prod(size for dim, size in enumerate(shape) if dim != o.dim) * dtype.itemsize
         after = route.lands.length * row
         rows = o.routes.busiest
-        received = (n - 1, (sum(route.sends) - route.sends[_place(call)] if rows is None else rows) * row)
+        if rows is None:
+            _, place = place_in_group(call.mesh, call.axes or call.mesh.axis_names, o)
+            rows = sum(route.sends) - route.sends[place]
+        received = n - 1, rows * row
     elif o.sizes is not None or o.concat_sizes is not None:
         message = prod(map(min, shape, shape_after)) * dtype.itemsize
     given = call.pair.kernel, call.mesh, call.axes, before, after, links
@@ -337,14 +327,3 @@ def _shape_after(call: Call, shape: tuple[int, ...], n: int) -> tuple[int, ...]:
     if kernel == "exchange":
         after[o.concat_dim] = after[o.concat_dim] * n if o.concat_sizes is None else sum(o.concat_sizes)
     return tuple(after)
-
-
-def _place(call: Call) -> int:
-    """This process's place in its group along the axes."""
-    mesh = call.mesh
-    at, axes = dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=False)), call.axes or mesh.axis_names
-    place = row_major([at.get(axis, 0) for axis in axes], [mesh.shape[axis] for axis in axes])
-    for group in call.options.index_groups or ():
-        if place in group:
-            return group.index(place)
-    return place

@@ -82,14 +82,10 @@ def call_choices(op: Op, values: Sequence[TensorSpec]) -> tuple[CallChoice, ...]
     if op.pinned is not None:
         specs = [spec.with_partition(op.pinned) for spec in specs]
         results = tuple(spec.with_partition(op.pinned) for spec in results)
-    trips = _trips(op.trips, len(specs))
+    trips = op.trips or (ONCE,) * len(specs)
     rows = enumerate(zip(specs, trips, strict=True))
     needs = tuple(Need(spec, (), i in op.followed, trips=t) for i, (spec, t) in rows)
     return (CallChoice(needs, results, 0.0, 0.0),)
-
-
-def _trips(given: tuple[Trips, ...], count: int) -> tuple[Trips, ...]:
-    return given or (ONCE,) * count
 
 
 @cached(maxsize=1024)
@@ -114,7 +110,7 @@ def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
 def _quickest_choices(question: Question, followed: frozenset[int], given: tuple[Trips, ...]) -> tuple[CallChoice, ...]:
     """The strategies of a question. Of several with equal needs and results, the quickest."""
     quickest: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], CallChoice] = {}
-    trips = _trips(given, len(question.operands))
+    trips = given or (ONCE,) * len(question.operands)
     for choice in itertools.chain(_regrouped(question, followed, trips), _by_axes(question, followed, trips)):
         needs, results = choice.needs, choice.results
         if question.fixed and (needs[0].casts or needs[0].spec.partition is not results[0].partition):

@@ -11,7 +11,7 @@ repeat where ops are equal, on values with equal relations, period after period.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,10 +278,13 @@ class CostModel:
         values = self.graph.values
         given = () if op.question is not None else tuple(values[n] for n in (*op.operands, *op.results))
         key = id(op.question), op.followed, op.trips, op.pinned, op.carried, given
+        return self._kept(key, lambda: call_choices(op, values))  # type: ignore[no-any-return]
+
+    def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """An intermediate result by its key, which is made once."""
         if key not in self._tables:
-            self._tables[key] = call_choices(op, values)
-        strategies: tuple[CallChoice, ...] = self._tables[key]
-        return strategies
+            self._tables[key] = make()
+        return self._tables[key]
 
     def _layouts_of(self, home: int, maker: int | None) -> tuple[ValueLayout, ...]:
         """The layouts of a value. ``maker``: the op that makes it."""
@@ -375,16 +378,10 @@ class CostModel:
         needs = tuple(strategy.needs[operand] for strategy in self._strategies[op])
         alone = needs[0].trips.start not in self._summed_once.get(number, ())
         key = self.choices[self._of_value[number]], needs, alone
-        if key not in self._tables:
-            self._tables[key] = least_prices(*key, self.topology)
-        prices: Prices = self._tables[key]
-        return prices
+        return self._kept(key, lambda: least_prices(*key, self.topology))  # type: ignore[no-any-return]
 
     def _making(self, number: int, op: int, result: int) -> Prices:
         """The prices of a result, which allow only the layout that the strategy gives."""
         specs = tuple(strategy.results[result] for strategy in self._strategies[op])
         key = self.choices[self._of_value[number]], specs
-        if key not in self._tables:
-            self._tables[key] = making(*key)
-        prices: Prices = self._tables[key]
-        return prices
+        return self._kept(key, lambda: making(*key))  # type: ignore[no-any-return]

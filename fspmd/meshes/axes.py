@@ -133,30 +133,19 @@ def check_different(ranks: Sequence[int], call: str) -> None:
         seen.add(rank)
 
 
-_SCANS = 16  # look-ups by a scan of the map, before all positions are put into a dict
-
-
 class RankMap:
     """The global rank at each offset. All meshes derived from one mesh share it."""
 
-    __slots__ = ("_all_known", "_positions", "ranks")
+    __slots__ = ("_positions", "ranks")
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self._positions: dict[int, int] = {}
-        self._all_known = False
 
     def position(self, rank: int) -> int:
-        """Return the offset of a rank, or -1 if it has none.
-
-        A process asks only for its own rank, and a simulation for all ranks. So the first look-ups scan the map.
-        """
-        if not self._all_known and rank not in self._positions:
-            if len(self._positions) < _SCANS:
-                self._positions[rank] = self.ranks.index(rank) if rank in self.ranks else -1
-            else:
-                self._positions = {rank: i for i, rank in enumerate(self.ranks)}
-                self._all_known = True
+        """Return the offset of a rank, or -1 if it has none."""
+        if not self._positions:
+            self._positions = {rank: i for i, rank in enumerate(self.ranks)}
         return self._positions.get(rank, -1)
 
 

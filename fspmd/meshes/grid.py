@@ -19,10 +19,17 @@ from weakref import WeakSet, WeakValueDictionary
 
 from fspmd.cache import forget
 from fspmd.errors import AxisError, MeshError, ShapeError
-from fspmd.meshes.axes import RankMap, Ranks, check_different, check_names, infer_sizes, integers, same_map
-from fspmd.meshes.layout import Layout, compose, concat, fit, row_major
-
-__all__ = ["Grid", "lay_out"]
+from fspmd.meshes.axes import (
+    RankMap,
+    Ranks,
+    check_different,
+    check_names,
+    infer_sizes,
+    integers,
+    row_major,
+    same_map,
+)
+from fspmd.meshes.layout import Layout, compose, concat, fit, row_major_strides
 
 G = TypeVar("G", bound="Grid")
 _NEW = 512  # caches are forgotten when so many grids more live than after they were last forgotten
@@ -169,13 +176,7 @@ class Grid:
         if modes is None:
             return None
         digits = iter(modes)
-        found = []
-        for axis in self._axes:
-            index = 0
-            for size in axis.shape:
-                index = index * size + next(digits)
-            found.append(index)
-        return tuple(found)
+        return tuple(row_major(itertools.islice(digits, len(axis.shape)), axis.shape) for axis in self._axes)
 
     def _keep(self, key: tuple[object, ...], value: object) -> None:
         if len(self._cache) < _CACHED:
@@ -257,7 +258,7 @@ class Grid:
         parts = infer_sizes(integers(sizes.values(), call), self.shape[axis], call)
         at = self.axis_names.index(axis)
         new = check_names([*self.axis_names[:at], *sizes, *self.axis_names[at + 1 :]], call)
-        whole, strides = self._axes[at], row_major(parts)
+        whole, strides = self._axes[at], row_major_strides(parts)
         try:
             split = [compose(whole, Layout(n, stride)) for n, stride in zip(parts, strides, strict=True)]
         except ShapeError:  # an axis of several modes whose borders lie elsewhere
@@ -388,7 +389,7 @@ class Grid:
 
 def lay_out(shape: Mapping[str, int], ranks: Sequence[int]) -> tuple[dict[str, Layout], int, RankMap | None]:
     """Return a layout per axis, the offset and the rank map of ranks in row-major order. No map means offset = rank."""
-    strides = row_major(tuple(shape.values()))
+    strides = row_major_strides(tuple(shape.values()))
     if isinstance(ranks, range) and ranks.step > 0:
         steps = {name: Layout(n, d * ranks.step) for (name, n), d in zip(shape.items(), strides, strict=True)}
         return steps, ranks.start, None

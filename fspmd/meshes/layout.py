@@ -22,8 +22,6 @@ from itertools import repeat
 
 from fspmd.errors import ShapeError
 
-__all__ = ["Layout", "compose", "concat", "fit", "row_major"]
-
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Layout:
@@ -43,7 +41,7 @@ class Layout:
         if not all(type(size) is int and size >= 1 for size in sizes):
             raise ShapeError(f"Layout({shape!r}): sizes must be integers >= 1")
         if stride is None:
-            strides = row_major(sizes)
+            strides = row_major_strides(sizes)
         else:
             strides = (stride,) if isinstance(stride, int) else tuple(stride)
         if not all(type(step) is int and step >= 0 for step in strides):
@@ -163,10 +161,10 @@ class Layout:
         return f"Layout({self.shape}:{self.stride})"
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a dense array whose last dim is the fastest.
 
-    >>> row_major((2, 3, 4))
+    >>> row_major_strides((2, 3, 4))
     (12, 4, 1)
     """
     strides = [1] * len(shape)

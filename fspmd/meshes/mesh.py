@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 import torch
 
 from fspmd.errors import MeshError
-from fspmd.meshes import device_mesh, process_groups, world
+from fspmd.meshes import process_groups, world
 from fspmd.meshes.axes import RankMap, Ranks, check_names, check_ranks, check_sizes, integers
 from fspmd.meshes.grid import Grid, lay_out
 from fspmd.meshes.layout import Layout, concat
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh", "current_mesh", "make_mesh", "set_mesh"]
 
 _VERSION = 1  # of the pickles
 _TRANSPORTS = ("simulation", "process_group", "abstract")
@@ -160,11 +159,28 @@ class Mesh(Grid):
         Raises:
             MeshError: its dims have no names, or it is a slice of which this process is no member.
         """
-        parts = device_mesh.read_device_mesh(dm)
-        for group in parts.groups:
-            process_groups.adopt_group(group)
-        kind = (parts.device_type, "process_group" if world.initialised() else "simulation")
-        return Mesh._make(*lay_out(parts.shape, parts.ranks), kind)
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not isinstance(dm, DeviceMesh):
+            raise MeshError(f"from_device_mesh takes a torch DeviceMesh, but got {type(dm).__name__}")
+        names = dm.mesh_dim_names
+        if names is None:
+            raise MeshError(
+                f"from_device_mesh({dm}): its dims have no names, make it with "
+                f"init_device_mesh(..., mesh_dim_names={tuple(f'axis{i}' for i in range(dm.ndim))})"
+            )
+        try:
+            ranks = dm.mesh.flatten().tolist()
+        except RuntimeError as error:
+            raise MeshError(
+                f"from_device_mesh({dm}): this process is not in this slice, so it does not know the ranks of the "
+                "slice: convert the whole DeviceMesh and slice the result"
+            ) from error
+        if getattr(dm, "_dim_group_names", None):
+            for dim in range(dm.ndim):
+                process_groups.adopt_group(dm.get_group(dim))
+        kind = (dm.device_type, "process_group" if world.initialised() else "simulation")
+        return Mesh._make(*lay_out(dict(zip(names, dm.shape, strict=True)), ranks), kind)
 
     def to_device_mesh(self) -> DeviceMesh:
         """A torch DeviceMesh of the same names, shape and ranks, over this mesh's own process groups.
@@ -172,12 +188,17 @@ class Mesh(Grid):
         It shares the groups that exist; those of axes not yet used are made now, once, and are this mesh's from then
         on. A simulated mesh gives a DeviceMesh without groups: it tells ranks, and cannot communicate.
         """
-        groups = []
+        from torch.distributed.device_mesh import DeviceMesh
+
+        grid = torch.tensor(list(self.ranks), dtype=torch.int, device="cpu").view(tuple(self.shape.values()))
+        kind = self.device_type, grid
         if self.transport == "process_group" and self.coordinate() is not None:
             groups = [self.process_group(name) for name in self.axis_names]
-        return device_mesh.write_device_mesh(
-            self.shape, self.ranks, self.device_type, rank=world.process_rank(), groups=groups
-        )
+            return DeviceMesh.from_group(groups, *kind, mesh_dim_names=self.axis_names)
+        rank = world.process_rank()
+        device_mesh = DeviceMesh(*kind, mesh_dim_names=self.axis_names, _init_backend=False, _rank=rank)
+        device_mesh._dim_group_names = []
+        return device_mesh
 
     def __reduce__(self) -> tuple[Any, ...]:
         axes = {name: (axis.shape, axis.stride) for name, axis in zip(self.axis_names, self._axes, strict=True)}

@@ -19,22 +19,6 @@ from fspmd.errors import MeshError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "SIMULATED",
-    "available",
-    "backends",
-    "default_device_type",
-    "from_environment",
-    "has_peers",
-    "initialised",
-    "launched",
-    "local_device",
-    "process_rank",
-    "rank",
-    "simulated",
-    "simulated_rank",
-    "world_size",
-]
 
 #: the rank that code on a simulated mesh runs as, set by `simulated_rank` and `rank_map`
 SIMULATED: ContextVar[int | None] = ContextVar("fspmd_simulated_rank", default=None)

@@ -19,7 +19,7 @@ from fspmd.programs.replay import Maker, ProgramPart, from_lists
 from fspmd.programs.segments import is_plain, local_steps, segmented
 from fspmd.programs.shortened import in_few_steps
 from fspmd.torch_internals import OpOverload, inductor
-from fspmd.transport.frame import Frame, spread
+from fspmd.transport.frame import spread
 from fspmd.transport.local_tensor import common_frame, local_tensor, shards_of
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -141,19 +141,10 @@ class Segment:
 
     def __init__(self, part: ProgramPart) -> None:
         self.__name__ = "segment"
-        self.graph = fx.Graph()
-        known = {node: self.graph.placeholder(node.name) for node in part.inputs}
+        self.graph = module_of(part).graph
         reach = {node: frozenset({i}) for i, node in enumerate(part.inputs)}
         for step in part.steps:
-            known[step] = self.graph.create_node(
-                "call_function",
-                step.target,
-                fx.map_arg(step.args, known.__getitem__),
-                fx.map_arg(step.kwargs, known.__getitem__),
-                step.name,
-            )
             reach[step] = frozenset[int]().union(*(reach[x] for x in step.all_input_nodes))
-        self.graph.output(tuple(known[node] for node in part.outputs))
         self.reach = [sorted(reach[node]) for node in part.outputs]  # places of the inputs of each output
         self.made: dict[Any, Callable[..., Any]] = {}  # by shapes and strides of the inputs
 
@@ -171,7 +162,10 @@ class Segment:
                 continue
             shards = list(column)
             if frame_of_result is not frame:
-                shards = [column[i] for i in _firsts(frame_of_result, frame)]
+                places = spread(
+                    frame_of_result, frame
+                )  # of the equal shard of the result, for each of the larger frame
+                shards = [column[places.index(i)] for i in range(frame_of_result.volume)]
             is_borrowed = any(getattr(values[i], "borrowed", False) for i in reach)
             results.append(local_tensor(shards, frame_of_result, is_borrowed))
         return results
@@ -184,12 +178,6 @@ class Segment:
             run = self.made[key] = _compiled(fx.GraphModule({}, self.graph), values)
         outputs: Sequence[Tensor] = run(*values)
         return outputs
-
-
-def _firsts(smaller: Frame, larger: Frame) -> list[int]:
-    """For each shard of a frame, the place of the first equal shard of a larger frame."""
-    places = spread(smaller, larger)
-    return [places.index(i) for i in range(smaller.volume)]
 
 
 def _compiled(module: fx.GraphModule, values: Sequence[Tensor]) -> Callable[..., Any]:

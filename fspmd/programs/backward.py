@@ -38,9 +38,10 @@ class AutogradFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Halves(AutogradFacts):
+class Halves:
     """Both parts as functions. Forward gives results and kept values; backward takes kept values and cotangents."""
 
+    facts: AutogradFacts
     forward: Callable[..., Any]
     backward: Callable[..., Any]  # takes each kept value out of a list, and frees it
     again: Callable[..., list[Tensor]]  # the recorded function, from tensors of arguments to tensors of results
@@ -134,13 +135,7 @@ def halves_of(
         if node in program.results[:i] or (i in facts.constants and (owner(node) is not node or node in outside))
     )
     return Halves(
-        facts.closed,
-        facts.results,
-        facts.chosen,
-        facts.constants,
-        facts.with_gradient,
-        facts.zeros,
-        facts.reach,
+        facts,
         make(ProgramPart(program.steps, program.inputs, [*program.results, *kept], constants, replayed=ahead)),
         make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, constants, kept, back)),
         again,
@@ -156,9 +151,9 @@ def replay(halves: Halves) -> Callable[..., Any]:
 
     def run(*leaves: Tensor) -> Any:
         if torch.is_grad_enabled():
-            return _ReplayFunction.apply(halves, *leaves, *halves.closed)
+            return _ReplayFunction.apply(halves, *leaves, *halves.facts.closed)
         with torch.enable_grad():  # as in the recorded function
-            return _ReplayFunction.apply(halves, *leaves, *halves.closed)
+            return _ReplayFunction.apply(halves, *leaves, *halves.facts.closed)
 
     return run
 
@@ -187,7 +182,7 @@ class _ReplayFunction(torch.autograd.Function):
     def forward(ctx: Any, halves: Halves, *inputs: Tensor) -> Any:
         ctx.drawn = kept_states() if halves.draws else None
         values = halves.forward(*inputs)
-        outs, saved = list(values[: halves.results]), list(values[halves.results :])
+        outs, saved = list(values[: halves.facts.results]), list(values[halves.facts.results :])
         for i in halves.aliased:  # each result needs a separate cotangent
             outs[i] = outs[i].detach()
         for i in halves.shared:  # autograd makes results new values, of which these must not be views
@@ -195,10 +190,10 @@ class _ReplayFunction(torch.autograd.Function):
         ctx.halves = halves
         ctx.kinds = [isinstance(x, Tensor) for x in saved]
         ctx.others = [x for x in saved if not isinstance(x, Tensor)]
-        ctx.count = len(inputs) - len(halves.closed)
+        ctx.count = len(inputs) - len(halves.facts.closed)
         ctx.save_for_backward(*inputs[: ctx.count], *(x for x in saved if isinstance(x, Tensor)))
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(outs[i] for i in halves.constants))
+        ctx.mark_non_differentiable(*(outs[i] for i in halves.facts.constants))
         return tuple(outs)
 
     @staticmethod
@@ -220,7 +215,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: Any, run: Callable[..., Any], *values: Tensor) -> Any:
         ctx.halves, ctx.drawn, ctx.count = before.halves, before.drawn, before.count
-        given = values[ctx.count + len(ctx.halves.closed) :]
+        given = values[ctx.count + len(ctx.halves.facts.closed) :]
         ctx.save_for_backward(*values[: ctx.count], *given)
         ctx.set_materialize_grads(False)
         return tuple([None if g is None else g.detach() for g in run(*given)])  # one tensor may be two gradients
@@ -234,9 +229,9 @@ class _Gradients(torch.autograd.Function):
             gradients = _by_autograd(halves, inputs, given, ctx.drawn)
         pairs = zip(gradients, cotangents, strict=True)
         used = [(g, c) for g, c in pairs if g is not None and c is not None and g.requires_grad]
-        values = (*inputs, *halves.closed, *given)
+        values = (*inputs, *halves.facts.closed, *given)
         wanted = [i for i, x in enumerate(values) if x.requires_grad]
-        with _without_hooks(halves.closed):
+        with _without_hooks(halves.facts.closed):
             second = _gradients(
                 [g for g, _ in used],
                 [values[i] for i in wanted],
@@ -265,7 +260,7 @@ def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any]) -> t
     elif transforms_active():
         gradients = _by_autograd(halves, list(map(_view, ctx.saved_tensors[: ctx.count])), given, ctx.drawn)
     else:
-        gradients = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.closed, *given)
+        gradients = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.facts.closed, *given)
     return _placed(ctx, cotangents, gradients)
 
 
@@ -288,32 +283,32 @@ def _given(halves: Halves, cotangents: Sequence[Any]) -> list[Tensor]:
     Raises `RecordError` for a cotangent of a result whose gradient torch cannot compute.
     """
     for i, g in enumerate(cotangents):
-        if g is not None and i not in halves.chosen and i not in halves.constants:
+        if g is not None and i not in halves.facts.chosen and i not in halves.facts.constants:
             raise RecordError(
                 f"the result {i} of a jitted function, of shape {tuple(g.shape)}, has no gradient: it was computed by "
                 "the gradient of a function such as fused attention, which torch cannot differentiate; detach() it"
             )
-    chosen = (cotangents[i] for i in halves.chosen)
-    return [_like(z, z if g is None else g) for g, z in zip(chosen, halves.zeros, strict=True)]
+    chosen = (cotangents[i] for i in halves.facts.chosen)
+    return [_like(z, z if g is None else g) for g, z in zip(chosen, halves.facts.zeros, strict=True)]
 
 
 def _placed(ctx: Any, cotangents: Sequence[Any], computed: Sequence[Any]) -> tuple[Any, ...]:
-    """The gradients ``computed`` for ``halves.with_gradient``, at the places of arguments of `_ReplayFunction`.
+    """The gradients ``computed`` for ``halves.facts.with_gradient``, at the places of arguments of `_ReplayFunction`.
 
     An argument without a gradient, or that no result with a cotangent depends on, has None.
     """
     halves: Halves = ctx.halves
-    chosen = (cotangents[i] for i in halves.chosen)
-    reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.reach, strict=True) if g is not None))
+    chosen = (cotangents[i] for i in halves.facts.chosen)
+    reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.facts.reach, strict=True) if g is not None))
     gradients: list[Any] = [None] * len(ctx.needs_input_grad)
-    for place, (i, g) in enumerate(zip(halves.with_gradient, computed, strict=True)):
+    for place, (i, g) in enumerate(zip(halves.facts.with_gradient, computed, strict=True)):
         gradients[i + 1] = g if place in reached else None
     return tuple(gradients)
 
 
 def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tensor], drawn: Any) -> Sequence[Any]:
     """Gradients that can be differentiated: the function runs again, with the random numbers that it drew before."""
-    if _is_downstream([x for x in inputs if x.requires_grad], halves.closed):
+    if _is_downstream([x for x in inputs if x.requires_grad], halves.facts.closed):
         raise RecordError(
             "jit cannot differentiate gradients again: an argument was computed from a tensor that the jitted function "
             "closes over; pass this tensor as an argument, too"
@@ -325,10 +320,10 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
     with EnableTorchFunction(), forgetting():
         outs = halves.again(inputs)
     go_on(states)
-    followed = [outs[i] for i in halves.chosen]
-    values = (*inputs, *halves.closed)
-    wanted = [values[i] for i in halves.with_gradient]
-    with _without_hooks(halves.closed):
+    followed = [outs[i] for i in halves.facts.chosen]
+    values = (*inputs, *halves.facts.closed)
+    wanted = [values[i] for i in halves.facts.with_gradient]
+    with _without_hooks(halves.facts.closed):
         return _gradients(followed, wanted, cotangents, create_graph=True)
 
 

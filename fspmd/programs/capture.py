@@ -1,4 +1,7 @@
-"""Capture: run a function once, on copies of its arguments or on fake tensors, and record a `Program`."""
+"""Capture: run a function once, on copies of its arguments or on fake tensors, and record a `Program`.
+
+Fake tensors have shapes and strides, and no values.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import optree
@@ -15,15 +19,15 @@ from torch import Tensor
 from fspmd.errors import RecordError
 from fspmd.fake_mode import UnknownValues
 from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
-from fspmd.programs.fake_tensors import like, unshared
 from fspmd.programs.program import Program, memory_of
 from fspmd.programs.reachable import reachable_from
 from fspmd.programs.recorder import ProgramRecorder
-from fspmd.programs.refusals import constant_of, not_compiled
-from fspmd.sharded import Sharded
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.programs.refusals import constant_of, is_dense, not_compiled, not_dense
+from fspmd.sharded import NODES, Sharded
+from fspmd.spec import TensorSpec
+from fspmd.torch_internals import DisableTorchFunction, FakeTensor, FakeTensorMode
 from fspmd.transport.frame import Frame, frame
-from fspmd.transport.local_tensor import with_blocks
+from fspmd.transport.local_tensor import has_overlaps, local_tensor, per_block, with_blocks
 from fspmd.trees import filling, flatten, flatten_in_order
 
 #: held while a thread records; other threads run functions unrecorded, or wait
@@ -167,3 +171,58 @@ def _reduced(out: Any) -> list[Frame | None]:
 
 def _tensors(out: Any) -> list[Tensor]:
     return [x for x in flatten(out)[0] if isinstance(x, Tensor)]
+
+
+def stand_ins(tree: Any, mode: FakeTensorMode, as_they_lie: bool = False) -> Any:
+    """A tree with a fake tensor for each tensor, and a `Sharded` of a fake block for each `TensorSpec`.
+
+    ``as_they_lie``: also tensors whose elements share memory keep their strides.
+    """
+    return optree.tree_map(lambda leaf: _stand_in(leaf, mode, as_they_lie), tree, none_is_leaf=True, namespace=NODES)
+
+
+def _stand_in(leaf: Any, mode: FakeTensorMode, as_they_lie: bool) -> Any:
+    if isinstance(leaf, TensorSpec):
+        return Sharded(_block(leaf, mode), leaf)
+    if isinstance(leaf, Tensor):
+        if not is_dense(leaf):
+            raise not_dense(leaf)
+        fake = per_block(partial(_fake, mode=mode), leaf)
+        return like(leaf, fake if as_they_lie else unshared(fake))
+    return leaf
+
+
+def like(x: Tensor, made: Tensor) -> Tensor:
+    """``made``, which replaces ``x``, with the ``requires_grad`` of ``x``; a parameter if ``x`` is a parameter."""
+    if isinstance(x, torch.nn.Parameter):
+        return torch.nn.Parameter(made, x.requires_grad)
+    return made.requires_grad_(x.requires_grad)
+
+
+def unshared(x: Tensor) -> Tensor:
+    """``x``, or a copy where elements share memory, so that other arguments may have the strides of the result."""
+    is_strided = x.layout is torch.strided and not x.is_nested
+    return x.contiguous() if is_strided and has_overlaps(x) else x
+
+
+def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
+    """A fake of this rank's block, or of the blocks of all simulated ranks."""
+    device = spec.mesh.device
+    with mode:
+        if spec.mesh.transport != "simulation":
+            place = spec.mesh.coordinate()
+            return torch.empty((0,) if place is None else spec.local_shape(place), dtype=spec.dtype, device=device)
+        holders = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
+        shapes = map(spec.local_shape, holders.mesh_coordinates())
+        return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], holders)
+
+
+def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """The fake of a block."""
+    if isinstance(x, FakeTensor):
+        return x.detach()
+    if not (x.is_meta or x.is_inference()):
+        return mode.from_tensor(x.detach())
+    device = None if x.is_meta else x.device
+    with mode:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)

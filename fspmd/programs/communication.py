@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fspmd.inspection.causes import Cause
-from fspmd.inspection.histories import DTYPES, History, facts_of_call
+from fspmd.inspection.histories import History, facts_of_call
 from fspmd.inspection.replays import Replayed
 from fspmd.inspection.watch import Communication, communicates, hears_of_records, price_of, tell
 from fspmd.meshes.mesh import Mesh
@@ -23,6 +23,7 @@ from fspmd.pairs import Call, is_watched
 from fspmd.programs.program import Program, Value
 from fspmd.programs.steps import Routed, moved_by
 from fspmd.redistribution.cost import Price, Topology
+from fspmd.transport.call import DTYPES
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import Routes
 from fspmd.user_code import line_of

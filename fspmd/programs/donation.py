@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fspmd.errors import ArgumentError, DonationError
 from fspmd.programs.capture import Capture
 from fspmd.programs.keys import Chosen
-from fspmd.programs.program import owner
+from fspmd.programs.program import by_memory, owner
 from fspmd.programs.readers import Picker
 from fspmd.programs.steps import OF_RANKS, in_flight, is_unknown
 from fspmd.sharded import Sharded, is_sharded
@@ -207,12 +207,10 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
     """
     program = captured.program
     place = {node: i for i, node in enumerate(program.graph.nodes)}
-    within: dict[fx.Node, list[fx.Node]] = {}  # values by the step in whose memory they lie
-    for node in place:
-        within.setdefault(owner(node), []).append(node)
+    within = by_memory(place)
     for i in places:
         argument, leaf = program.inputs[i], captured.leaves[i]
-        if not _is_dense(leaf) or leaf.requires_grad:
+        if leaf.requires_grad or not all(shard.is_contiguous() for shard in blocks_of(leaf)):
             continue
         operand, readers = argument, _Readers(place)
         readers.add(within[argument])
@@ -225,10 +223,6 @@ def reuse(captured: Capture, places: Sequence[int]) -> frozenset[int]:
     # also steps that `lower` has changed before
     written = {owner(node) for node in place if node.meta.get("reuses")}
     return frozenset(i for i in places if program.inputs[i] in written)
-
-
-def _is_dense(x: Tensor) -> bool:
-    return all(shard.is_contiguous() for shard in blocks_of(x))
 
 
 class _Readers:

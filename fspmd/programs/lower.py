@@ -15,7 +15,7 @@ from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.inspection.communication_log import CommunicationLog
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
-from fspmd.programs.cache_misses import Facts, call_facts, differences
+from fspmd.programs.cache_misses import call_facts, differences
 from fspmd.programs.capture import Capture
 from fspmd.programs.communication import communications
 from fspmd.programs.flops import model_flops
@@ -47,29 +47,15 @@ class Compiled:
         args, kwargs = self._marked(args, kwargs)
         known, values, strides = key_of(args, kwargs)
         if known not in self._accepted or self._record.closed or self._record.modules:
-            self._accept(call_facts(self._function, args, kwargs))
+            facts = call_facts(self._function, args, kwargs)
+            if reasons := stale(self._record) or differences(facts, self._record.facts):
+                raise ArgumentError(
+                    f"{self._function.__name__} was lowered for other arguments: {'; '.join(reasons)}; lower it for "
+                    "these arguments, or call jit(f), which records it anew"
+                )
             self._accepted.add(known)
         meet(self._record, self._function)
         return replayed(self._record, values, strides)
-
-    def _accept(self, facts: Facts) -> None:
-        reasons = stale(self._record) or differences(facts, self._record.facts)
-        if reasons:
-            raise ArgumentError(
-                f"{self._function.__name__} was lowered for other arguments: {'; '.join(reasons)}; lower it for these "
-                "arguments, or call jit(f), which records it anew"
-            )
-
-
-def check_runs(program: Program, mesh: Mesh | None) -> None:
-    """Raise an error for a program that cannot run: on an abstract mesh, or with constants without values."""
-    if mesh is not None and mesh.transport == "abstract":
-        raise MeshError(
-            f"compile() got a program on {mesh!r}, which is abstract and has no ranks; lower it for a mesh of "
-            'transport="simulation" or "process_group"'
-        )
-    if any(isinstance(x, FakeTensor) for x in program.constants.values()):
-        raise RecordError("compile() got a program that closes over a tensor without values; call jit(f) instead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +220,13 @@ class Lowered:
             MeshError: the mesh is abstract.
             RecordError: the program closes over a tensor without values.
         """
-        check_runs(self.program, self.mesh)
+        if self.mesh is not None and self.mesh.transport == "abstract":
+            raise MeshError(
+                f"compile() got a program on {self.mesh!r}, which is abstract and has no ranks; lower it for a mesh of "
+                'transport="simulation" or "process_group"'
+            )
+        if any(isinstance(x, FakeTensor) for x in self.program.constants.values()):
+            raise RecordError("compile() got a program that closes over a tensor without values; call jit(f) instead")
         return self._compiled()
 
     def memory(self) -> Memory:

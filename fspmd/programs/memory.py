@@ -20,7 +20,7 @@ from torch import fx
 from fspmd.forms import packed
 from fspmd.inspection.watch import communicates
 from fspmd.pairs import Call
-from fspmd.programs.program import Program, device_of, owner
+from fspmd.programs.program import Program, device_of, dtype_of, nbytes_of, owner, shape_of, strides_of
 from fspmd.programs.schedule import caused_by, given_as, line_of, made_by
 from fspmd.programs.steps import is_wait, made_once, moved_by
 from fspmd.torch_internals import has_bfloat16_products
@@ -93,10 +93,10 @@ def memory_of_program(
     scratch = scratch and all(spec.mesh.device_type == "cpu" for spec in specs)  # else planned for a device not here
     steps, spans = (*program.steps, *program.deferred), lives(program, donated)
     nbytes = levels(spans, steps, scratch)
-    given = sum(node.meta["value"].nbytes for node in (*program.inputs, *program.constants))
+    given = sum(nbytes_of(node) for node in (*program.inputs, *program.constants))
     at = max(range(len(steps)), key=nbytes.__getitem__, default=0)
     tensors = [
-        Held(node.meta["value"].nbytes, node, names.get(node) or line_of(node))
+        Held(nbytes_of(node), node, names.get(node) or line_of(node))
         for node, (start, end) in spans.items()
         if start <= at <= end
     ]
@@ -141,8 +141,8 @@ def levels(spans: dict[fx.Node, tuple[int, int]], steps: Sequence[fx.Node], scra
     """The bytes that are held in each step. ``spans``: the result of `lives`. ``scratch``: as for the memory."""
     changes = [0] * (len(steps) + 2)
     for memory, (start, end) in spans.items():
-        changes[start] += memory.meta["value"].nbytes
-        changes[max(end, start) + 1] -= memory.meta["value"].nbytes
+        changes[start] += nbytes_of(memory)
+        changes[max(end, start) + 1] -= nbytes_of(memory)
     bytes_held, places = list(accumulate(changes))[: len(steps)], {node: i for i, node in enumerate(steps)}
     for i, node in enumerate(steps):
         if "parts" in node.meta and not _gives_views(node):
@@ -207,7 +207,7 @@ def _staged(call: Call, x: fx.Node) -> int:
 
     Messages have one block after another. Gloo adds up a copy of what a reduce-scatter is given.
     """
-    kernel, options, nbytes = call.pair.kernel, call.options, _nbytes(x)
+    kernel, options, nbytes = call.pair.kernel, call.options, nbytes_of(x)
     if kernel == "exchange":
         return nbytes * (_lies_within(x, options.dim) + _lies_within(x, options.concat_dim))
     if kernel in ("gather", "gather_once"):
@@ -218,7 +218,7 @@ def _staged(call: Call, x: fx.Node) -> int:
 
 def _lies_within(x: fx.Node, dim: int) -> bool:
     """Whether the blocks along a dim do not follow one another in memory."""
-    return prod(_shape(x)[:dim]) > 1
+    return prod(shape_of(x)[:dim]) > 1
 
 
 def _flash(args: Any, threads: int) -> int:
@@ -227,7 +227,7 @@ def _flash(args: Any, threads: int) -> int:
     Each thread has scores, their maxima and sums, and a block of the result.
     """
     query, key = args[:2]
-    rows, keys, width = *_blocks(query, key), _shape(query)[3]
+    rows, keys, width = *_blocks(query, key), shape_of(query)[3]
     scores = rows * keys
     return threads * ((scores + 2 * rows + rows * width) * _sums(query) + scores * _narrow(query))
 
@@ -236,21 +236,21 @@ def _flash_backward(args: Any, threads: int) -> int:
     """``cpu_flash_attention_backward`` of the same file, and the gradient of the result laid out by positions first."""
     grad, query, key = args[:3]
     rows, keys = _blocks(query, key)
-    batch, heads, positions, width = _shape(grad)
+    batch, heads, positions, width = shape_of(grad)
     blocks = threads * (2 * rows * keys * (_sums(query) + _narrow(query)) + rows * _sums(query))
     if _uses_onednn(query) and rows > 1:  # the gradient of values: the transposed weights times that of the result
         blocks += _onednn(keys, rows, width, threads, is_transposed=True)
     by_positions = batch, positions, heads, width
-    strides = _strides(grad)
+    strides = strides_of(grad)
     dense = packed(by_positions)
     given = strides[0], strides[2], strides[1], strides[3]
     copied = any(size > 1 and x != y for size, x, y in zip(by_positions, given, dense, strict=True))
-    return blocks + copied * _nbytes(grad)
+    return blocks + copied * nbytes_of(grad)
 
 
 def _blocks(query: Any, key: Any) -> tuple[int, int]:
     """The rows and the keys of a block: ``q_split_size`` and ``kv_split_size``."""
-    positions, keys = _shape(query)[2], _shape(key)[2]
+    positions, keys = shape_of(query)[2], shape_of(key)[2]
     rows = 256 if positions >= 768 else 64 if positions >= 192 else 32
     return min(rows, positions), min(_KEYS, keys)
 
@@ -258,40 +258,40 @@ def _blocks(query: Any, key: Any) -> tuple[int, int]:
 def _product(args: Any, threads: int) -> int:
     """Of ``mm(a, b)``: copies of operands that BLAS cannot read as they lie, and what oneDNN allocates."""
     a, b = args[-2:]
-    copied = sum(_nbytes(x) for x in (a, b) if not _is_readable(_shape(x), _strides(x)))
-    rows, columns = _shape(a)[0], _shape(b)[1]
+    copied = sum(nbytes_of(x) for x in (a, b) if not _is_readable(shape_of(x), strides_of(x)))
+    rows, columns = shape_of(a)[0], shape_of(b)[1]
     return copied + _of_halves(a, rows, columns, threads) * (rows > 1)
 
 
 def _batched(args: Any, threads: int) -> int:
     """Of ``bmm(a, b)``. MKL copies one matrix at a time, and oneDNN all of them."""
     a, b = args
-    (batch, rows, _), copied = _shape(a), 0
+    (batch, rows, _), copied = shape_of(a), 0
     for x in (a, b):
-        shape, strides = _shape(x), _strides(x)
+        shape, strides = shape_of(x), strides_of(x)
         if not _is_readable(shape[1:], strides[1:]):
-            copied += _nbytes(x) // (1 if _uses_onednn(x) else max(batch, 1))
+            copied += nbytes_of(x) // (1 if _uses_onednn(x) else max(batch, 1))
         elif _uses_onednn(x) and batch > 1 and strides[0] != shape[1] * shape[2]:
-            copied += _nbytes(x)
-    return copied + _of_halves(a, rows, _shape(b)[2], threads)
+            copied += nbytes_of(x)
+    return copied + _of_halves(a, rows, shape_of(b)[2], threads)
 
 
 def _grouped(args: Any, threads: int) -> int:
     """Of ``grouped_mm(a, b, groups)``, one product for each group. Their sizes are values, here taken to be equal."""
     a, b, groups, *_ = args
-    count = max(_shape(groups)[0], 1)
-    if len(_shape(b)) == 2:  # rows of both operands are added up by group
-        return _of_halves(a, _shape(a)[0], _shape(b)[1], threads, parts=count)
-    return _of_halves(a, _shape(a)[-2] // count, _shape(b)[-1], threads)
+    count = max(shape_of(groups)[0], 1)
+    if len(shape_of(b)) == 2:  # rows of both operands are added up by group
+        return _of_halves(a, shape_of(a)[0], shape_of(b)[1], threads, parts=count)
+    return _of_halves(a, shape_of(a)[-2] // count, shape_of(b)[-1], threads)
 
 
 def _of_halves(a: Any, rows: int, columns: int, threads: int, parts: int = 1) -> int:
     """Of a product of ``a``, if oneDNN computes it. ``parts``: of the inner dim, one after another."""
     if not _uses_onednn(a):
         return 0
-    strides = _strides(a)
-    is_transposed = strides[-1] != 1 and _is_readable(_shape(a)[-2:], strides[-2:])
-    return _onednn(rows, _shape(a)[-1] // parts, columns, threads, is_transposed)
+    strides = strides_of(a)
+    is_transposed = strides[-1] != 1 and _is_readable(shape_of(a)[-2:], strides[-2:])
+    return _onednn(rows, shape_of(a)[-1] // parts, columns, threads, is_transposed)
 
 
 def _onednn(rows: int, inner: int, columns: int, threads: int, is_transposed: bool) -> int:
@@ -309,7 +309,7 @@ def _onednn(rows: int, inner: int, columns: int, threads: int, is_transposed: bo
 
 
 def _uses_onednn(x: Any) -> bool:
-    return _dtype(x) is torch.bfloat16 and has_bfloat16_products()
+    return dtype_of(x) is torch.bfloat16 and has_bfloat16_products()
 
 
 def _is_readable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -320,41 +320,22 @@ def _is_readable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def _in_float32(args: Any, threads: int) -> int:
     """A whole operand in float32, where it is of halves: of ``mean``, and of ``scatter``."""
-    return 4 * prod(_shape(args[0])) if _narrow(args[0]) else 0
+    return 4 * prod(shape_of(args[0])) if _narrow(args[0]) else 0
 
 
 def _copied(args: Any, threads: int) -> int:
     """As much as the operand: of ``logsumexp`` its exponentials, of ``native_dropout`` the numbers drawn."""
-    return _nbytes(args[0])
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = x.meta["value"].shape
-    return shape
-
-
-def _dtype(x: Any) -> torch.dtype:
-    dtype: torch.dtype = x.meta["value"].dtype
-    return dtype
-
-
-def _strides(x: Any) -> tuple[int, ...]:
-    strides: tuple[int, ...] | None = x.meta.get("strides")
-    return packed(_shape(x)) if strides is None else strides
-
-
-def _nbytes(x: Any) -> int:
-    return prod(_shape(x)) * _dtype(x).itemsize
+    return nbytes_of(args[0])
 
 
 def _sums(x: Any) -> int:
     """The bytes of a number in which a kernel adds elements up."""
-    return 4 if _dtype(x) in _HALVES else _dtype(x).itemsize
+    return 4 if dtype_of(x) in _HALVES else dtype_of(x).itemsize
 
 
 def _narrow(x: Any) -> int:
     """The bytes of an element of a half, and 0 for others, of which kernels need no copy in their own dtype."""
-    return 2 if _dtype(x) in _HALVES else 0
+    return 2 if dtype_of(x) in _HALVES else 0
 
 
 #: by function of aten, the formula of its arguments and the threads

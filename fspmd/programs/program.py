@@ -24,7 +24,7 @@ The ``meta`` of its nodes has the facts for passes, prices and readers:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fspmd.forms import packed
 from fspmd.spec import describe
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.local_tensor import blocks_of
@@ -67,10 +68,39 @@ def value_of(x: Tensor) -> Value:
     return Value(tuple(block.shape), block.dtype)
 
 
+def shape_of(node: Any) -> tuple[int, ...]:
+    """The shape of a result; () if it is no tensor."""
+    return node.meta["value"].shape if "value" in node.meta else ()
+
+
+def dtype_of(node: Any) -> Any:
+    """The dtype of a result; None if it is no tensor."""
+    return node.meta["value"].dtype if "value" in node.meta else None
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of a result; 0 if it is no tensor."""
+    return node.meta["value"].nbytes if "value" in node.meta else 0
+
+
+def strides_of(node: fx.Node) -> tuple[int, ...]:
+    """The strides of a result."""
+    strides: tuple[int, ...] | None = node.meta.get("strides")
+    return packed(shape_of(node)) if strides is None else strides
+
+
 def owner(node: fx.Node) -> fx.Node:
     """The step in whose memory a result lies: ``meta["memory"]``, or the step that has replaced it in a pass."""
     memory: fx.Node = node.meta.get("memory", node)
     return node if memory is node else owner(memory)
+
+
+def by_memory(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Values by the step in whose memory they lie."""
+    within: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        within.setdefault(owner(node), []).append(node)
+    return within
 
 
 def device_of(node: fx.Node) -> torch.device | None:

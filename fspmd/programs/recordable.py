@@ -30,9 +30,8 @@ from fspmd.errors import ValuesNeededError
 from fspmd.fake_mode import CachingFakeMode
 from fspmd.messages import described
 from fspmd.programs.cache_misses import call_facts, report
-from fspmd.programs.capture import Capture, capture, recording
+from fspmd.programs.capture import Capture, capture, recording, stand_ins
 from fspmd.programs.donation import NOTHING, Donation, donation
-from fspmd.programs.fake_tensors import stand_ins
 from fspmd.programs.keys import Chosen, mark_static, with_static
 from fspmd.programs.lower import Compiled, Lowered
 from fspmd.programs.passes.table import Pass, transform

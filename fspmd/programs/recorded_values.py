@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 from weakref import ReferenceType, ref
 
@@ -17,9 +17,8 @@ from fspmd.body import state
 from fspmd.errors import RecordError
 from fspmd.forms import packed
 from fspmd.inspection.causes import Cause, trace
-from fspmd.programs.fake_tensors import stand_in
 from fspmd.programs.program import Value, memory_of, value_of
-from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
+from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense, with_attribute
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
@@ -128,7 +127,9 @@ class Values(RecordingMode):
         if self.mode is not None and not isinstance(block, FakeTensor):
             if id(block) not in self._stand_ins:
                 with self.pause():  # torch calls functions to make the base of a view first
-                    self._stand_ins[id(block)] = block, stand_in(block, self.mode)
+                    with DisableTorchFunction():
+                        fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, block)
+                    self._stand_ins[id(block)] = block, fake  # fakes of views share memory as the views do
             block = self._stand_ins[id(block)][1]
         with DisableTorchFunction():
             return block.untyped_storage()
@@ -212,14 +213,9 @@ class Values(RecordingMode):
                 self.note_unlike(lambda: "Python has read a value that is made of axis_index")
             waiting += node.all_input_nodes
 
-    @contextmanager
-    def placing(self) -> Iterator[None]:
+    def placing(self) -> AbstractContextManager[None]:
         """Within, constants that Python reads are starts of `narrow`, on which no other step depends."""
-        before, self.are_places = self.are_places, True
-        try:
-            yield
-        finally:
-            self.are_places = before
+        return with_attribute(self, "are_places", True)
 
     def is_value(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the recorded function or was computed in it, and is not constant."""
@@ -328,14 +324,9 @@ class Values(RecordingMode):
         with self.pause(), without_dispatch_modes() if self.is_fake else nullcontext():
             yield
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Within, calls are no steps."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
+        return with_attribute(self, "paused", True)
 
 
 class _RecordedPending(Pending):

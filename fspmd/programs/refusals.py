@@ -85,7 +85,7 @@ _WRITING: Final[dict[Any, str]] = {
     _T.map_: "x.map_(y, f)",
     _T.map2_: "x.map2_(y, z, f)",
 }
-#: functions that read values of tensors in their arguments, also in lists
+#: functions that read values of tensors in their last argument, also in lists
 _READING: Final[dict[Any, str]] = {
     torch.tensor: "torch.tensor([x, ...]) of tensors; write torch.stack. It",
     torch.as_tensor: "torch.as_tensor([x, ...]) of tensors; write torch.stack. It",
@@ -131,8 +131,8 @@ class RefusingMode(TorchFunctionMode):
 
         dlpack, capturing = c_module._from_dlpack, torch.cuda.is_current_stream_capturing
         with (
-            _replaced(c_module, "_from_dlpack", partial(from_capsule, dlpack)),
-            _replaced(torch.cuda, "is_current_stream_capturing", partial(captures, capturing)),
+            with_attribute(c_module, "_from_dlpack", partial(from_capsule, dlpack)),
+            with_attribute(torch.cuda, "is_current_stream_capturing", partial(captures, capturing)),
             self,
         ):
             yield
@@ -200,10 +200,10 @@ def _advice() -> str:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, other: Callable[..., Any]) -> Iterator[None]:
-    """Within, in all threads, another function replaces one that no mode sees."""
+def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, in all threads, an attribute has another value."""
     plain = getattr(owner, name)
-    setattr(owner, name, other)
+    setattr(owner, name, value)
     try:
         yield
     finally:

@@ -12,13 +12,13 @@ from torch import Tensor, fx
 from torch.profiler import record_function
 
 from fspmd.cache import cached
-from fspmd.forms import packed
 from fspmd.inspection.causes import CAUSES, Cause
 from fspmd.inspection.replays import UNSORTED, Replayed, log, sort
 from fspmd.inspection.watch import communicates, label
 from fspmd.ops.schemas import facts_of
 from fspmd.ops.traits import without_autocast
 from fspmd.pairs import Call
+from fspmd.programs.program import dtype_of, shape_of, strides_of
 from fspmd.programs.steps import is_aten, is_of_one_rank
 from fspmd.torch_internals import (
     OpOverload,
@@ -40,8 +40,7 @@ def is_link(node: Any) -> bool:
     facts, operands = facts_of(node.target), node.all_input_nodes
     if not (facts.view and facts.pure) or facts.strided or len(operands) != 1 or node.args[0] is not operands[0]:
         return False
-    dtype, before = node.meta["value"].dtype, operands[0].meta.get("value")
-    return before is not None and before.dtype is dtype and not dtype.is_complex
+    return dtype_of(operands[0]) is dtype_of(node) and not dtype_of(node).is_complex
 
 
 class OneView:
@@ -69,9 +68,8 @@ def one_view(views: list[fx.Node]) -> OneView | None:
     or if its elements are negated.
     """
     x = views[0].all_input_nodes[0]
-    shape, strides = x.meta["value"].shape, x.meta.get("strides")
     links = tuple((view.target, _hashable(view.args[1:])) for view in views)
-    return _made(links, shape, packed(shape) if strides is None else strides)
+    return _made(links, shape_of(x), strides_of(x))
 
 
 @cached
@@ -143,7 +141,7 @@ def _cast(node: fx.Node) -> Spelling | None:
     """``x.double()`` for a copy in another dtype."""
     x, *rest = node.args
     method = _CASTS.get(node.kwargs.get("dtype"))
-    if method is None or rest or len(node.kwargs) > 1 or _dtype(x) in (None, _dtype(node)):
+    if method is None or rest or len(node.kwargs) > 1 or dtype_of(x) in (None, dtype_of(node)):
         return None
     return Spelling(x, f".{method}()")
 
@@ -152,7 +150,7 @@ def _indexed(node: fx.Node) -> Spelling | None:
     """``x[:, i]``. torch would read the values of an index without dims."""
     x, indices = node.args
     given: Any = indices
-    if node.meta.get("frame", False) is not None or not all(i is None or _shape(i) for i in given):
+    if node.meta.get("frame", False) is not None or not all(i is None or shape_of(i) for i in given):
         return None
     return Spelling(
         x, f"[{', '.join(':' if i is None else '{}' for i in given)}]", tuple(i for i in given if i is not None)
@@ -163,19 +161,11 @@ def _pieces(node: fx.Node) -> Spelling | None:
     """``x.split_with_sizes((3, 3, 1), dim)``"""
     given: Any = *node.args, 0
     x, size, dim, *_ = given
-    shape = _shape(x)
+    shape = shape_of(x)
     if node.kwargs or not shape or not size or not shape[dim]:
         return None
     sizes = tuple(min(size, shape[dim] - at) for at in range(0, shape[dim], size))
     return Spelling(x, ".split_with_sizes({}, {})", (sizes, dim))
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return x.meta["value"].shape if "value" in x.meta else ()
-
-
-def _dtype(x: Any) -> torch.dtype | None:
-    return x.meta["value"].dtype if "value" in x.meta else None
 
 
 _CASTS: Final[dict[Any, str]] = {

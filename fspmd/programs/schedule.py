@@ -18,7 +18,7 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted, micros
 from fspmd.programs.communication import price_of_step
 from fspmd.programs.flops import flops_of
-from fspmd.programs.program import Left, Program, copied, owner
+from fspmd.programs.program import Left, Program, copied, nbytes_of, owner
 from fspmd.programs.steps import is_wait, moved_by
 from fspmd.redistribution.cost import Price, Topology, topology, work
 from fspmd.spec import TensorSpec
@@ -212,10 +212,10 @@ def bytes_of(node: fx.Node) -> int:
     """The bytes that a step reads and writes; 0 for a view, or a part of a result."""
     if node.target is operator.getitem:
         return 0
-    written = sum(result.meta["value"].nbytes for result in made_by(node)) or _written(node)
+    written = sum(map(nbytes_of, made_by(node))) or _written(node)
     if getattr(node.target, "reads_result_alone", False):
         return 2 * written
-    return written and written + sum(map(_size, node.all_input_nodes))
+    return written and written + sum(map(nbytes_of, node.all_input_nodes))
 
 
 def made_by(node: fx.Node) -> Iterator[fx.Node]:
@@ -224,14 +224,10 @@ def made_by(node: fx.Node) -> Iterator[fx.Node]:
     return (result for result in results if "value" in result.meta and owner(result) is result)
 
 
-def _size(node: fx.Node) -> int:
-    return node.meta["value"].nbytes if "value" in node.meta else 0
-
-
 def _written(node: fx.Node) -> int:
     """The bytes that a function of torch writes into its operands."""
     schema = getattr(node.target, "_schema", None)
-    return 0 if schema is None or not schema.is_mutable else _size(node)
+    return 0 if schema is None or not schema.is_mutable else nbytes_of(node)
 
 
 _STREAMS: Final = ("computes", "communicates")
@@ -298,19 +294,17 @@ def _runs(events: Sequence[Event], until: float) -> Iterator[tuple[int, bool, fl
     """
     shortest = until / _WIDTH
     for lane in range(len(_STREAMS)):
-        pending: tuple[bool, float, float, int, str] | None = None
+        bars: list[tuple[bool, float, float, int, str]] = []
         for event in (event for event in events if event.duration and _stream(event) == lane):
             node, backward, end = event.node, bool(event.node.meta["backward"]), event.start + event.duration
-            if pending is not None:
-                direction, start, last, count, caption = pending
-                if direction is backward and event.start - last < shortest and end - start < 2 * shortest:
-                    pending = direction, start, end, count + 1, f"{count + 1} steps"
-                    continue
-                yield lane, direction, start, last - start, caption
-            pending = backward, event.start, end, 1, f"{does(node)}, {event.duration:,.1f} µs: {line_of(node)}"
-        if pending is not None:
-            direction, start, last, _, caption = pending
-            yield lane, direction, start, last - start, caption
+            direction, start, last, count, _ = bars[-1] if bars else (None, 0.0, 0.0, 0, "")
+            if direction is backward and event.start - last < shortest and end - start < 2 * shortest:
+                bars[-1] = backward, start, end, count + 1, f"{count + 1} steps"
+            else:
+                caption = f"{does(node)}, {event.duration:,.1f} µs: {line_of(node)}"
+                bars.append((backward, event.start, end, 1, caption))
+        for backward, start, end, _, caption in bars:
+            yield lane, backward, start, end - start, caption
 
 
 def _stream(event: Event) -> int:

@@ -19,7 +19,7 @@ from fspmd.cache import cached
 from fspmd.fake_mode import CachingFakeMode
 from fspmd.inspection.watch import communicates
 from fspmd.ops.traits import without_autocast
-from fspmd.programs.program import copy_node, device_of, owner
+from fspmd.programs.program import by_memory, copy_node, device_of, dtype_of, owner, shape_of
 from fspmd.programs.replay import ProgramPart, compiled, is_link, one_view
 from fspmd.programs.steps import is_aten, is_collective, is_of_one_rank, made_once, written
 from fspmd.redistribution.cost import moves
@@ -56,9 +56,7 @@ class _Shorter:
         self.ends = {output for output in part.outputs if isinstance(output, fx.Node)}
         self.uses = Counter(x for node in part.steps for x in node.all_input_nodes)
         self.uses.update(self.ends)
-        self.within: dict[fx.Node, list[fx.Node]] = {}  # values by the step in whose memory they lie
-        for node in part.steps:
-            self.within.setdefault(owner(node), []).append(node)
+        self.within = by_memory(part.steps)
         self.writes = {i: written(node) for i, node in enumerate(part.steps)}
         self.taking = dict.fromkeys(filter(self.takes, part.steps))
         self.reshapes = any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in part.steps)
@@ -88,7 +86,7 @@ class _Shorter:
 
     def may_write(self, node: fx.Node) -> bool:
         """Whether a step is a collective that may write its sum into its operand."""
-        return node in self.taking and _dtype(node.all_input_nodes[0]) in FLOATS
+        return node in self.taking and dtype_of(node.all_input_nodes[0]) in FLOATS
 
     def takes(self, node: fx.Node) -> bool:
         """Whether a step is a collective of a new value that no other step reads."""
@@ -199,23 +197,13 @@ def _itself(x: Any) -> Any:
 def _unchanged(steps: _Shorter, node: fx.Node) -> Joined | None:
     """A view of the shape that its operand has. Records may be wrong about strides of dims of size 1 in views."""
     x = node.args[0]
-    if node in steps.ends or not isinstance(x, fx.Node) or not _is_alike(x, node) or 1 in _shape(x):
+    if node in steps.ends or not isinstance(x, fx.Node) or not _is_alike(x, node) or 1 in shape_of(x):
         return None
     return Joined(_itself, (x,), node)
 
 
 def _is_alike(x: fx.Node, y: fx.Node) -> bool:
     return all(x.meta.get(fact) == y.meta.get(fact) for fact in ("value", "strides", "frame")) and "value" in x.meta
-
-
-def _shape(node: fx.Node) -> tuple[int, ...]:
-    shape: tuple[int, ...] = node.meta["value"].shape
-    return shape
-
-
-def _dtype(node: fx.Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["value"].dtype
-    return dtype
 
 
 def _matmul(steps: _Shorter, node: fx.Node) -> Joined | None:
@@ -258,9 +246,9 @@ def _rms_norm(steps: _Shorter, node: fx.Node) -> Joined | None:
     square, *_ = steps.only(mean, aten.mean.dim) or (None,)
     if not isinstance(x, fx.Node) or not isinstance(w, fx.Node) or not isinstance(square, fx.Node):
         return None
-    if _dtype(x) != _dtype(w):  # torch would warn
+    if dtype_of(x) != dtype_of(w):  # torch would warn
         return None
-    return Joined(torch.rms_norm, (x, _shape(w), w, eps), square)
+    return Joined(torch.rms_norm, (x, shape_of(w), w, eps), square)
 
 
 _VIEWS: Final = (aten.view.default, aten.expand.default)

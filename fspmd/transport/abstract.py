@@ -42,7 +42,7 @@ class AbstractTransport(Transport):
 
     def gather(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
         shape = list(x.shape) or [1]
-        shape[o.dim] = shape[o.dim] * _place(mesh, axes, o)[0] if o.sizes is None else sum(o.sizes)
+        shape[o.dim] = shape[o.dim] * place_in_group(mesh, axes, o)[0] if o.sizes is None else sum(o.sizes)
         return self._zeros(x, shape, mesh)
 
     def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
@@ -54,7 +54,7 @@ class AbstractTransport(Transport):
     reduce_scatter_into = gather_into
 
     def slice(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
-        n, index = _place(mesh, axes, o)
+        n, index = place_in_group(mesh, axes, o)
         if o.sizes is None:
             length = x.shape[o.dim] // n
             return Pending(x.narrow(o.dim, index * length, length))
@@ -65,7 +65,7 @@ class AbstractTransport(Transport):
         if o.concat_sizes is not None and o.concat_dim != o.dim:
             shape[o.concat_dim] = sum(o.concat_sizes)
         else:
-            shape[o.concat_dim] *= _place(mesh, axes, o)[0]
+            shape[o.concat_dim] *= place_in_group(mesh, axes, o)[0]
         return self._zeros(x, shape, mesh)
 
     def ragged(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
@@ -87,7 +87,7 @@ class AbstractTransport(Transport):
     pick = alias
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
-        return Pending(x.clone() if _place(mesh, axes, o)[1] == o.root else neutral_like(x))
+        return Pending(x.clone() if place_in_group(mesh, axes, o)[1] == o.root else neutral_like(x))
 
     def agree(self, complaint: str, mesh: Mesh) -> str:
         return complaint
@@ -101,14 +101,14 @@ class AbstractTransport(Transport):
 
     @constant
     def index(self, mesh: Mesh, axes: Axes) -> Tensor:
-        return torch.tensor(_place(mesh, axes, Options())[1], device=mesh.device)
+        return torch.tensor(place_in_group(mesh, axes, Options())[1], device=mesh.device)
 
 
 def _is_fake(x: Tensor) -> bool:
     return hasattr(x, "fake_mode")
 
 
-def _place(mesh: Mesh, axes: Axes, o: Options) -> tuple[int, int]:
+def place_in_group(mesh: Mesh, axes: Axes, o: Options) -> tuple[int, int]:
     """Return the number of ranks in this rank's group, and its index there."""
     at = dict(zip(mesh.axis_names, mesh.coordinate() or (), strict=False))
     index = row_major([at.get(axis, 0) for axis in axes], [mesh.shape[axis] for axis in axes])
@@ -119,7 +119,7 @@ def _place(mesh: Mesh, axes: Axes, o: Options) -> tuple[int, int]:
 
 
 def _scattered(x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> list[int]:
-    n, index = _place(mesh, axes, o)
+    n, index = place_in_group(mesh, axes, o)
     shape = list(x.shape)
     shape[o.dim] = shape[o.dim] // n if o.sizes is None else o.sizes[index]
     return shape

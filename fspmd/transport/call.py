@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from fspmd.transport.windows import Reblock, Regroup
 
 Sizes = tuple[int, ...]
 Layout = tuple[torch.dtype, Sizes]
+#: a number for each dtype, the same on all ranks
+DTYPES: Final = {
+    dtype: i for i, dtype in enumerate(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
+}
 
 
 class Options(NamedTuple):

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from fspmd.cache import cached
 from fspmd.errors import MeshError
+from fspmd.meshes.layout import row_major_strides
 from fspmd.meshes.mesh import Mesh
 
 
@@ -72,11 +73,7 @@ def union(a: Frame, b: Frame) -> Frame:
 def spread(source: Frame, target: Frame) -> tuple[int, ...]:
     """Return for each shard of ``target`` the index of the equal shard of ``source``, whose axes are a part of its."""
     assert set(source.axes) <= set(target.axes), f"{source} has axes that {target} lacks"
-    weights = dict.fromkeys(target.axes, 0)
-    stride = 1
-    for axis, size in zip(reversed(source.axes), reversed(source.sizes), strict=True):
-        weights[axis] = stride
-        stride *= size
+    weights = dict.fromkeys(target.axes, 0) | dict(zip(source.axes, row_major_strides(source.sizes), strict=True))
     return tuple(
         sum(weights[axis] * c for axis, c in zip(target.axes, coordinate, strict=True))
         for coordinate in target.coordinates()
@@ -90,18 +87,10 @@ def groups(whole: Frame, axes: tuple[str, ...]) -> tuple[Frame, tuple[tuple[int,
     Within a group the order is that of ``axes``, major first.
     """
     rest = frame(whole.mesh, tuple([axis for axis in whole.axes if axis not in axes]))
-    strides = dict(zip(whole.axes, _strides(whole.sizes), strict=True))
+    strides = dict(zip(whole.axes, row_major_strides(whole.sizes), strict=True))
     members = [
         sum(c * strides[axis] for axis, c in zip(axes, coordinate, strict=True))
         for coordinate in itertools.product(*(range(whole.mesh.shape[axis]) for axis in axes))
     ]
     bases = [sum(c * strides[axis] for axis, c in zip(rest.axes, at, strict=True)) for at in rest.coordinates()]
     return rest, tuple(tuple(base + member for member in members) for base in bases)
-
-
-def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    strides, stride = [], 1
-    for size in reversed(sizes):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))

@@ -55,10 +55,6 @@ class Group:
         self._gloo = {device for device, backend in world.backends(pg).items() if backend == "gloo"}
         return pg
 
-    def passes_host(self, device: torch.device) -> bool:
-        """Return whether a device's values pass through the host's memory where ranks send to each other."""
-        return device.type != "cpu" and self.is_on_gloo(device)
-
     def is_on_gloo(self, device: torch.device) -> bool:
         """Return whether Gloo moves a device's values. This makes the group."""
         return self.pg is not None and device.type in self._gloo

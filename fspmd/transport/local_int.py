@@ -38,10 +38,7 @@ def block_sizes(spec: TensorSpec) -> tuple[Any, ...]:
     if mesh.transport != "simulation":
         return spec.local_shape(mesh.coordinate() or ())
     held = frame(mesh, spec.partition.axes)
-    shapes = []
-    for at in held.coordinates():
-        place = dict(zip(held.axes, at, strict=True))
-        shapes.append(spec.local_shape(tuple(place.get(axis, 0) for axis in mesh.axis_names)))
+    shapes = map(spec.local_shape, held.mesh_coordinates())
     return tuple(local_int(held, sizes) for sizes in zip(*shapes, strict=True))
 
 
@@ -73,38 +70,15 @@ class LocalInt:
     def _agreed(self) -> bool:
         return self.values.count(self.values[0]) == len(self.values)
 
-    def is_int(self) -> bool:
-        return type(self.values[0]) is int
-
-    def is_float(self) -> bool:
-        return type(self.values[0]) is float
-
-    def is_bool(self) -> bool:
-        return type(self.values[0]) is bool
-
-    def maybe_as_int(self) -> int | None:
-        return self.values[0] if self.is_int() and self._agreed() else None
-
-    def maybe_as_bool(self) -> bool | None:
-        return self.values[0] if self.is_bool() and self._agreed() else None
-
-    def maybe_as_float(self) -> float | None:
-        return self.values[0] if self.is_float() and self._agreed() else None
-
-    def is_constant(self) -> bool:
-        return self._agreed()
+    is_constant = _agreed
 
     def is_nested_int(self) -> bool:
         return False
 
+    is_symbolic = has_hint = is_nested_int
+
     def nested_int(self) -> None:
         return None
-
-    def is_symbolic(self) -> bool:
-        return False
-
-    def has_hint(self) -> bool:
-        return False
 
     def clone(self) -> LocalInt:
         return self
@@ -115,18 +89,6 @@ class LocalInt:
     wrap_bool = wrap_float = wrap_int
 
     # --- one Python number ----------------------------------------------------------------------------------------
-
-    def int_(self) -> int:
-        return int(self._one())
-
-    def bool_(self) -> bool:
-        return bool(self._one())
-
-    def guard_int(self, file: str = "", line: int = 0) -> int:
-        return int(self._one())
-
-    def guard_float(self, file: str = "", line: int = 0) -> float:
-        return float(self._one())
 
     def guard_bool(self, file: str = "", line: int = 0) -> bool:
         return self._one() if self.verdict is None or self._agreed() else self.verdict
@@ -172,20 +134,6 @@ class LocalInt:
 
     and_, or_ = sym_and, sym_or
 
-    # --- of strided blocks ----------------------------------------------------------------------------------------
-
-    def is_contiguous(self, sizes: list[Any], strides: list[Any]) -> LocalInt:
-        return _of_blocks(self, sizes, strides, torch.contiguous_format)
-
-    def is_channels_last_contiguous_2d(self, sizes: list[Any], strides: list[Any]) -> LocalInt:
-        return _of_blocks(self, sizes, strides, torch.channels_last)
-
-    def is_channels_last_contiguous_3d(self, sizes: list[Any], strides: list[Any]) -> LocalInt:
-        return _of_blocks(self, sizes, strides, torch.channels_last_3d)
-
-    def is_non_overlapping_and_dense(self, sizes: list[Any], strides: list[Any]) -> LocalInt:
-        return _of_blocks(self, sizes, strides, None)
-
 
 def _of_blocks(
     one: LocalInt, sizes: list[Any], strides: list[Any], memory_format: torch.memory_format | None
@@ -230,6 +178,21 @@ def _unary(fn: Callable[[Any], Any]) -> Callable[[LocalInt], LocalInt]:
     return lambda self: LocalInt(self.frame, [fn(value) for value in self.values])
 
 
+def _lying(memory_format: torch.memory_format | None) -> Callable[[LocalInt, list[Any], list[Any]], LocalInt]:
+    return lambda self, sizes, strides: _of_blocks(self, sizes, strides, memory_format)
+
+
+def _asking(kind: type) -> dict[str, Callable[..., Any]]:
+    """The methods that ask whether a number has a type, and for the one Python number of this type."""
+    name = kind.__name__
+    return {
+        f"is_{name}": lambda self: type(self.values[0]) is kind,
+        f"maybe_as_{name}": lambda self: self.values[0] if type(self.values[0]) is kind and self._agreed() else None,
+        f"{name}_": lambda self: kind(self._one()),
+        **({} if kind is bool else {f"guard_{name}": lambda self, file="", line=0: kind(self._one())}),
+    }
+
+
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "mod", "lt", "le", "gt", "ge", "pow")},
     **dict.fromkeys(("floordiv", "int_floordiv"), operator.floordiv),
@@ -258,7 +221,16 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     **{f"_sym_{fn.__name__}": fn for fn in (math.asin, math.acos, math.atan, math.log2)},
 }
 setattr(LocalInt, "str", LocalInt.__repr__)  # noqa: B010 (the protocol's name would hide the type in annotations)
-for _name, _fn in _BINARY.items():
-    setattr(LocalInt, _name, _binary(_fn))
-for _name, _function in _UNARY.items():
-    setattr(LocalInt, _name, _unary(_function))
+_METHODS: dict[str, Callable[..., Any]] = {
+    **{name: _binary(fn) for name, fn in _BINARY.items()},
+    **{name: _unary(fn) for name, fn in _UNARY.items()},
+    **_asking(int),
+    **_asking(float),
+    **_asking(bool),
+    "is_contiguous": _lying(torch.contiguous_format),
+    "is_channels_last_contiguous_2d": _lying(torch.channels_last),
+    "is_channels_last_contiguous_3d": _lying(torch.channels_last_3d),
+    "is_non_overlapping_and_dense": _lying(None),
+}
+for _name, _method in _METHODS.items():
+    setattr(LocalInt, _name, _method)

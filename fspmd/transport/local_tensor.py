@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import starmap
 from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
-from fspmd.forms import packed
+from fspmd.forms import overlaps, packed
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
 from fspmd.ops.schemas import FACTS, OpFacts, facts_of
@@ -203,6 +204,11 @@ def blocks_of(x: Tensor) -> Sequence[Tensor]:
 def owned(x: Any) -> LocalTensor:
     """Returns a value, or a copy if its shards alias another value."""
     return x.detach().clone() if x.borrowed else x  # type: ignore[no-any-return]
+
+
+def has_overlaps(x: Tensor) -> bool:
+    """Whether elements of a block share memory, as those of an expanded one do."""
+    return any(starmap(overlaps, {(block.shape, block.stride()) for block in blocks_of(x)}))
 
 
 def is_borrowed(x: Any) -> bool:

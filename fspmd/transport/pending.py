@@ -65,14 +65,7 @@ class Pending:
             PeerError: another process has ended, or the backend has failed.
         """
         if self._works:
-            if _waiter is None:
-                for work in self._works:
-                    try:
-                        work.wait() if type(work) is Pending else work.wait(*_slice)
-                    except RuntimeError as error:
-                        _late(work, error)
-            else:
-                wait_for(self._works)
+            wait_for(self._works)
             self._works = ()
             if _begun:
                 _begun.pop(id(self), None)

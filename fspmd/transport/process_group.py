@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from fspmd.foreign import refuse_misfit
 from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, hidden
-from fspmd.transport.call import Layout, Options, Sizes, Transport
-from fspmd.transport.carriers import FLOATS, carried, check_adds, moves_bits, neutral_like, nothing
+from fspmd.transport.call import DTYPES, Layout, Options, Sizes, Transport
+from fspmd.transport.carriers import FLOATS, Reshape, carried, check_adds, moves_bits, neutral_like, nothing
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
 from fspmd.transport.pending import Message, Pending, fail, wait_for
 from fspmd.transport.windows import flow, is_idle
@@ -32,7 +32,6 @@ _OPS: dict[str, Any] = {
 _MOVABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8, torch.int8})
 
 
-_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _ROW = 66  # dtype, rank, and up to 64 dims
 
 
@@ -49,7 +48,7 @@ _SCATTER_SUM.reduceOp = _OPS["sum"]
 
 def _layout(row: Sequence[int]) -> Layout | None:
     kind, ndim, *shape = row
-    return None if kind < 0 else (_DTYPES[kind], tuple(shape[:ndim]))
+    return None if kind < 0 else ([*DTYPES][kind], tuple(shape[:ndim]))
 
 
 class ProcessGroupTransport(Transport):
@@ -97,12 +96,12 @@ class ProcessGroupTransport(Transport):
             return Pending(out, (work,), None if restore is None else lambda flat: restore(flat).view(whole))
 
         def arrange(flat: Tensor) -> Tensor:
-            stacked = (restore(flat) if restore else flat).view(group.size, *shape)
+            stacked = flat.view(group.size, *shape)
             if group.order is not None:
                 stacked = stacked[group.order]
             return _unstack(stacked, dim, sizes)
 
-        return Pending(out, (work,), arrange)
+        return Pending(out, (work,), _after(restore, arrange))
 
     gather_once = gather
 
@@ -166,28 +165,19 @@ class ProcessGroupTransport(Transport):
             flat = x.contiguous().view(-1)
         else:
             flat = torch.cat([pieces[i].reshape(-1) for i in inwards])
-        shapes = []
-        for i in inwards:
-            shape = list(pieces[group.index].shape)
-            shape[o.concat_dim] = joined[i] * (split[group.index] if o.concat_dim == o.dim else 1)
-            if o.concat_dim == o.dim:
-                shape[o.dim] = split[group.index]
-            shapes.append(tuple(shape))
-        counts = [_numel(shape) for shape in shapes]
-        send, restore = _movable(flat)
-        width = send.element_size() and flat.element_size() // send.element_size()
-        out = send.new_empty(sum(counts) * width)
-        sends = [pieces[i].numel() * width for i in inwards]
-        work = group.pg.alltoall_base(out, send, [c * width for c in counts], sends, c10d.AllToAllOptions())
+        shapes = [list(pieces[group.index].shape) for _ in inwards]
+        for i, shape in zip(inwards, shapes, strict=True):
+            if o.concat_dim != o.dim:
+                shape[o.concat_dim] = joined[i]
+        counts = [prod(shape) for shape in shapes]
 
-        def arrange(received: Tensor) -> Tensor:
-            whole = restore(received) if restore else received
+        def arrange(whole: Tensor) -> Tensor:
             if o.concat_dim == 0 and group.order is None:
                 return whole.view(sum(shape[0] for shape in shapes), *shapes[0][1:])
             blocks = [part.view(shape) for part, shape in zip(whole.split(counts), shapes, strict=True)]
             return torch.cat(blocks if group.order is None else [blocks[i] for i in group.order], o.concat_dim)
 
-        return Pending(out, (work,), arrange)
+        return _all_to_all(group.pg, flat, [pieces[i].numel() for i in inwards], counts, arrange)
 
     def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
@@ -201,21 +191,17 @@ class ProcessGroupTransport(Transport):
             pieces = rows.split(route.sends)
             rows = torch.cat([pieces[i] for i in inwards])
         flat = rows.contiguous().view(-1) if rows.numel() else rows.new_empty(0)
-        send, restore = _movable(flat)
-        width = _numel(rows.shape[1:]) * rows.element_size() // send.element_size()  # of a row, in what is sent
-        arriving = [route.receives[i] for i in inwards]
-        out = send.new_empty(sum(arriving) * width)
-        counts = [count * width for count in arriving], [route.sends[i] * width for i in inwards]
-        work = group.pg.alltoall_base(out, send, *counts, c10d.AllToAllOptions())
+        arriving, width = [route.receives[i] for i in inwards], prod(rows.shape[1:])
 
         def arrange(received: Tensor) -> Tensor:
-            whole = (restore(received) if restore else received).view(sum(arriving), *rows.shape[1:])
+            whole = received.view(sum(arriving), *rows.shape[1:])
             if group.order is not None:
                 parts = whole.split(arriving)
                 whole = torch.cat([parts[i] for i in group.order])
             return route.land(whole, x.dtype).movedim(0, o.dim)
 
-        return Pending(out, (work,), arrange)
+        sends = [route.sends[i] * width for i in inwards]
+        return _all_to_all(group.pg, flat, sends, [count * width for count in arriving], arrange)
 
     @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
@@ -248,31 +234,26 @@ class ProcessGroupTransport(Transport):
             return Pending(new)
         others = [i for i in range(len(mine.peers)) if i != place]
         pieces = {i: [x[here].reshape(-1) for here in mine.sends[i]] for i in others}
+        targets = {i: [new[part.there] for part in mine.receives[i]] for i in others}
         packed = [piece for i in others for piece in pieces[i]]
-        send, restore = _movable(torch.cat(packed) if packed else x.new_empty(0))
-        width = x.element_size() // send.element_size()
-        shapes = {i: [new[part.there].shape for part in mine.receives[i]] for i in others}
-        counts = [sum(map(_numel, shapes.get(i, ()))) * width for i in range(len(mine.peers))]
-        sent = [sum(piece.numel() for piece in pieces.get(i, ())) * width for i in range(len(mine.peers))]
-        out = send.new_empty(sum(counts))
-        work = process_groups.process_group(mine.peers).alltoall_base(out, send, counts, sent, c10d.AllToAllOptions())
+        sends, counts = (
+            [sum(x.numel() for x in each.get(i, ())) for i in range(len(mine.peers))] for each in (pieces, targets)
+        )
 
-        def arrange(received: Tensor) -> Tensor:
-            whole = restore(received) if restore else received
-            targets = [new[part.there] for i in others for part in mine.receives[i]]
-            for target, piece in zip(targets, whole.split([t.numel() for t in targets]), strict=True):
+        def arrange(whole: Tensor) -> Tensor:
+            landing = [target for i in others for target in targets[i]]
+            for target, piece in zip(landing, whole.split([t.numel() for t in landing]), strict=True):
                 target.copy_(piece.view(target.shape))
             return new
 
-        return Pending(out, (work,), arrange)
+        flat = torch.cat(packed) if packed else x.new_empty(0)
+        return _all_to_all(process_groups.process_group(mine.peers), flat, sends, counts, arrange)
 
     def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         group = group_of(mesh, axes, o)
         out = x.clone(memory_format=torch.contiguous_format)
         wire = out.view(-1).view(torch.uint8)
-        options = c10d.BroadcastOptions()
-        options.rootRank = group.peer(o.root)
-        return Pending(out, (group.pg.broadcast([wire], options),) if wire.numel() else ())
+        return Pending(out, (_broadcast(group, wire, o.root),) if wire.numel() else ())
 
     def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         at_root = group_of(mesh, axes, o).index == o.root
@@ -293,7 +274,7 @@ class ProcessGroupTransport(Transport):
     def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
         mine = []
         for x in blocks:
-            row = [-1] if x is None else [_DTYPES.index(x.dtype), x.ndim, *x.shape]
+            row = [-1] if x is None else [DTYPES[x.dtype], x.ndim, *x.shape]
             mine += row + [0] * (_ROW - len(row))
         return [
             tuple(_layout(row[start : start + _ROW]) for start in range(0, len(row), _ROW))
@@ -304,15 +285,13 @@ class ProcessGroupTransport(Transport):
         group = group_of(mesh, mesh.axis_names, Options())
         if group.size == 1:
             return message
-        options = c10d.BroadcastOptions()
-        options.rootRank = group.peer(source)
         length = torch.tensor([len(message)], device=mesh.device)
-        wait_for((group.pg.broadcast([length], options),))
+        wait_for((_broadcast(group, length, source),))
         if group.index == source:
             data = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
         else:
             data = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
-        wait_for((group.pg.broadcast([data], options),))
+        wait_for((_broadcast(group, data, source),))
         return bytes(data.cpu().tolist())
 
     def transfer(
@@ -331,8 +310,7 @@ class ProcessGroupTransport(Transport):
     def at_root_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
         return Pending(x if group_of(mesh, axes, Options()).index == o.root else x.fill_(nothing(x)))
 
-    def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(x.view_as(x))
+    pick = alias
 
     @constant
     def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -344,6 +322,13 @@ def _settled(x: Tensor) -> Tensor:
     if x._is_zerotensor():
         return x.clone()
     return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
+
+
+def _broadcast(group: Group, x: Tensor, root: int) -> Any:
+    """Begin to write the value of the rank at a position into a tensor."""
+    options = c10d.BroadcastOptions()
+    options.rootRank = group.peer(root)
+    return group.pg.broadcast([x], options)
 
 
 def _scatter_sum(group: Group, out: Tensor, x: Tensor) -> Pending:
@@ -370,7 +355,7 @@ def _moved(
     """
     pg = group.pg  # made by all members, also where this rank has nothing to send
     group.meet(device)
-    hosted = group.passes_host(device)
+    hosted = device.type != "cpu" and group.is_on_gloo(device)
     kept, operations = [], []
     for operation, peers in ((dist.isend, sends), (dist.irecv, receives)):
         for position, x in peers:
@@ -394,18 +379,28 @@ def _moved(
 def _exchange_evenly(x: Tensor, group: Group, o: Options) -> Pending:
     """Run an all-to-all of blocks of one shape between ranks that c10d and the mesh have in one order."""
     parts = x.unflatten(o.dim, (group.size, x.shape[o.dim] // group.size)).movedim(o.dim, 0).contiguous()
-    send, restore = _movable(parts.view(-1))
-    out = torch.empty_like(send)
-    work = group.pg.alltoall_base(out, send, [], [], c10d.AllToAllOptions())
 
-    def arrange(received: Tensor) -> Tensor:
-        whole = (restore(received) if restore else received).view(parts.shape)
-        return whole.movedim(0, o.concat_dim).flatten(o.concat_dim, o.concat_dim + 1)
+    def arrange(whole: Tensor) -> Tensor:
+        return whole.view(parts.shape).movedim(0, o.concat_dim).flatten(o.concat_dim, o.concat_dim + 1)
 
-    return Pending(out, (work,), arrange)
+    return _all_to_all(group.pg, parts.view(-1), [], [], arrange)
 
 
-def _movable(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+def _all_to_all(pg: Any, flat: Tensor, sends: list[int], receives: list[int], arrange: Reshape) -> Pending:
+    """Exchange parts of flat tensors, of so many elements to and from each rank; [] for equal parts."""
+    send, restore = _movable(flat)
+    width = flat.element_size() // send.element_size()
+    out = send.new_empty(sum(receives) * width) if receives else torch.empty_like(send)
+    counts = [n * width for n in receives], [n * width for n in sends]
+    return Pending(out, (pg.alltoall_base(out, send, *counts, c10d.AllToAllOptions()),), _after(restore, arrange))
+
+
+def _after(restore: Reshape | None, arrange: Reshape) -> Reshape:
+    """Return ``arrange`` of a tensor that is read back by ``restore``."""
+    return arrange if restore is None else lambda moved: arrange(restore(moved))
+
+
+def _movable(x: Tensor) -> tuple[Tensor, Reshape | None]:
     """Return a contiguous tensor that a backend can move, as flat bytes if needed, and the function to read it back."""
     x = _settled(x)
     if x.dtype in _MOVABLE and x.ndim:
@@ -415,10 +410,6 @@ def _movable(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         return x.reshape(1), lambda flat: flat
     flat = x.as_strided((x.numel(),), (1,))  # a dim of size 1, or of an empty tensor, may have any stride
     return flat.view(torch.uint8), lambda flat: flat.view(dtype)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, shape, 1)
 
 
 def _pad(x: Tensor, dim: int, length: int) -> Tensor:

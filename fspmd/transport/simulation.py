@@ -329,14 +329,9 @@ class _MakePerRank(DispatchMode):
 _call_per_rank: Final = step(call_per_rank)
 
 
-_MAKES: dict[Any, bool] = {}  # op -> `_makes_tensor`
-
-
+@cached
 def _makes_tensor(func: Any) -> bool:
     """Return whether an op returns a tensor and takes none. Zero tangents have no memory, and no rank draws them."""
-    known = _MAKES.get(func)
-    if known is None:
-        schema = func._schema
-        takes = facts_of(func).absent or any("Tensor" in str(argument.type) for argument in schema.arguments)
-        known = _MAKES[func] = not takes and [str(r.type) for r in schema.returns] == ["Tensor"]
-    return known
+    schema = func._schema
+    takes = facts_of(func).absent or any("Tensor" in str(argument.type) for argument in schema.arguments)
+    return not takes and [str(r.type) for r in schema.returns] == ["Tensor"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.entries import block_at, blocks
+from fspmd.meshes.axes import row_major
 from fspmd.meshes.mesh import Mesh
 from fspmd.spec import TensorSpec
 from fspmd.tracing import unseen
@@ -166,13 +167,8 @@ def _within(part: Window, whole: Window) -> Index:
 def _terms(spec: TensorSpec, at: Coordinate) -> tuple[int, ...]:
     """Return the number of the term that a rank holds of a pending sum, and of the term of its gradient."""
     index, sizes = dict(zip(spec.mesh.axis_names, at, strict=True)), spec.mesh.shape
-    terms = []
-    for axes in (spec.partition.unreduced, spec.partition.reduced):
-        place = 0
-        for axis in spec.mesh.ordered(axes):
-            place = place * sizes[axis] + index[axis]
-        terms.append(place)
-    return tuple(terms)
+    both = map(spec.mesh.ordered, (spec.partition.unreduced, spec.partition.reduced))
+    return tuple(row_major([index[axis] for axis in axes], [sizes[axis] for axis in axes]) for axes in both)
 
 
 def _group(move: Reblock, spec: TensorSpec, at: Coordinate) -> tuple[int, ...]:

@@ -26,8 +26,8 @@ from fspmd.programs.steps import (
 )
 from fspmd.redistribution.cost import moves
 
-#: the order before a step: begins of collectives, waits, begins of collectives that need a waited result
-_BEGIN, _WAIT, _AFTER_WAIT = range(3)
+#: the order before a step: begins of collectives, waits, begins of collectives that need a waited result; and the step
+_BEGIN, _WAIT, _AFTER_WAIT, _STEP = range(4)
 _BLOCKING: Final = ("mean",)  # kernels that wait as soon as they begin
 Place = tuple[int, int]  # a place before a step: the index of the step, and the order there
 
@@ -66,18 +66,10 @@ class Overlap:
         overtake = self.overtake and not leave_all(program, "overlap", "the order of collectives", even=True)
         schedule = _IssueOrder(nodes, dependencies(program), self.budget, overtake)
         flights, views = schedule.flights, schedule.moved
-        parts: dict[int, list[tuple[int, fx.Node]]] = {}
-        for view in filter(views.__contains__, nodes):
-            parts.setdefault(views[view][0], []).append((views[view][1], view))
+        placed = [(views.get(node, (i, _STEP)), node) for i, node in enumerate(nodes)]
         for flight in flights:
-            begun, wait = _split(flight.node)
-            parts.setdefault(flight.begin[0], []).append((flight.begin[1], begun))
-            parts.setdefault(flight.wait[0], []).append((flight.wait[1], wait))
-        order: list[fx.Node] = []
-        for i, node in enumerate(nodes):
-            order += [step for _, step in sorted(parts.get(i, ()), key=itemgetter(0))]
-            if node not in views:
-                order.append(node)
+            placed += zip((flight.begin, flight.wait), _split(flight.node), strict=True)
+        order = [node for _, node in sorted(placed, key=itemgetter(0))]
         for node, after in pairwise(order):
             if node.next is not after:
                 node.append(after)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fspmd.pairs import Call, call
-from fspmd.programs.program import Program, leave, leave_all, owner
+from fspmd.programs.program import Program, leave, leave_all, nbytes_of, owner, shape_of
 from fspmd.programs.steps import (
     CASTS,
     Aliases,
@@ -84,39 +84,33 @@ def _over_other_axes(first: Call, second: Call) -> bool:
     return alike and set(first.axes).isdisjoint(second.axes)
 
 
-def _over_all_axes(first: Call, second: Call) -> Call | None:
-    """The reduction over all axes of two reductions."""
-    if not _over_other_axes(first, second):
-        return None
-    return call(second.pair.name, first.mesh, first.mesh.ordered(frozenset(first.axes + second.axes)), second.options)
+def _over_all_axes(order: Callable[[Call, Call], tuple[str, ...]], even: bool = True) -> Callable[..., Call | None]:
+    """The rule that two calls become one over all axes in an ``order``. ``even``: only if blocks are even."""
+
+    def result(first: Call, second: Call) -> Call | None:
+        if not _over_other_axes(first, second) or (even and first.options.sizes is not None):
+            return None
+        return call(second.pair.name, first.mesh, order(first, second), second.options)
+
+    return result
 
 
-def _gathered_over_all_axes(first: Call, second: Call) -> Call | None:
-    """The gather over all axes of two gathers. The axes of the second are the major ones."""
-    if not _over_other_axes(first, second) or first.options.sizes is not None:
-        return None
-    return call(second.pair.name, first.mesh, second.axes + first.axes, second.options)
-
-
-def _scattered_over_all_axes(first: Call, second: Call) -> Call | None:
-    """The reduce-scatter over all axes of two reduce-scatters. The axes of the first are the major ones."""
-    if not _over_other_axes(first, second) or first.options.sizes is not None:
-        return None
-    return call(second.pair.name, first.mesh, first.axes + second.axes, second.options)
-
+_merged: Final = _over_all_axes(lambda one, two: one.mesh.ordered(frozenset(one.axes + two.axes)), even=False)
+_gathered: Final = _over_all_axes(lambda one, two: two.axes + one.axes)  # the axes of the second are the major ones
+_scattered_twice: Final = _over_all_axes(lambda one, two: one.axes + two.axes)  # those of the first are
 
 ROWS: Final = (
     Rewrite("all-reduce, slice: reduce-scatter", SUMS, ("slice",), _scattered),
     Rewrite("slice, gather: nothing", ("slice",), GATHERS, _undone),
     Rewrite("gather, slice: nothing", GATHERS, ("slice",), _undone),
     Rewrite("all-to-all, and back: nothing", ("exchange",), ("exchange",), _exchanged_back),
-    Rewrite("all-reduces over x and y: one over both", SUMS, SUMS, _over_all_axes, True),
-    Rewrite("gathers over y and x: one over both", GATHERS, GATHERS, _gathered_over_all_axes, True),
+    Rewrite("all-reduces over x and y: one over both", SUMS, SUMS, _merged, True),
+    Rewrite("gathers over y and x: one over both", GATHERS, GATHERS, _gathered, True),
     Rewrite(
         "reduce-scatters over x and y: one over both",
         ("reduce_scatter",),
         ("reduce_scatter",),
-        _scattered_over_all_axes,
+        _scattered_twice,
         True,
     ),
 )
@@ -232,7 +226,7 @@ def _operand_for(memory: Aliases, node: fx.Node, x: fx.Node, cast: Call) -> fx.N
 def _pays(first: fx.Node, second: fx.Node, both: Call) -> bool:
     """Whether one call takes no more time than two. The sizes are known to all ranks that take part."""
     (x,) = first.all_input_nodes
-    before, between, after = (step.meta["value"].nbytes for step in (x, first, second))
+    before, between, after = map(nbytes_of, (x, first, second))
     one, two = first.meta["call"], second.meta["call"]
     separate = price(one.pair.kernel, one.mesh, one.axes, before, between) + price(
         two.pair.kernel, two.mesh, two.axes, between, after
@@ -255,7 +249,7 @@ _RESHAPES: Final = (
 def collective_before(node: fx.Node) -> tuple[fx.Node | None, list[Call]]:
     """The collective whose result is reshaped to a matrix, and the casts after it; None and [] if there is none."""
     casts, end, may_reorder = [], node, False
-    while is_reshaped(node) and _size(node) == _size(node.all_input_nodes[0]):
+    while is_reshaped(node) and prod(shape_of(node)) == prod(shape_of(node.all_input_nodes[0])):
         if is_collective(node):
             casts.append(node.meta["call"])
         may_reorder |= node.target not in _RESHAPES and not is_collective(node)
@@ -287,7 +281,7 @@ def _last_view(node: fx.Node) -> tuple[fx.Node, list[Call]]:
     last, may_reorder = node, False
     while len(last.users) == 1:
         user = next(iter(last.users))
-        if not is_reshaped(user) or _size(user) != _size(last):
+        if not is_reshaped(user) or prod(shape_of(user)) != prod(shape_of(last)):
             break
         if is_collective(user):
             casts.append(user.meta["call"])
@@ -312,10 +306,6 @@ def is_reshaped(node: fx.Node) -> bool:
     )
 
 
-def _size(node: fx.Node) -> int:
-    return prod(node.meta["value"].shape) if "value" in node.meta else 0
-
-
 def _in_order(*nodes: fx.Node) -> bool:
     """Whether values are contiguous. Such values have their elements in one order if they lie in one memory."""
     return all(node.meta.get("strides") is None for node in nodes)
@@ -323,7 +313,7 @@ def _in_order(*nodes: fx.Node) -> bool:
 
 def matrix_of(node: fx.Node) -> Shape:
     """The shape of a matrix, or of the matrix in a batch of one."""
-    shape: Shape = node.meta["value"].shape
+    shape = shape_of(node)
     return shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
 
 
