@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fspmd.forms import is_made
+from fspmd.forms import Strided
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, regrouped, with_flat_dims_split
 from fspmd.global_view.kernels import GlobalCall
@@ -166,7 +166,7 @@ def ask(
         names=tuple(kwargs),
         products=viewed_call(row, factors, specs, results),
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
-        made=frozenset([i for i, x in sharded if x.form is not x.spec and is_made(x.form)]),
+        made=frozenset([i for i, x in sharded if isinstance(x.form, Strided) and x.form.made]),
         memory=outcome.memory,
         may_alias=copies and known_factors is None and results[0].dtype is specs[0].dtype and may_view(func),
         loose=viewed is not None and not as_is and not views_any(call),
