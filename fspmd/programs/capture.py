@@ -26,6 +26,7 @@ from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import with_blocks
 from fspmd.trees import filling, flatten, flatten_in_order
 
+Flat = tuple[list[Any], optree.PyTreeSpec]  # the leaves and the treedef of arguments
 #: held while a thread records; other threads run functions unrecorded, or wait
 recording = threading.RLock()
 
@@ -74,13 +75,14 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     recorder = ProgramRecorder(reachable_from(function, *leaves), is_fake)
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
+    before_run = flatten_in_order((given, named))
     had_gradient = [x.requires_grad for x in tensors]
     recorder.note_specs(optree.tree_leaves((given, named), none_is_leaf=True))
     with recorder.recording():
         out = _run(recorder, function, given, named)
         recorder.note_specs(optree.tree_leaves(out, none_is_leaf=True))
         with DisableTorchFunction():
-            _check_arguments(filled(tensors), (given, named), had_gradient)
+            _check_arguments(before_run, flatten_in_order((given, named)), had_gradient)
         results = _tensors(out)
         outputs = list(map(recorder.node_of, results))
         facts = None
@@ -124,9 +126,9 @@ def _run(recorder: ProgramRecorder, function: Callable[..., Any], given: Any, na
     return out
 
 
-def _check_arguments(before: Any, after: Any, had_gradient: Sequence[bool]) -> None:
+def _check_arguments(before: Flat, after: Flat, had_gradient: Sequence[bool]) -> None:
     """Raise `RecordError` where a function has changed its arguments, except by writing into tensors."""
-    (was, tree), (now, other) = flatten_in_order(before), flatten_in_order(after)
+    (was, tree), (now, other) = before, after
     if tree != other or any(x is not y for x, y in zip(was, now, strict=True)):
         raise RecordError(
             "jit cannot record a function that changes a list, a dict or a Sharded that it was given; return the "

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import starmap
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from fspmd.forms import overlaps
+from fspmd.fake_mode import CachingFakeMode
 from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
@@ -20,10 +18,10 @@ from fspmd.torch_internals import (
     FakeTensorMode,
 )
 from fspmd.transport.frame import frame
-from fspmd.transport.local_tensor import blocks_of, local_tensor, per_block
+from fspmd.transport.local_tensor import blocks_of, has_overlaps, held_frame, local_tensor
 
 
-def stand_ins(tree: Any, mode: FakeTensorMode, as_they_lie: bool = False) -> Any:
+def stand_ins(tree: Any, mode: CachingFakeMode, as_they_lie: bool = False) -> Any:
     """A tree with a fake tensor for each tensor, and a `Sharded` of a fake block for each `TensorSpec`.
 
     ``as_they_lie``: also tensors whose elements share memory keep their strides.
@@ -38,13 +36,13 @@ def stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
     return fake
 
 
-def _stand_in(leaf: Any, mode: FakeTensorMode, as_they_lie: bool) -> Any:
+def _stand_in(leaf: Any, mode: CachingFakeMode, as_they_lie: bool) -> Any:
     if isinstance(leaf, TensorSpec):
         return Sharded(_block(leaf, mode), leaf)
     if isinstance(leaf, Tensor):
         if not is_dense(leaf):
             raise not_dense(leaf)
-        fake = per_block(partial(_fake, mode=mode), leaf)
+        fake = _fake_of(leaf, mode)
         return like(leaf, fake if as_they_lie else unshared(fake))
     return leaf
 
@@ -62,12 +60,7 @@ def unshared(x: Tensor) -> Tensor:
     return x.contiguous() if is_strided and has_overlaps(x) else x
 
 
-def has_overlaps(x: Tensor) -> bool:
-    """Whether elements of a block share memory, as those of an expanded one do."""
-    return any(starmap(overlaps, {(block.shape, block.stride()) for block in blocks_of(x)}))
-
-
-def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
+def _block(spec: TensorSpec, mode: CachingFakeMode) -> Tensor:
     """A fake of this rank's block, or of the blocks of all simulated ranks."""
     device = spec.mesh.device
     with mode:
@@ -81,7 +74,18 @@ def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
         return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], holders)
 
 
-def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake_of(x: Tensor, mode: CachingFakeMode) -> Tensor:
+    """The fake of a tensor. In a simulation the first block tells the memory of a value, so others get new memory."""
+    first, *others = blocks_of(x)
+    fake, held = _fake(first, mode), held_frame(x)
+    if held is None:
+        return fake
+    if first.is_meta or any(isinstance(block, FakeTensor) or block.storage_offset() for block in others):
+        return local_tensor([fake, *(_fake(block, mode) for block in others)], held)
+    return local_tensor([fake, *map(mode.new_like, others)], held)
+
+
+def _fake(x: Tensor, mode: CachingFakeMode) -> Tensor:
     """The fake of a block."""
     if isinstance(x, FakeTensor):
         return x.detach()

@@ -15,7 +15,6 @@ from fspmd.errors import ArgumentError
 from fspmd.meshes.mesh import Mesh, current_mesh
 from fspmd.messages import counted, described, quoted
 from fspmd.ops.traits import autocasts
-from fspmd.programs.fake_tensors import has_overlaps
 from fspmd.programs.refusals import is_dense, not_dense
 from fspmd.torch_internals import (
     DeviceContext,
@@ -23,7 +22,7 @@ from fspmd.torch_internals import (
     function_mode_is_on,
     function_modes,
 )
-from fspmd.transport.local_tensor import blocks_of, kinds_of
+from fspmd.transport.local_tensor import blocks_of, has_overlaps, kinds_of
 from fspmd.trees import flatten, flatten_args, flatten_trees, parameter_names
 from fspmd.wrappers import wraps
 

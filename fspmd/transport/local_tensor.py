@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
-from fspmd.forms import packed
+from fspmd.forms import overlaps, packed
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import WRITTEN_CAST, one_python_value, written_in_place
 from fspmd.ops.schemas import FACTS, OpFacts, facts_of
@@ -276,6 +276,11 @@ def kinds_of(leaves: list[Any], others: Callable[[Any], Any]) -> tuple[tuple[Any
 def strides_of(x: Any) -> Any:
     """Returns the strides of a tensor; in a simulation those of each block."""
     return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
+
+
+def has_overlaps(x: Tensor) -> bool:
+    """Returns whether elements of a block share memory, as those of an expanded one do."""
+    return any(not block.is_contiguous() and overlaps(block.shape, block.stride()) for block in blocks_of(x))
 
 
 def shard_of(x: LocalTensor, i: int) -> Tensor:
