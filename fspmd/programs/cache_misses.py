@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from fspmd.inspection.causes import trace
+from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
-from fspmd.programs.keys import Static, Surroundings, identity, surroundings
+from fspmd.ops.traits import autocasts
+from fspmd.programs.keys import Static, default_device, identity
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import FakeTensor
 from fspmd.transport.local_tensor import blocks_of, held_frame
@@ -79,25 +81,11 @@ def explain_cache_misses() -> Iterator[list[CacheMiss]]:
         _listening[:] = [listener for listener in _listening if listener is not misses]
 
 
-def report(
-    f: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    known: Iterable[Callable[[], Facts]],
-    stale: tuple[str, ...],
-) -> None:
-    """Tell listeners why a call is recorded.
-
-    Args:
-        f: The function.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        known: What gives the facts of each record.
-        stale: Why the record with its key is out of date.
-    """
+def report(f: Callable[..., Any], now: Facts, known: Iterable[Facts], stale: tuple[str, ...]) -> None:
+    """Tell listeners why a call is recorded. ``stale``: why the record with its key is out of date."""
     if not _listening:
         return
-    now, before = call_facts(f, args, kwargs, surroundings()), [facts() for facts in known]
+    before = list(known)
     reasons = stale or (_nearest(now, before) if before else ("it is called for the first time",))
     cause = trace().cause
     miss = CacheMiss(
@@ -108,18 +96,17 @@ def report(
     _log.warning("%s", miss)
 
 
-def call_facts(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], around: Surroundings) -> Facts:
-    """The parts of the key of a call, by the names of the parameters. Fakes may stand for its tensors."""
+def call_facts(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
+    """The parts of the key of a call, by the names of the parameters."""
     names = parameter_names(f, len(args))
-    grad, dtype, mesh, (autocasts, device) = *around[:3], around[3] or ((), None)
     facts: Facts = {
         "": {
             "arguments": ", ".join([*names, *(f"{name}=" for name in kwargs)]),
-            "grad mode": grad,
-            "default dtype": dtype,
-            "default device": device,
-            "autocast": autocasts,
-            "mesh of set_mesh": mesh,
+            "grad mode": torch.is_grad_enabled(),
+            "default dtype": torch.get_default_dtype(),
+            "default device": default_device(),
+            "autocast": autocasts(),
+            "mesh of set_mesh": current_mesh(),
         }
     }
     for name, tree in (*zip(names, args, strict=True), *kwargs.items()):

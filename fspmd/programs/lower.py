@@ -19,7 +19,7 @@ from fspmd.programs.cache_misses import Facts, call_facts, differences
 from fspmd.programs.capture import Capture
 from fspmd.programs.communication import communications
 from fspmd.programs.flops import model_flops
-from fspmd.programs.keys import key_of, surroundings
+from fspmd.programs.keys import key_of
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.program import Program
 from fspmd.programs.records import Record, meet, replayed, stale
@@ -47,13 +47,13 @@ class Compiled:
         args, kwargs = self._marked(args, kwargs)
         known, values, strides = key_of(args, kwargs)
         if known not in self._accepted or self._record.closed or self._record.modules:
-            self._accept(call_facts(self._function, args, kwargs, surroundings()))
+            self._accept(call_facts(self._function, args, kwargs))
             self._accepted.add(known)
         meet(self._record, self._function)
         return replayed(self._record, values, strides)
 
     def _accept(self, facts: Facts) -> None:
-        reasons = stale(self._record) or differences(facts, self._record.facts())
+        reasons = stale(self._record) or differences(facts, self._record.facts)
         if reasons:
             raise ArgumentError(
                 f"{self._function.__name__} was lowered for other arguments: {'; '.join(reasons)}; lower it for these "

@@ -29,11 +29,11 @@ from fspmd import tracing
 from fspmd.errors import ValuesNeededError
 from fspmd.fake_mode import CachingFakeMode
 from fspmd.messages import described
-from fspmd.programs.cache_misses import Facts, call_facts, report
+from fspmd.programs.cache_misses import call_facts, report
 from fspmd.programs.capture import Capture, capture, recording
 from fspmd.programs.donation import NOTHING, Donation, donation
 from fspmd.programs.fake_tensors import stand_ins
-from fspmd.programs.keys import Chosen, mark_static, surroundings, with_static
+from fspmd.programs.keys import Chosen, mark_static, with_static
 from fspmd.programs.lower import Compiled, Lowered
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program, rebuilt, remember
@@ -241,21 +241,16 @@ class Recordable:
             others: the other records of the function, for `explain_cache_misses`.
             last: the record with the same key, which is out of date.
         """
-        known = (record.facts for record in others)
-        report(self.function, args, kwargs, known, stale(last) if last is not None else ())
-        donated = self.donated(args, kwargs)
-        given, named, mode = without_values(args, kwargs, as_they_lie=True)
+        facts = call_facts(self.function, args, kwargs)
+        report(self.function, facts, (record.facts for record in others), stale(last) if last is not None else ())
+        given = self.donated(args, kwargs)
         try:
-            captured = capture_fake(self.plain, given, named, mode)
+            captured = capture_fake(self.plain, *without_values(args, kwargs, as_they_lie=True))
         except _NEEDS_VALUES as error:
             clear_frames(error.__traceback__)  # torch before 2.13 leaves the hooks of a checkpoint there
             captured = capture(self.plain, args, kwargs)
         transform(captured.program, self.passes)
-        return record_of(self.function, captured, self._facts(given, named), donated, self.make)
-
-    def _facts(self, args: Any, kwargs: Any) -> Callable[[], Facts]:
-        """What gives the facts of a call, whose arguments are fakes, when a message needs them."""
-        return functools.partial(call_facts, self.function, args, kwargs, surroundings())
+        return record_of(self.function, captured, facts, given, self.make)
 
     @unwound
     def lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
@@ -279,10 +274,8 @@ class Recordable:
             transform(recorded.program, self.passes)
             written = with_reuse(recorded, donated, self.make)
 
-        facts = self._facts(given, named)
-
         def compiled() -> Compiled:
-            record = record_of(self.function, captured, facts, written, self.make)
+            record = record_of(self.function, captured, call_facts(self.function, given, named), written, self.make)
             return Compiled(self.function, record, self.marked)
 
         return Lowered(self.function, shown, (given, named), donated.places, compiled)

@@ -123,7 +123,7 @@ class Record:
     rebuild: Callable[[tuple[Any, ...]], Any]  # makes the result of its tensors
     closed: Closed  # tensors closed over
     modules: tuple[Any, ...]  # modules that ran, and their states
-    facts: Callable[[], Facts]  # gives the parts of its key
+    facts: Facts  # the parts of its key
     donation: Donation  # arguments that ``run`` takes out of lists
     halves: Halves | None  # both parts of the program if autograd follows results
     moved: tuple[Communication, ...]  # the communication of a run
@@ -208,9 +208,7 @@ def stale(record: Record) -> tuple[str, ...]:
     return *record.closed.changes(), *modules
 
 
-def record_of(
-    function: Callable[..., Any], captured: Capture, facts: Callable[[], Facts], donation: Donation, make: Maker
-) -> Record:
+def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
     """The record of a capture of a function."""
     program, halves = captured.program, None
     donation = with_reuse(captured, donation, make)
