@@ -309,8 +309,10 @@ _BY_FUNCTION: Final[dict[Any, Row]] = {
 
 
 @cached
-def row_of_torch(func: Any) -> Row | None:
-    """Return the row of a torch function, method or property; None if there is none, or if it is not of torch."""
+def row_of(func: Any) -> Row | None:
+    """Return the row of a function, method or property; None if there is none."""
+    if func in _ROWS:
+        return _ROWS[func]
     if not is_torch(func):
         return None
     name = name_of(func)
@@ -428,15 +430,10 @@ def is_registered(func: Any) -> bool:
     return func in _ROWS
 
 
-def row_of(func: Any) -> Row | None:
-    """Return the row of a function, or None."""
-    return _ROWS.get(func) or row_of_torch(func)
-
-
 def free_numbers(func: Any) -> Free:
     """Return the Python numbers among the arguments of a function that bear on no layout."""
     if func in _ROWS:
         return Free(_ROWS[func].free)
-    row = row_of_torch(func)
+    row = row_of(func)
     kinds = FLOATS if row is None else row.free
     return free(name_of(func), NUMBERS if handler_of(func) is not None or has_composite(func) else kinds)
