@@ -76,13 +76,13 @@ def _block(spec: TensorSpec, mode: CachingFakeMode) -> Tensor:
 
 def _fake_of(x: Tensor, mode: CachingFakeMode) -> Tensor:
     """The fake of a tensor. In a simulation the first block tells the memory of a value, so others get new memory."""
-    first, *others = blocks_of(x)
-    fake, held = _fake(first, mode), held_frame(x)
+    blocks, held = blocks_of(x), held_frame(x)
     if held is None:
-        return fake
+        return _fake(x, mode)
+    first, *others = blocks
     if first.is_meta or any(isinstance(block, FakeTensor) or block.storage_offset() for block in others):
-        return local_tensor([fake, *(_fake(block, mode) for block in others)], held)
-    return local_tensor([fake, *map(mode.new_like, others)], held)
+        return local_tensor([_fake(block, mode) for block in blocks], held)
+    return local_tensor([_fake(first, mode), *map(mode.new_like, others)], held)
 
 
 def _fake(x: Tensor, mode: CachingFakeMode) -> Tensor:
