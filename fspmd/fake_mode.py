@@ -261,6 +261,10 @@ class CachingFakeMode(DispatchMode, FakeMode):
             block.set_(args[0].untyped_storage(), offset, shape, strides)
         return self._fake(block, device)
 
+    def new_like(self, x: Tensor) -> Tensor:
+        """A fake tensor with the shape, strides, dtype and device of ``x``, and with memory of its own."""
+        return self._fake(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META), x.device)
+
     def _fake(self, block: Tensor, device: torch.device) -> Tensor:
         """``FakeTensor(self, block, device)``, made faster: its attributes depend on the device alone."""
         if not self._allow_unsafe_data_ptr_access:

@@ -15,7 +15,7 @@ from torch.overrides import enable_reentrant_dispatch
 
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.foreign import refuse_misfit
-from fspmd.forms import UNKNOWN, Form, Laid, Strided, as_made, form_of, is_dense, is_made, packed
+from fspmd.forms import UNKNOWN, Form, Laid, Strided, as_made, form_of, is_dense, packed
 from fspmd.messages import described
 from fspmd.ops.operators import WithOperators
 from fspmd.ops.schemas import facts_of
@@ -712,7 +712,8 @@ torch.serialization.add_safe_globals([_of_block, _of_blocks, *SAVED])
 
 
 def _flatten(x: Sharded) -> tuple[tuple[Tensor], Form, tuple[str]]:
-    return (x.block,), as_made(x.form, False) if is_made(x.form) else x.form, ("local",)
+    form: Any = x.form
+    return (x.block,), form if form is x.spec or not form.made else as_made(form, False), ("local",)
 
 
 def _unflatten(form: Form, children: Iterable[Any]) -> Sharded:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fspmd
 from fspmd import ArgumentError, Mesh, P, device_get, device_put, make_mesh
 from fspmd.rules import Bodied, Row
-from fspmd.rules.table import ROWS, row_of_torch
+from fspmd.rules.table import ROWS, row_of
 
 LINE = make_mesh((4,), ("x",), transport="simulation")
 GRID = make_mesh((2, 2), ("x", "y"), transport="simulation")
@@ -120,7 +120,7 @@ def _bodies() -> Iterator[None]:
 
 
 def _plan_anew() -> None:
-    row_of_torch.cache_clear()
+    row_of.cache_clear()
     fspmd.propagation_cache_clear()
 
 

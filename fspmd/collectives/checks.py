@@ -18,7 +18,7 @@ from fspmd.messages import as_axis_name, described
 from fspmd.spec import short_dtype
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import outside_transforms
-from fspmd.transport.frame import frame, groups
+from fspmd.transport.frame import UNEVEN, frame, groups
 from fspmd.transport.local_tensor import is_uneven
 from fspmd.variance import show
 
@@ -167,7 +167,7 @@ def check_alike(
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     lengths = None if size is None else block_lengths(body, axes, check_size(size, what))
     simulated = body.mesh.transport == "simulation"
-    if simulated and size is None and not any(is_uneven(x) for x in tensors):
+    if simulated and size is None and not (UNEVEN and any(map(is_uneven, tensors))):
         return
     if not (simulated or body.asks):
         return

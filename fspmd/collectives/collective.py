@@ -20,6 +20,7 @@ from fspmd.collectives.steps import LEAF, LeafCollective, Operand
 from fspmd.pairs import applied
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import DisableTorchFunction, forward_ad, transforms_active
+from fspmd.transport.frame import UNEVEN
 from fspmd.transport.local_tensor import is_uneven
 from fspmd.variance import ATTRIBUTE
 
@@ -69,7 +70,7 @@ def collective(
                 known = body.calls.get(key)
             except (TypeError, AttributeError, RuntimeError):
                 key = None  # an option has no hash, a leaf is no tensor, or a nested tensor, which has no shape
-            if body.simulated and key is not None and any(map(is_uneven, [x] if is_block else leaves)):
+            if UNEVEN and body.simulated and key is not None and any(map(is_uneven, [x] if is_block else leaves)):
                 key = None
             if transforms_active() or forward_ad._current_level >= 0:
                 key = None

@@ -309,6 +309,6 @@ def _shared(g: Tensor, saved: tuple[Tensor, Tensor], count: Call, within: Within
 
 def _operand(body: Body, x: Tensor, axes: tuple[str, ...], step: LeafCollective) -> Tensor:
     variance = get_variance(x)
-    if step.call is not None and step.call.pair.source == "V":
-        return as_varying(body, x, variance.moved(axes, "V"))
-    return x
+    if step.call is None or step.call.pair.source != "V" or variance.varying.issuperset(axes):
+        return x
+    return as_varying(body, x, variance.moved(axes, "V"))

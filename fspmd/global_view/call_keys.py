@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.foreign import refuse_misfit
 from fspmd.forms import lies_as_new
-from fspmd.rules import Free, free_numbers
+from fspmd.rules import Free, free_numbers, row_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.transport.local_tensor import BLOCKS, is_simulated
 
@@ -28,7 +28,8 @@ _free: dict[Any, Free] = {}  # function -> the same, by place and value too
 
 
 def forget_functions() -> None:
-    """Forget which numbers bear on layouts: a rule has changed."""
+    """Forget the rows of functions, and which numbers bear on layouts: a rule has changed."""
+    row_of.cache_clear()
     _kinds.clear()
     _free.clear()
     COUNTING.clear()

@@ -20,9 +20,9 @@ from fspmd.global_view.call_keys import hashable
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.kernels import GlobalCall
 from fspmd.global_view.layouts import Strategy, working
-from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, spec_of
+from fspmd.global_view.op_plan import OpPlan, opaque_plan
 from fspmd.global_view.planning import plan_call
-from fspmd.global_view.question import Question, ask
+from fspmd.global_view.question import Question, ask, places_of, spec_of
 from fspmd.global_view.refusals import refuse_shared_memory, shown
 from fspmd.global_view.result_types import joined, on_meta
 from fspmd.global_view.strategies import PASSES

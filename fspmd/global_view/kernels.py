@@ -58,7 +58,7 @@ class GlobalCall(NamedTuple):
 
 def ones_of(size: int, spec: TensorSpec) -> Tensor:
     """Return ones on the CPU, ``size`` of them along each dim."""
-    return torch.ones((size,) * spec.ndim, dtype=spec.dtype, device="cpu")
+    return torch.ones((size,) * len(spec.shape), dtype=spec.dtype, device="cpu")
 
 
 def kernel_complaint(call: GlobalCall) -> Exception | None:

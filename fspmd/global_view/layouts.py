@@ -116,11 +116,13 @@ def as_they_lie(problem: LayoutProblem) -> Strategy | None:
     order = [axis for axis in operands[0].mesh.axis_names if axis in used]
     casts = [tuple([axis for axis in order if used[axis] not in dims]) for dims in factors.operands]
     first, lead = factors.operands[0], operands[0].partition
-    outs = [lead if dims == first else P(*map(entries.get, dims)) for dims in factors.results]
-    if problem.fixed and (casts[0] or outs[0] is not lead):
+    laid = [
+        spec.with_partition(lead if dims == first else P(*map(entries.get, dims)))
+        for spec, dims in zip(results, factors.results, strict=True)
+    ]
+    if problem.fixed and (casts[0] or laid[0].partition is not lead):
         return None
-    laid = tuple([spec.with_partition(out) for spec, out in zip(results, outs, strict=True)])
-    return Strategy(tuple(operands), tuple(casts), laid, False, axes_of)
+    return Strategy(tuple(operands), tuple(casts), tuple(laid), False, axes_of)
 
 
 def working(factors: Factors, needs: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> float:

@@ -1,6 +1,6 @@
 """An `OpPlan`: moves, local call, layouts of results. A question and its strategy make it.
 
-The operands are found among the arguments of a call, then moved and cast as the plan says.
+A call moves and casts its operands as the plan says.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
-import optree
 import torch
 from torch import Tensor
 
@@ -33,7 +32,6 @@ from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import ResultMemory
 from fspmd.local_view.empty_blocks import call_with_empty_blocks
 from fspmd.local_view.hooks import completing
-from fspmd.meshes.mesh import Mesh
 from fspmd.ops.operators import SOONER
 from fspmd.ops.signatures import Place, argument_of, at, stand_in_order
 from fspmd.pairs import Call
@@ -43,10 +41,10 @@ from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.redistribution.redistribute import along, cast_once
 from fspmd.remembered import holds_casts
-from fspmd.rules import Site, is_registered, without_write, writes
+from fspmd.rules import Site, without_write, writes
 from fspmd.rules.views import groups, reshaped
-from fspmd.sharded import Sharded, shell_of
-from fspmd.spec import P, TensorSpec
+from fspmd.sharded import shell_of
+from fspmd.spec import TensorSpec
 from fspmd.torch_internals import transforms_active
 
 Calls = tuple[tuple[Place, tuple[Call, ...]], ...]
@@ -172,7 +170,7 @@ def _local_run(func: Any, question: Question, best: Strategy, copies: Place | No
     """Return the local call of a strategy without a body; ``copies`` is the operand that is copied, not viewed."""
     row, first, final = question.row, question.operands[0][1], best.results
     writes_blocks = bool(writes(func)) and not row.sets
-    local: Callable[..., Any] = functools.partial(completing, func) if is_registered(func) else SOONER.get(func, func)
+    local: Callable[..., Any] = functools.partial(completing, func) if row.registered else SOONER.get(func, func)
     if writes(func) and row.sets:
         local = without_write(func)
     if row.local is not None:
@@ -223,43 +221,6 @@ def _never(*_: Any) -> NoReturn:
 
 
 _grad_enabled = torch.is_grad_enabled
-#: common types of arguments that contain no other values
-_LEAVES: Final = frozenset((Sharded, Tensor, int, float, bool, str, type(None), torch.dtype))
-
-
-def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors and `Sharded` values of a call."""
-    leaves: list[Any] = []
-    for arg in (*args, *kwargs.values()):
-        if type(arg) is list or type(arg) is tuple:
-            leaves += arg
-        else:
-            leaves.append(arg)
-    if not _LEAVES.issuperset(map(type, leaves)):
-        leaves = optree.tree_leaves((args, kwargs), none_is_leaf=True)
-    return [x for x in leaves if isinstance(x, Tensor)]
-
-
-def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
-    """Return all `Sharded` values of a call, at any depth."""
-    tree: Any = (args, kwargs)
-    return [x for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
-
-
-def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
-    """Return the places and specs of the tensors among the arguments, and in lists among them."""
-    operands: list[tuple[Place, TensorSpec]] = []
-    for i, arg in enumerate((*args, *kwargs.values())):
-        if isinstance(arg, Tensor):
-            operands.append((i, spec_of(arg, mesh)))
-        elif isinstance(arg, (list, tuple)):
-            operands += [((i, k), spec_of(item, mesh)) for k, item in enumerate(arg) if isinstance(item, Tensor)]
-    return operands
-
-
-def spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
-    """Return the spec of a value; a plain tensor is replicated on the mesh."""
-    return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)
 
 
 def move_operands(plan: OpPlan, blocks: list[Any]) -> list[Tensor]:

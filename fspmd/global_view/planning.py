@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.body import check_member
-from fspmd.cache import cached
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_misfit
-from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, sharded_values, tensors_of
+from fspmd.global_view.op_plan import OpPlan, opaque_plan
+from fspmd.global_view.question import ask, places_of, sharded_values, tensors_of
 from fspmd.global_view.refusals import PASSING, refuse_global, refuse_higher_order, shown
 from fspmd.global_view.results import outs_of, written_into
 from fspmd.global_view.unruled import gathered, unruled
@@ -31,7 +31,7 @@ from fspmd.messages import described
 from fspmd.ops.operators import BINARY, REFLECTED
 from fspmd.ops.signatures import by_own_names, parameters
 from fspmd.ops.traits import name_of
-from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, may_be_composite
+from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, is_ruled
 from fspmd.sharded import Sharded, call_torch, is_sharded
 from fspmd.torch_internals import HigherOrderOperator
 from fspmd.transport.local_tensor import is_simulated
@@ -54,14 +54,15 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
             return opaque_plan(functools.partial(_with_numbers, func))
         if not isinstance(func, FunctionType) and by_own_names(func, args, kwargs) != (args, kwargs):
             return opaque_plan(lambda args, kwargs: call_torch(func, *by_own_names(func, args, kwargs)))
-    if any(map(_is_of_numpy, optree.tree_leaves((args, kwargs), none_is_leaf=True))):
+    leaves = optree.tree_leaves((*args, *kwargs.values()), none_is_leaf=True)
+    if any(map(_is_of_numpy, leaves)):
         return opaque_plan(functools.partial(_with_own_numbers, func))
     if func in _INDEXING and any(map(_is_truth, tensors_of(_indices(args[1]), {}))):
         return opaque_plan(functools.partial(_with_index_values, func))
     if func in _INDEXING and any(map(_has_bounds, _indices(args[1]))):
         return opaque_plan(functools.partial(_with_index_values, func))
     try:
-        return _plan(func, args, kwargs)
+        return _plan(func, args, kwargs, [x for x in leaves if isinstance(x, Tensor)])
     except ArgumentError:
         if any(map(_is_index, tensors_of(args[1:], kwargs))):
             return opaque_plan(functools.partial(_with_numbers, func))
@@ -72,8 +73,7 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
         raise
 
 
-def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    tensors = tensors_of(args, kwargs)
+def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> OpPlan:
     specs = [x.spec for x in tensors if type(x) is Sharded]
     mesh = specs[0].mesh
     if len(specs) < len(tensors):
@@ -85,19 +85,20 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
             )
     if kwargs and func is not F.normalize and outs_of(func, kwargs):
         return opaque_plan(functools.partial(written_into, func))
-    if kwargs or _is_not_defined(func, args) or not _is_ruled(func):
+    if kwargs or _is_not_defined(func, args) or not is_ruled(func):
         plan = _aside(func, args, kwargs, len(tensors))
         if plan is not None:
             return plan
     operands = places_of(args, kwargs, mesh)
-    plan = propagate(func, args, kwargs, operands) if len(operands) == len(tensors) else None
+    question = ask(func, args, kwargs, operands) if len(operands) == len(tensors) else None
+    plan = None if question is None else propagate(func, args, kwargs, question)
     if plan is not None:
         return plan
     run, in_parts = unruled(func, specs, args, kwargs)
     return opaque_plan(run, in_parts=in_parts)
 
 
-def _check_beside(func: Any, tensors: list[Any]) -> None:
+def _check_beside(func: Any, tensors: list[Tensor]) -> None:
     """Raise unless the plain tensors beside a `Sharded` are global values."""
     for x in tensors:
         refuse_misfit(x, f"{shown(func)} got, beside a Sharded,")
@@ -106,15 +107,6 @@ def _check_beside(func: Any, tensors: list[Any]) -> None:
             f"{shown(func)} got the blocks of all simulated ranks beside a Sharded (x.local, or what a body "
             "computed); pass the Sharded itself, or a global tensor"
         )
-
-
-@cached
-def _is_ruled(func: Any) -> bool:
-    """Whether a rule decides every call of a function without keyword arguments."""
-    name = name_of(func)
-    in_parts = handler_of(func) is not None or is_ragged(func, 2) or may_be_composite(func)
-    by_argument = isinstance(func, FunctionType) or name in ("to", "type_as", "cpu", "cuda")
-    return not in_parts and not by_argument
 
 
 def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: int) -> OpPlan | None:

@@ -8,16 +8,17 @@ from dataclasses import replace
 from math import nan
 from typing import Any, Final, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
-from fspmd.errors import ArgumentError
+from fspmd.forms import Strided
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, regrouped, with_flat_dims_split
-from fspmd.global_view.kernels import GlobalCall, dtype_complaint
+from fspmd.global_view.kernels import GlobalCall
 from fspmd.global_view.layouts import LayoutProblem, Strategy, as_they_lie
 from fspmd.global_view.local_calls import untouched
-from fspmd.global_view.refusals import refuse_global, refuse_shared_memory, shown
+from fspmd.global_view.refusals import refuse_global, refuse_shared_memory
 from fspmd.global_view.result_types import (
     Kind,
     ResultMemory,
@@ -27,20 +28,14 @@ from fspmd.global_view.result_types import (
     views_any,
 )
 from fspmd.global_view.strategies import best_strategy
+from fspmd.meshes.mesh import Mesh
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
-from fspmd.ops.traits import autocasts, name_of
 from fspmd.rules import Factors, Row, Whole, row_of, writes
 from fspmd.rules.factors import elementwise
 from fspmd.rules.views import reshaped
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec, is_float
-
-#: functions whose operands need one dtype, which the meta device does not check
-_OF_ONE_DTYPE: Final = frozenset(
-    ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "linear", "convolution")
-    + ("addmm", "addmv", "baddbmm", "addbmm")
-)
 
 
 class Question(NamedTuple):
@@ -57,18 +52,12 @@ class Question(NamedTuple):
     names: tuple[str, ...]  # of the keyword arguments
     products: ViewedCall | None  # where dims are `Flat`: the call on views, for which strategies are found
     plain: frozenset[int] = frozenset()  # operands that are plain tensors
+    made: frozenset[int] = frozenset()  # operands that are made of less (`forms.py`)
     memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
     may_alias: bool = False  # a block may be viewed where torch copies the global tensor
     loose: bool = False  # gives a view of a block, or a copy if its strides allow no view
     gradients: frozenset[int] = frozenset()  # operands that will have a gradient
-
-    @property
-    def weighs(self) -> bool:
-        """Whether sums of gradients of whole operands count: they do if only added operands (a bias) are sharded."""
-        added = self.factors.added
-        return self.row.weighs or (
-            bool(added) and all(i in added or not any(spec.partition) for i, (_, spec) in enumerate(self.operands))
-        )
+    weighs: bool = False  # sums of gradients of whole operands count
 
     @property
     def passes_on(self) -> str:
@@ -82,7 +71,8 @@ class Question(NamedTuple):
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """Return the question for other layouts of the operands."""
         operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
-        return self._replace(operands=operands, products=viewed_call(self.row, self.factors, specs, self.results))
+        products = viewed_call(self.row, self.factors, specs, self.results)
+        return self._replace(operands=operands, products=products, weighs=_weighs(self.row, self.factors, specs))
 
     @property
     def problem(self) -> LayoutProblem:
@@ -113,7 +103,8 @@ class Question(NamedTuple):
         best = None if self.gradients else as_they_lie(problem)
         if best is None:
             best = best_strategy(problem, known)
-        best = None if best is None else self.together(best)
+        if best is not None and self.products is not None:
+            best = self.together(best)
         moved = best is not None and self.fixed and best.operands[0] is not self.operands[0][1]
         return None if moved else best  # a write into a moved operand would be lost
 
@@ -129,7 +120,8 @@ def ask(
     row = row_of(func)
     if row is None:
         return None
-    if (ordered := by_signature(func, len(args), list(kwargs), operands)) is None:
+    ordered = by_signature(func, len(args), list(kwargs), operands) if kwargs else operands
+    if ordered is None:
         return None
     specs = [spec for _, spec in ordered]
     shapes = [spec.shape for spec in specs]
@@ -138,7 +130,6 @@ def ask(
     values = [given[place] if type(place) is int else at(given, place) for place, _ in ordered]
     call = GlobalCall(func, args, kwargs, ordered)
     outcome, known_factors = outcome_of(row, call, values)
-    _check_dtypes(func, specs)
     if outcome is None:
         return None
     after = [shape for shape, _ in outcome.results]
@@ -150,10 +141,6 @@ def ask(
         refuse_global(func, specs, error)
     if fixed := writes(func):
         refuse_shared_memory(func, values[0], at_once=not row.sets)
-    elif row.rule is not elementwise and outcome.bases[0] is None:
-        complaint = dtype_complaint(call)
-        if complaint is not None:
-            refuse_global(func, specs, complaint)
     # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
     cuts = factors.whole or factors.summed
     as_is = outcome.same and not fixed and row.as_is and all(map(strides_known, values))
@@ -165,6 +152,7 @@ def ask(
     if known_factors is None and not _fits(factors, shapes, after, free, resized=row.blocks is not None):
         return None
     viewed = None if fixed else outcome.bases[0]
+    sharded = [(i, x) for i, x in enumerate(values) if type(x) is Sharded]
     copies = outcome.bases[0] is None and not fixed and outcome.kind is None
     return Question(
         row=row,
@@ -178,10 +166,18 @@ def ask(
         names=tuple(kwargs),
         products=viewed_call(row, factors, specs, results),
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
+        made=frozenset([i for i, x in sharded if isinstance(x.form, Strided) and x.form.made]),
         memory=outcome.memory,
-        may_alias=copies and results[0].dtype is specs[0].dtype and may_view(func),
+        may_alias=copies and known_factors is None and results[0].dtype is specs[0].dtype and may_view(func),
         loose=viewed is not None and not as_is and not views_any(call),
+        weighs=_weighs(row, factors, specs),
     )
+
+
+def _weighs(row: Row, factors: Factors, specs: Sequence[TensorSpec]) -> bool:
+    """Whether sums of gradients of whole operands count: they do if only added operands (a bias) are sharded."""
+    added = factors.added
+    return row.weighs or (bool(added) and all(i in added or not any(spec.partition) for i, spec in enumerate(specs)))
 
 
 def viewed_call(
@@ -195,16 +191,6 @@ def viewed_call(
     if True not in [spec.flat for spec in operands]:
         return None
     return with_flat_dims_split(factors, operands, results, row.body is not None)
-
-
-def _check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
-    """Raise for operands of several dtypes where the meta device does not."""
-    if len({spec.dtype for spec in specs}) > 1 and name_of(func).strip("_") in _OF_ONE_DTYPE and not autocasts():
-        widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
-        given = ", ".join(spec.text for spec in specs)
-        raise ArgumentError(
-            f"{shown(func)} of {given} has operands of several dtypes; write x.to({widest}), or use torch.autocast"
-        )
 
 
 def _undecided_spec(shape: Shape, dtype: torch.dtype, like: TensorSpec) -> TensorSpec:
@@ -272,3 +258,44 @@ def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: froze
         ):
             return False
     return True
+
+
+# --- the operands of a call among its arguments ----------------------------------------------------------------------
+
+#: common types of arguments that contain no other values
+_LEAVES: Final = frozenset((Sharded, Tensor, int, float, bool, str, type(None), torch.dtype))
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors and `Sharded` values of a call."""
+    leaves: list[Any] = []
+    for arg in (*args, *kwargs.values()):
+        if type(arg) is list or type(arg) is tuple:
+            leaves += arg
+        else:
+            leaves.append(arg)
+    if not _LEAVES.issuperset(map(type, leaves)):
+        leaves = optree.tree_leaves((args, kwargs), none_is_leaf=True)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def sharded_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
+    """Return all `Sharded` values of a call, at any depth."""
+    tree: Any = (args, kwargs)
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, Sharded)]
+
+
+def places_of(args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh) -> list[tuple[Place, TensorSpec]]:
+    """Return the places and specs of the tensors among the arguments, and in lists among them."""
+    operands: list[tuple[Place, TensorSpec]] = []
+    for i, arg in enumerate((*args, *kwargs.values())):
+        if isinstance(arg, Tensor):
+            operands.append((i, spec_of(arg, mesh)))
+        elif isinstance(arg, (list, tuple)):
+            operands += [((i, k), spec_of(item, mesh)) for k, item in enumerate(arg) if isinstance(item, Tensor)]
+    return operands
+
+
+def spec_of(x: Sharded | Tensor, mesh: Mesh) -> TensorSpec:
+    """Return the spec of a value; a plain tensor is replicated on the mesh."""
+    return x.spec if isinstance(x, Sharded) else TensorSpec(mesh, P(), x.shape, x.dtype)

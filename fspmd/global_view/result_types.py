@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.copies import share_memory
+from fspmd.errors import ArgumentError
 from fspmd.fake_mode import FakeMode, UnknownValues, meta_tensors_as_on
 from fspmd.forms import Laid, Strided, lies_as_new, packed
-from fspmd.global_view.kernels import GlobalCall, kernel_complaint, ones_of, strides_of_kernel
-from fspmd.global_view.refusals import refuse_global
+from fspmd.global_view.kernels import GlobalCall, dtype_complaint, kernel_complaint, ones_of, strides_of_kernel
+from fspmd.global_view.refusals import refuse_global, shown
 from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import autocasts, name_of
@@ -55,11 +57,23 @@ def joined(kind: Kind | None, results: list[Any]) -> Any:
 
 
 def outcome_of(row: Row, call: GlobalCall, values: Sequence[Any]) -> tuple[Outcome | None, Factors | None]:
-    """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them.
+    """Return the outcome of a call, None if it depends on values; and its factors, if the outcome follows from them.
 
     Raises:
         ArgumentError: The call fails on the global tensors.
     """
+    outcome, factors = _outcome_and_factors(row, call, values)
+    specs = [spec for _, spec in call.operands]
+    _check_dtypes(call.func, specs)
+    if outcome is not None and outcome.bases[0] is None and row.rule is not elementwise and not writes(call.func):
+        complaint = dtype_complaint(call)
+        if complaint is not None:
+            refuse_global(call.func, specs, complaint)
+    return outcome, factors
+
+
+def _outcome_and_factors(row: Row, call: GlobalCall, values: Sequence[Any]) -> tuple[Outcome | None, Factors | None]:
+    """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them."""
     func, args, kwargs, ordered = call
     specs, written = [spec for _, spec in ordered], writes(func)
     if all(map(_lies_as_new, values)) and kwargs.get("memory_format") is None:
@@ -83,6 +97,23 @@ def outcome_of(row: Row, call: GlobalCall, values: Sequence[Any]) -> tuple[Outco
     return outcome, None
 
 
+#: functions whose operands need one dtype, which the meta device does not check
+_OF_ONE_DTYPE: Final = frozenset(
+    ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "linear", "convolution")
+    + ("addmm", "addmv", "baddbmm", "addbmm")
+)
+
+
+def _check_dtypes(func: Any, specs: Sequence[TensorSpec]) -> None:
+    """Raise for operands of several dtypes where the meta device does not."""
+    if len({spec.dtype for spec in specs}) > 1 and name_of(func).strip("_") in _OF_ONE_DTYPE and not autocasts():
+        widest = functools.reduce(torch.promote_types, (spec.dtype for spec in specs))
+        given = ", ".join(spec.text for spec in specs)
+        raise ArgumentError(
+            f"{shown(func)} of {given} has operands of several dtypes; write x.to({widest}), or use torch.autocast"
+        )
+
+
 def _on_one_element(call: GlobalCall) -> Outcome | None:
     """Return the outcome of an elementwise function from a run on one element, or None if that fails.
 
@@ -91,17 +122,20 @@ def _on_one_element(call: GlobalCall) -> Outcome | None:
     shape = _broadcast([spec.shape for _, spec in call.operands])
     if shape is None or autocasts():
         return None
-    made: list[Tensor] = []
+    storages: list[torch.UntypedStorage] = []
 
     def make(spec: TensorSpec) -> Tensor:
-        made.append(ones_of(1, spec))
-        return made[-1]
+        x = ones_of(1, spec)
+        storages.append(x.untyped_storage())
+        return x
 
     try:
-        out = call.run_on(make)
+        with DisableTorchFunction():
+            out = call.run_on(make)
+            is_new = isinstance(out, Tensor) and out.dim() == len(shape) and out.untyped_storage() not in storages
     except Exception:  # the meta device will raise with a better message
         return None
-    if not isinstance(out, Tensor) or out.dim() != len(shape) or any(share_memory(out, x) for x in made):
+    if not is_new:
         return None
     return Outcome([(shape, out.dtype)])
 

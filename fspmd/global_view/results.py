@@ -18,7 +18,8 @@ from fspmd.copies import as_copies, refuse_copy, share_memory
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.forms import Laid, packed
 from fspmd.global_view.kernels import GlobalCall
-from fspmd.global_view.op_plan import OpPlan, opaque_plan, places_of, sharded_values, tensors_of
+from fspmd.global_view.op_plan import OpPlan, opaque_plan
+from fspmd.global_view.question import places_of, sharded_values, tensors_of
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import Outcome, memory_of, on_meta
 from fspmd.local_view.empty_blocks import zero_depending_on

@@ -15,7 +15,7 @@ from fspmd.errors import ShapeError
 from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
 from fspmd.global_view.kernels import GlobalCall, dtype_complaint
-from fspmd.global_view.op_plan import places_of, sharded_values
+from fspmd.global_view.question import places_of, sharded_values
 from fspmd.global_view.refusals import (
     PASSING,
     NoRuleError,

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.forms import is_made
 from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.op_plan import OpPlan, opaque_plan, plan_of
 from fspmd.global_view.origins import noting_origin
-from fspmd.global_view.question import Question, ask
+from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import refuse_shared_memory, refuse_write, shown
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
@@ -29,33 +28,18 @@ from fspmd.torch_internals import transforms_active
 _NONE: Final = frozenset[int]()
 
 
-def propagate(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[tuple[Place, TensorSpec]]
-) -> OpPlan | None:
-    """Plan a call, or return None if no rule decides it. ``operands`` has the places and layouts of its tensors.
-
-    Raises:
-        ArgumentError: The call fails on the global tensors.
-    """
-    question = ask(func, args, kwargs, operands)
-    if question is None:
-        return None
+def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], question: Question) -> OpPlan | None:
+    """Plan a call by its question, or return None if the graph of the function decides it."""
     must_move = question.fixed and question.best() is None  # the write has no strategy that leaves its operand in place
     if must_move and question.operands[0][1].partition.unreduced:
         return opaque_plan(functools.partial(_write_sum, func))
     numbers = _scales(question, (*args, *kwargs.values())) if question.linear else []
     if question.fixed and question.row.sets and (must_move or numbers):
-        return None  # the graph of the function computes the new value, which is then written in any layout
+        return None  # the graph computes the new value, which is then written in any layout
     if numbers:
-        by_numbers = _PlansByNumbers(func, len(args), question, numbers)
+        by_numbers = _PlansByNumbers(func, len(args), question._replace(made=_NONE), numbers)
         return _chosen(by_numbers.of_terms, by_numbers.plan)
-    given = (*args, *kwargs.values())
-    made = frozenset([i for i, (place, _) in enumerate(question.operands) if _is_made(at(given, place))])
-    return _propagate(func, len(args), question, made)
-
-
-def _is_made(x: Any) -> bool:
-    return type(x) is Sharded and is_made(x.form)
+    return _propagate(func, len(args), question)
 
 
 def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,7 +56,7 @@ def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call_torch(Tensor.copy_, (x, new))
 
 
-def _propagate(func: Any, positional: int, question: Question, made: frozenset[int] = _NONE) -> OpPlan:
+def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
     known: list[Any] = []
     best = question.best(known)
     if best is None:
@@ -88,13 +72,11 @@ def _propagate(func: Any, positional: int, question: Question, made: frozenset[i
     if weighed and not (plan.needs_redistribute or ends):
         weighed = bool(floating) and not _same(best, followed.best(known))
     if not (pending or (weighed and floating)):
-        return _with_origin(func, positional, question, best, plan, made)
+        return _with_origin(func, positional, question, best, plan)
     return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)
 
 
-def _with_origin(
-    func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan, made: frozenset[int]
-) -> OpPlan:
+def _with_origin(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
     """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result.
 
     Operands that are ``made`` of less themselves do not count, if the result is not much smaller. Other operands that
@@ -102,7 +84,7 @@ def _with_origin(
     """
     if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
         return plan
-    result, specs = plan.results, [spec for _, spec in question.operands]
+    result, specs, made = plan.results, [spec for _, spec in question.operands], question.made
     if any(casts and is_float(spec.dtype) for spec, casts in zip(specs, best.casts, strict=True)):
         return plan
     floating = [spec for spec in specs if is_float(spec.dtype)]

@@ -21,8 +21,7 @@ from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.layouts import Strategy
-from fspmd.global_view.op_plan import places_of
-from fspmd.global_view.question import Question, ask
+from fspmd.global_view.question import Question, ask, places_of
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
 from fspmd.global_view.strategies import strategies

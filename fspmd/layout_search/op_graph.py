@@ -23,8 +23,7 @@ from fspmd.errors import ArgumentError, FspmdError, RecordError
 from fspmd.global_view.composed import Calls, operands_of
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.kernels import GlobalCall
-from fspmd.global_view.op_plan import places_of, tensors_of
-from fspmd.global_view.question import Question
+from fspmd.global_view.question import Question, places_of, tensors_of
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import joined, on_meta
 from fspmd.global_view.unruled import gathered

@@ -14,14 +14,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from optree import PyTreeSpec
-
 from fspmd.errors import LockstepError
 from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport import known_values
 from fspmd.transport.reports import store_here, tell_failure
-from fspmd.trees import Label, has_dicts
+from fspmd.trees import Label
 from fspmd.user_code import code_of
 
 _SHOWN: Final = 64  # leaves of an order in the store
@@ -31,21 +29,22 @@ process_groups.at_new_world(_seen.clear)
 
 
 def check_order(
-    meshes: Iterable[Mesh], name: str, function: Any, tree: PyTreeSpec, order: list[int] | None, labels: Sequence[Label]
+    meshes: Iterable[Mesh], name: str, function: Any, order: list[int] | None, labels: Sequence[Label]
 ) -> None:
     """Compare the order of the keys in a call's arguments with that of the first rank of each mesh that has come to it.
+
+    Only trees with dicts have such an order (`trees.has_dicts`).
 
     Args:
         name: The name of the call in messages.
         function: The function that it runs.
-        tree: The structure of the arguments.
         order: As of `trees.order_of`.
         labels: The names of the leaves.
 
     Raises:
         LockstepError: The orders differ.
     """
-    if known_values.hear is not None or not has_dicts(tree):  # under `debug` all ranks compare, at once
+    if known_values.hear is not None:  # under `debug` all ranks compare, at once
         return
     for mesh in meshes:
         if mesh.transport == "process_group" and mesh.coordinate() is not None and world.has_peers():

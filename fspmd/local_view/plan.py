@@ -26,7 +26,7 @@ from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import known_values
 from fspmd.transport.known_values import ArgumentRow, layout_row
-from fspmd.trees import Label, check_keys, labels, order_of, parameter_names, prefix_over
+from fspmd.trees import Label, check_keys, has_dicts, labels, order_of, parameter_names, prefix_over
 from fspmd.user_code import code_of
 
 
@@ -190,7 +190,8 @@ def make_plan(
         if spec is not None and not isinstance(leaf, Sharded)
     ]
     order = order_of(treedef)
-    check_order((full_mesh,), name, f, treedef, order, names_of_leaves)
+    if has_dicts(treedef):
+        check_order((full_mesh,), name, f, order, names_of_leaves)
     return Plan(
         body=body,
         treedef=treedef,

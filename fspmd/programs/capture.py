@@ -9,7 +9,6 @@ import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import optree
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import RecordError
-from fspmd.fake_mode import UnknownValues
+from fspmd.fake_mode import CachingFakeMode, UnknownValues
 from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
 from fspmd.programs.program import Program, memory_of
 from fspmd.programs.reachable import reachable_from
@@ -25,11 +24,12 @@ from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.refusals import constant_of, is_dense, not_compiled, not_dense
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import DisableTorchFunction, FakeTensor, FakeTensorMode
+from fspmd.torch_internals import DisableTorchFunction, FakeTensor
 from fspmd.transport.frame import Frame, frame
-from fspmd.transport.local_tensor import has_overlaps, local_tensor, per_block, with_blocks
+from fspmd.transport.local_tensor import blocks_of, has_overlaps, held_frame, local_tensor, with_blocks
 from fspmd.trees import filling, flatten, flatten_in_order
 
+Flat = tuple[list[Any], optree.PyTreeSpec]  # the leaves and the treedef of arguments
 #: held while a thread records; other threads run functions unrecorded, or wait
 recording = threading.RLock()
 
@@ -78,13 +78,14 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     recorder = ProgramRecorder(reachable_from(function, *leaves), is_fake)
     inputs = [recorder.argument(x) for x in tensors]
     given, named = filled(tensors)
+    before_run = flatten_in_order((given, named))
     had_gradient = [x.requires_grad for x in tensors]
     recorder.note_specs(optree.tree_leaves((given, named), none_is_leaf=True))
     with recorder.recording():
         out = _run(recorder, function, given, named)
         recorder.note_specs(optree.tree_leaves(out, none_is_leaf=True))
         with DisableTorchFunction():
-            _check_arguments(filled(tensors), (given, named), had_gradient)
+            _check_arguments(before_run, flatten_in_order((given, named)), had_gradient)
         results = _tensors(out)
         outputs = list(map(recorder.node_of, results))
         facts = None
@@ -128,9 +129,9 @@ def _run(recorder: ProgramRecorder, function: Callable[..., Any], given: Any, na
     return out
 
 
-def _check_arguments(before: Any, after: Any, had_gradient: Sequence[bool]) -> None:
+def _check_arguments(before: Flat, after: Flat, had_gradient: Sequence[bool]) -> None:
     """Raise `RecordError` where a function has changed its arguments, except by writing into tensors."""
-    (was, tree), (now, other) = flatten_in_order(before), flatten_in_order(after)
+    (was, tree), (now, other) = before, after
     if tree != other or any(x is not y for x, y in zip(was, now, strict=True)):
         raise RecordError(
             "jit cannot record a function that changes a list, a dict or a Sharded that it was given; return the "
@@ -173,7 +174,7 @@ def _tensors(out: Any) -> list[Tensor]:
     return [x for x in flatten(out)[0] if isinstance(x, Tensor)]
 
 
-def stand_ins(tree: Any, mode: FakeTensorMode, as_they_lie: bool = False) -> Any:
+def stand_ins(tree: Any, mode: CachingFakeMode, as_they_lie: bool = False) -> Any:
     """A tree with a fake tensor for each tensor, and a `Sharded` of a fake block for each `TensorSpec`.
 
     ``as_they_lie``: also tensors whose elements share memory keep their strides.
@@ -181,13 +182,13 @@ def stand_ins(tree: Any, mode: FakeTensorMode, as_they_lie: bool = False) -> Any
     return optree.tree_map(lambda leaf: _stand_in(leaf, mode, as_they_lie), tree, none_is_leaf=True, namespace=NODES)
 
 
-def _stand_in(leaf: Any, mode: FakeTensorMode, as_they_lie: bool) -> Any:
+def _stand_in(leaf: Any, mode: CachingFakeMode, as_they_lie: bool) -> Any:
     if isinstance(leaf, TensorSpec):
         return Sharded(_block(leaf, mode), leaf)
     if isinstance(leaf, Tensor):
         if not is_dense(leaf):
             raise not_dense(leaf)
-        fake = per_block(partial(_fake, mode=mode), leaf)
+        fake = _fake_of(leaf, mode)
         return like(leaf, fake if as_they_lie else unshared(fake))
     return leaf
 
@@ -205,7 +206,7 @@ def unshared(x: Tensor) -> Tensor:
     return x.contiguous() if is_strided and has_overlaps(x) else x
 
 
-def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
+def _block(spec: TensorSpec, mode: CachingFakeMode) -> Tensor:
     """A fake of this rank's block, or of the blocks of all simulated ranks."""
     device = spec.mesh.device
     with mode:
@@ -217,7 +218,18 @@ def _block(spec: TensorSpec, mode: FakeTensorMode) -> Tensor:
         return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], holders)
 
 
-def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake_of(x: Tensor, mode: CachingFakeMode) -> Tensor:
+    """The fake of a tensor. In a simulation the first block tells the memory of a value, so others get new memory."""
+    blocks, held = blocks_of(x), held_frame(x)
+    if held is None:
+        return _fake(x, mode)
+    first, *others = blocks
+    if first.is_meta or any(isinstance(block, FakeTensor) or block.storage_offset() for block in others):
+        return local_tensor([_fake(block, mode) for block in blocks], held)
+    return local_tensor([_fake(first, mode), *map(mode.new_like, others)], held)
+
+
+def _fake(x: Tensor, mode: CachingFakeMode) -> Tensor:
     """The fake of a block."""
     if isinstance(x, FakeTensor):
         return x.detach()

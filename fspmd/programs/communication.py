@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from fspmd.inspection.replays import Replayed
 from fspmd.inspection.watch import Communication, communicates, hears_of_records, price_of, tell
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, is_watched
-from fspmd.programs.program import Program, Value
+from fspmd.programs.program import Value
 from fspmd.programs.steps import Routed, moved_by
 from fspmd.redistribution.cost import Price, Topology
 from fspmd.transport.call import DTYPES
@@ -29,9 +29,8 @@ from fspmd.transport.rows import Routes
 from fspmd.user_code import line_of
 
 
-def report_when_run(program: Program) -> None:
+def report_when_run(steps: Sequence[fx.Node]) -> None:
     """Let all collectives of a program report themselves, in order, if the bytes of one depend on values."""
-    steps = [*program.steps, *program.deferred]
     if not any(isinstance(node.target, Routed) for node in steps):
         return
     for node in steps:
@@ -46,7 +45,7 @@ def report_when_run(program: Program) -> None:
 
 def known_communication(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
     """The communication of steps that do not report themselves."""
-    return communications(node for node in nodes if not isinstance(node.target, _Reporting))
+    return communications([node for node in nodes if not isinstance(node.target, _Reporting)])
 
 
 class _Reporting:

@@ -80,7 +80,7 @@ class Values(RecordingMode):
         with self.graph.inserting_before(first):
             node = self.graph.placeholder(f"x{len(self._nodes)}")
         self._know(x, node)
-        self._owners.setdefault(self.memory(x), node)
+        self._owners.setdefault(node.meta["storage"], node)
         self.given.append(x)
         return node
 
@@ -104,8 +104,9 @@ class Values(RecordingMode):
             self.captured[node] = x
             with DisableTorchFunction():
                 self._gradients[node] = x.grad if x.is_leaf else None
-            self._owners.setdefault(self.memory(x), node)
         self._know(x, node)
+        if node.op == "get_attr":
+            self._owners.setdefault(node.meta["storage"], node)
         return node
 
     def owner(self, x: Tensor) -> fx.Node | None:

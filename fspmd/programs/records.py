@@ -39,6 +39,7 @@ from fspmd.trees import (
     filling,
     flatten_in_order,
     flatten_values,
+    has_dicts,
     labels,
     leaf_paths,
     order_of,
@@ -209,11 +210,11 @@ def stale(record: Record) -> tuple[str, ...]:
 
 def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
     """The record of a capture of a function."""
-    name = name_of(function)
     program, halves = captured.program, None
     donation = with_reuse(captured, donation, make)
-    report_when_run(program)
     steps, deferred = program.steps, program.deferred
+    report_when_run([*steps, *deferred])
+    moved, unmet, name = known_communication(steps), histories((steps, False), (deferred, True)), name_of(function)
     if captured.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
@@ -233,11 +234,9 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
             run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
-    moved = known_communication(steps)
     strides = list(map(strides_of, captured.leaves))
     modules = tuple((module, state_of(module)) for module in captured.modules)
     made_of = captured.written, captured.same, rebuilder(captured.out), Closed(captured.closed), modules
-    unmet = histories((steps, False), (deferred, True))
     draws_seeds = any(map(draws_seed, (*steps, *deferred)))
     is_plain_call, by_values = not donation.places, not captured.is_fake
     return Record(run, strides, *made_of, facts, donation, halves, moved, is_plain_call, unmet, draws_seeds, by_values)
@@ -418,10 +417,10 @@ def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, .
 
 def check_orders(record: Record, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise `LockstepError` if another rank has made a record of this call with keys of dicts in another order."""
-    roots, trees = zip(*named, strict=True) if (named := _trees(function, args, kwargs)) else ((), ())
-    treedef = flatten_values(trees)[1]
-    names = labels(treedef, roots)
-    check_order(_meshes(record, args, kwargs), _call_name(function), function, treedef, order_of(treedef), names)
+    treedef = flatten_values((*args, *(tree for _, tree in sorted(kwargs.items()))))[1]
+    if has_dicts(treedef):
+        names = labels(treedef, [name for name, _ in _trees(function, args, kwargs)])
+        check_order(_meshes(record, args, kwargs), _call_name(function), function, order_of(treedef), names)
 
 
 def _call_name(function: Callable[..., Any]) -> str:

@@ -119,8 +119,10 @@ class _Shorter:
     def values(self) -> dict[fx.Node, Any]:
         """The values of steps that need not run again."""
         found: dict[fx.Node, Any] = {}
+        if not (once := made_once(self.given.steps, self.ends)):
+            return found
         with torch.inference_mode(False), torch.no_grad(), without_autocast(), DisableTorchFunction():
-            for node in made_once(self.given.steps, self.ends):
+            for node in once:
                 if found.keys() >= set(node.all_input_nodes):
                     args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
                     value = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from fspmd.ops.signatures import FLOATS, NONE, Free
 from fspmd.rules.bodies import Bodied, BodyLayout, Site, reducing
-from fspmd.rules.composites import composite_of, may_be_composite
+from fspmd.rules.composites import composite_of
 from fspmd.rules.factors import Factors, Rule, Whole, match, parse
 from fspmd.rules.handlers import ENGINE, handler_of
-from fspmd.rules.table import IN_C, Row, free_numbers, is_ragged, is_registered, register, row_of, without_write, writes
+from fspmd.rules.table import (
+    IN_C,
+    Row,
+    free_numbers,
+    is_ragged,
+    is_registered,
+    is_ruled,
+    register,
+    row_of,
+    without_write,
+    writes,
+)
 
 __all__ = [
     "ENGINE",
@@ -27,8 +38,8 @@ __all__ = [
     "handler_of",
     "is_ragged",
     "is_registered",
+    "is_ruled",
     "match",
-    "may_be_composite",
     "parse",
     "reducing",
     "register",

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.cache import cached
 from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import argument
 from fspmd.ops.traits import is_torch, name_of
@@ -306,18 +305,11 @@ def composite_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 
     Ops of a graph have none.
     """
-    if not may_be_composite(func):
+    if not _is_function(func):
         return None
     name = name_of(func)
     choice = CHOICES.get(func) or CHOICES.get(name)
     return choice(func, args, kwargs) if choice is not None else COMPOSITES.get(func) or COMPOSITES.get(name)
-
-
-@cached
-def may_be_composite(func: Any) -> bool:
-    """Whether `composite_of` may return a composite for a call of a function."""
-    name = name_of(func)
-    return any(func in table or name in table for table in (COMPOSITES, CHOICES)) and _is_function(func)
 
 
 def has_composite(func: Any) -> bool:

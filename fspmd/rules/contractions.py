@@ -1,4 +1,4 @@
-"""Contractions, such as matmul, which sum products; and functions of trailing dims, batched over the leading ones."""
+"""Contractions, such as einsum, which sum products; and functions of trailing dims, batched over the leading ones."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ import torch
 
 from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, Whole, match, parse
 from fspmd.rules.halos import near
-
-_MATMUL: Final = {
-    (1, 1): parse("k, k ->"),
-    (2, 1): parse("... m k, k -> ... m"),
-    (1, 2): parse("k, ... k n -> ... n"),
-    (2, 2): parse("... m k, ... k n -> ... m n"),
-}
-
-
-def matmul(whole: Whole) -> Factors:
-    """The rule of ``matmul``, by the number of dims of both operands."""
-    a, b = (min(len(shape), 2) for shape in whole.shapes)
-    return match(_MATMUL[a, b], whole.shapes) if a and b else NO_RULE
 
 
 def einsum(whole: Whole) -> Factors:

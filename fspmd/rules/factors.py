@@ -185,6 +185,20 @@ def elementwise(whole: Whole) -> Factors:
     return match(_PATTERNS[len(whole.shapes), len(whole.results)], whole.shapes)
 
 
+_MATMUL: Final = {
+    (1, 1): parse("k, k ->"),
+    (2, 1): parse("... m k, k -> ... m"),
+    (1, 2): parse("k, ... k n -> ... n"),
+    (2, 2): parse("... m k, ... k n -> ... m n"),
+}
+
+
+def matmul(whole: Whole) -> Factors:
+    """The rule of ``matmul``, by the number of dims of both operands."""
+    a, b = (min(len(shape), 2) for shape in whole.shapes)
+    return match(_MATMUL[a, b], whole.shapes) if a and b else NO_RULE
+
+
 def cross(whole: Whole) -> Factors:
     """The rule of ``linalg.cross``: elementwise except along one dim of the result, which must be whole."""
     factors = elementwise(whole)

@@ -355,6 +355,11 @@ _OF_MEMORY: Final = {
 }
 
 
+#: names of functions that have a handler, as have all functions whose names begin as `OF_LISTS`
+HANDLED: Final = frozenset((*HANDLERS, *_OF_MEMORY, "_linalg_check_errors"))
+OF_LISTS: Final = ("_foreach_", "_fused_")
+
+
 @cached
 def handler_of(func: Any) -> Handler | None:
     """Return the function that runs in place of a torch function on `Sharded` values, or None."""
@@ -365,7 +370,7 @@ def handler_of(func: Any) -> Handler | None:
     if func in ENGINE:
         return ENGINE[func]()
     name = name_of(func)
-    if name.startswith(("_foreach_", "_fused_")):
+    if name.startswith(OF_LISTS):
         return functools.partial(of_lists, func, name)
     if name == "_linalg_check_errors":
         return functools.partial(_check_errors, func)

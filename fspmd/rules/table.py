@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -28,7 +29,7 @@ from fspmd.rules import (
     views,
 )
 from fspmd.rules.bodies import Bodied
-from fspmd.rules.composites import has_composite
+from fspmd.rules.composites import CHOICES, COMPOSITES, has_composite
 from fspmd.rules.contractions import (
     batched,
     convolution,
@@ -37,14 +38,13 @@ from fspmd.rules.contractions import (
     distances_within,
     einsum,
     gathered,
-    matmul,
     solved,
     with_added,
 )
 from fspmd.rules.extremes import EXTREMES, SCANS
-from fspmd.rules.factors import Rule, cross, elementwise, notation
+from fspmd.rules.factors import Rule, cross, elementwise, matmul, notation
 from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
-from fspmd.rules.handlers import handler_of
+from fspmd.rules.handlers import ENGINE, HANDLED, OF_LISTS, handler_of
 from fspmd.rules.losses import ELEMENTWISE, alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.normalizations import sums_of_groups
 from fspmd.rules.reductions import max_or_min, mean_of_blocks, over
@@ -75,6 +75,7 @@ class Row:
     divides: bool = False  # the first operand is divided by the second
     sets: bool = False  # sets elements of the first operand; its gradients do not depend on their old values
     as_is: bool = False  # may give its operand, or a view equal to it, whatever the strides of its blocks
+    registered: bool = False  # of a function of users or of fspmd: it precedes all else that is known of the function
 
 
 def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
@@ -308,8 +309,10 @@ _BY_FUNCTION: Final[dict[Any, Row]] = {
 
 
 @cached
-def row_of_torch(func: Any) -> Row | None:
-    """Return the row of a torch function, method or property; None if there is none, or if it is not of torch."""
+def row_of(func: Any) -> Row | None:
+    """Return the row of a function, method or property; None if there is none."""
+    if func in _ROWS:
+        return _ROWS[func]
     if not is_torch(func):
         return None
     name = name_of(func)
@@ -331,14 +334,11 @@ def _row_by_name(name: str) -> Row | None:
     return row
 
 
-def is_ragged(func: Any, tensors: int, args: tuple[Any, ...] | None = None) -> bool:
-    """Whether a call gives a Python value, or its shape depends on values; ``tensors`` is the number of its tensors.
-
-    Without ``args``, whether some call of the function does.
-    """
+def is_ragged(func: Any, tensors: int, args: tuple[Any, ...]) -> bool:
+    """Whether a call gives a Python value, or its shape depends on values; ``tensors`` is the number of its tensors."""
     name = name_of(func)
     if name in layers.LAYERS:
-        return args is None or layers.is_packed(args)
+        return layers.is_packed(args)
     return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1)
 
 
@@ -351,6 +351,20 @@ _RAGGED: Final = frozenset(
 )
 #: ragged if there is a second tensor
 _RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave narrow"))
+#: functions, and names of functions, of which something other than a row decides some calls
+_ASIDE: Final = frozenset(
+    (*HANDLED, *ENGINE, *COMPOSITES, *CHOICES, *layers.LAYERS, *_RAGGED, *_RAGGED_BY_SECOND)
+    + ("to", "type_as", "cpu", "cuda")
+)
+
+
+@cached
+def is_ruled(func: Any) -> bool:
+    """Whether a row decides every call of a function in C without keyword arguments."""
+    if row_of(func) is None or isinstance(func, FunctionType):
+        return False
+    name = name_of(func)
+    return not (func in _ASIDE or name in _ASIDE or name.startswith(OF_LISTS))
 
 
 @cached
@@ -380,22 +394,25 @@ _WRITES: Final = _rows({"zero_": Row(elementwise), "fill_": Row(elementwise, fre
 #: dispatches them with both as keyword arguments
 IN_C: Final[dict[Any, Any]] = {F.softmax: torch.softmax, F.log_softmax: torch.log_softmax}
 _ROWS: Final[dict[Any, Row]] = {
-    alike: Row(of_rows),
-    gaussian: Row(elementwise),
-    ctc: Row(of_samples, empty=False),
-    rows_by_groups: Row(pointing("[s] k, [g] k n, 1 -> [s] n", "g"), "product", body=own_groups),
-    groups_of_columns: Row(pointing("m [s], [s] n, 1 -> 1 m n", "s"), "product", body=own_columns),
-    of_labels: Row(labelled, body=labelled_on_blocks),
-    ratio: Row(notation("[a] -> ")),
-    sums_of_groups: Row(notation("n c, c -> n 1"), "first", free=NONE),
-    gathered_along: Row(over(1, "dims", kept=True), "first"),
+    func: replace(row, registered=True)
+    for func, row in {
+        alike: Row(of_rows),
+        gaussian: Row(elementwise),
+        ctc: Row(of_samples, empty=False),
+        rows_by_groups: Row(pointing("[s] k, [g] k n, 1 -> [s] n", "g"), "product", body=own_groups),
+        groups_of_columns: Row(pointing("m [s], [s] n, 1 -> 1 m n", "s"), "product", body=own_columns),
+        of_labels: Row(labelled, body=labelled_on_blocks),
+        ratio: Row(notation("[a] -> ")),
+        sums_of_groups: Row(notation("n c, c -> n 1"), "first", free=NONE),
+        gathered_along: Row(over(1, "dims", kept=True), "first"),
+    }.items()
 }
 
 
 def register(func: Any, row: Row) -> None:
     """Make a row the rule of a function, and of the ops that its calls are dispatched as."""
     for key in (func, *_overloads(func)):
-        _ROWS[key] = row
+        _ROWS[key] = replace(row, registered=True)
         IN_C.pop(key, None)
 
 
@@ -413,15 +430,10 @@ def is_registered(func: Any) -> bool:
     return func in _ROWS
 
 
-def row_of(func: Any) -> Row | None:
-    """Return the row of a function, or None."""
-    return _ROWS.get(func) or row_of_torch(func)
-
-
 def free_numbers(func: Any) -> Free:
     """Return the Python numbers among the arguments of a function that bear on no layout."""
     if func in _ROWS:
         return Free(_ROWS[func].free)
-    row = row_of_torch(func)
+    row = row_of(func)
     kinds = FLOATS if row is None else row.free
     return free(name_of(func), NUMBERS if handler_of(func) is not None or has_composite(func) else kinds)

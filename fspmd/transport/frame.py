@@ -49,7 +49,7 @@ _FRAMES: Final[WeakValueDictionary[Any, Frame]] = WeakValueDictionary()
 @cached
 def frame(mesh: Mesh, axes: tuple[str, ...] | frozenset[str]) -> Frame:
     """Return the frame of a set of axes of ``mesh``."""
-    ordered = mesh.ordered(axes)
+    ordered = tuple([axis for axis in mesh.axis_names if axis in axes])
     return _FRAMES.setdefault((mesh, ordered), Frame(mesh, ordered))
 
 

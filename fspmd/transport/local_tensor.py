@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import starmap
 from typing import Any, Final, NoReturn
 
 import torch
@@ -206,11 +205,6 @@ def owned(x: Any) -> LocalTensor:
     return x.detach().clone() if x.borrowed else x  # type: ignore[no-any-return]
 
 
-def has_overlaps(x: Tensor) -> bool:
-    """Whether elements of a block share memory, as those of an expanded one do."""
-    return any(starmap(overlaps, {(block.shape, block.stride()) for block in blocks_of(x)}))
-
-
 def is_borrowed(x: Any) -> bool:
     """Whether the shards of a value alias another value."""
     return type(x) is LocalTensor and x.borrowed
@@ -282,6 +276,11 @@ def kinds_of(leaves: list[Any], others: Callable[[Any], Any]) -> tuple[tuple[Any
 def strides_of(x: Any) -> Any:
     """Returns the strides of a tensor; in a simulation those of each block."""
     return x.stride() if type(x) is not LocalTensor else [shard.stride() for shard in x.shards]
+
+
+def has_overlaps(x: Tensor) -> bool:
+    """Returns whether elements of a block share memory, as those of an expanded one do."""
+    return any(not block.is_contiguous() and overlaps(block.shape, block.stride()) for block in blocks_of(x))
 
 
 def shard_of(x: LocalTensor, i: int) -> Tensor:
