@@ -61,7 +61,7 @@ CASES: dict[str, tuple[int, Callable[[Any, Any, Any], Any]]] = {
     "queries that attend": (S, lambda x, w, ids: x * _attention(w[None].expand(B, -1, -1))),
     "a doubled class token": (1, lambda x, w, ids: torch.cat((w[None].expand(B, -1, -1) * 2, x), 1)),
     "repeated and viewed": (S, lambda x, w, ids: x * w.repeat(B, 1).view(B, S, D)),
-    "doubled between": (S, lambda x, w, ids: x * (w.repeat(B, 1) * 2).sin().reshape(B, S, D)),
+    "doubled between": (S, lambda x, w, ids: x * (w.repeat(B, 1).repeat(1, 1, 1)[0] * 2).sin().reshape(B, S, D)),
     "heads": (S, lambda x, w, ids: x.view(B, S, 2, -1).mT * torch.tile(w, (B, 1)).view(B, S, 2, -1).mT),
     "repeated twice": (S, lambda x, w, ids: torch.cat((x, x), 2) * w.repeat(B, 2).view(B, S, 2 * D)),
     "rows of repetitions": (S, lambda x, w, ids: x.flatten(0, 1) * w.repeat(B, 1)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class _Again:
     def __init__(self, func: Any, positional: int, question: Question, result: TensorSpec) -> None:
         self.func, self.positional, self.result = func, positional, result
         self.operands, self.question, self.grown = question.operands, question, list[tuple[int, int]]()
-        if question.row.rule is repeated:
+        if question.row.rule is repeated and prod(result.shape) != prod(question.operands[0][1].shape):
             self.question, self.grown = _by_places(question, result)
         self.plans: dict[Any, _Remake | None] = {}
 
