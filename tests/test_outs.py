@@ -47,6 +47,22 @@ def test_results_go_where_they_are_wanted(spec: P) -> None:
     assert torch.equal(device_get(outs[1]), PLAIN.max(1).indices)
 
 
+def test_outs_without_elements_take_the_shape_of_the_result() -> None:
+    for spec, empty in itertools.product(SPECS, (P(), P("x"))):
+        for dtype in (F64, torch.float32):
+            out, plain = put(torch.empty(0, dtype=dtype), empty), torch.empty(0, dtype=dtype)
+            alias = out
+            assert torch.mm(put(PLAIN, spec).t(), put(OTHER, P("x")), out=out) is alias
+            torch.mm(put(PLAIN.to(dtype), spec).t(), OTHER.to(dtype), out=plain)
+            expected = torch.mm(PLAIN.t(), OTHER).to(dtype)
+            for found in (out, plain, out + 0):
+                assert (found.shape, found.dtype, found.stride()) == (expected.shape, dtype, expected.stride())
+                torch.testing.assert_close(device_get(found), expected)
+    values, places = put(torch.empty(0, dtype=F64), P()), put(torch.empty(0, dtype=torch.int64), P())
+    torch.max(put(PLAIN, P("x")), 1, out=(values, places))
+    assert torch.equal(device_get(places), PLAIN.max(1).indices)
+
+
 ops: Any = torch.ops.aten
 OVERLOADS: dict[str, Callable[..., Any]] = {
     "mse_loss": lambda x, y, **out: ops.mse_loss.out(x, y, 0, **out),

@@ -96,6 +96,17 @@ def test_storage_of_simulated_ranks_is_no_memory() -> None:
     x = device_put(torch.arange(8.0), P("x"), mesh=make_mesh((4,), ("x",), transport="simulation"))
     with pytest.raises(ArgumentError, match=r"x\.set_\(storage\) got the storage of a value of simulated ranks"):
         torch.zeros(2).set_(x.local.untyped_storage())
+    storage, ops = x.local.untyped_storage(), torch.ops.aten
+    sets: list[Callable[[], Any]] = [
+        lambda: ops.set_.source_Storage(torch.zeros(2), storage),
+        lambda: ops.set_.source_Storage_storage_offset(torch.zeros(2), storage, 0, [2], [1]),
+        lambda: ops.set.source_Storage(torch.zeros(2), storage),
+        lambda: ops.set_.source_Storage(x.local.clone(), storage),
+    ]
+    for refused in sets:
+        with pytest.raises(RuntimeError, match="the devices must match"):  # torch's own words
+            refused()
+    assert x.local.untyped_storage() is storage
     plain = torch.arange(3.0)
     assert torch.equal(torch.zeros(0).set_(plain.untyped_storage()), plain)
 
@@ -105,6 +116,8 @@ def test_bytes_of_simulated_ranks_are_refused() -> None:
     reads: list[Callable[[Any], Any]] = [
         lambda s: s.clone(),
         lambda s: s[0],
+        lambda s: s.tolist(),
+        lambda s: s.byteswap(torch.float32),
         lambda s: torch.zeros(2).untyped_storage().copy_(s),
     ]
     for read in reads:

@@ -6,8 +6,7 @@ A kernel runs on few elements, once per miss. Only meshes of CPU devices ask.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf, prod
 from operator import mul
 from typing import Any, Final, NamedTuple
@@ -135,27 +134,29 @@ def strides_of_kernel(call: GlobalCall, before: Sequence[Laid | None], shape: tu
     """
     if not call.has_kernels or not all(laid is None or laid.strides for laid in before):
         return None
-    count = itertools.count()
-    sizes = sorted({n for _, spec in call.operands for n in spec.shape if n > 1})
-    few = {n: i for i, n in enumerate(sizes, 2)} | {0: 0, 1: 1}
-
-    def make(spec: TensorSpec) -> Tensor:
-        laid = before[next(count)]
-        strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
-        small = [few[n] for n in spec.shape]
-        steps = _steps(strides, spec.shape, small, not is_dense(spec.shape, strides))
-        memory = torch.ones(1 + sum(map(mul, small, steps)), dtype=spec.dtype, device="cpu")
-        return memory.as_strided(small, steps)
-
     args, named = tuple(map(_unless_generator, call.args)), {k: _unless_generator(x) for k, x in call.kwargs.items()}
-    try:
-        with kept():
-            out = call._replace(args=args, kwargs=named).run_on(make)
-    except Exception:  # the call itself raises it
-        return None
-    if not isinstance(out, Tensor) or out.dim() != len(shape):
-        return None
-    return tuple(_in_order_of(out.stride(), shape))
+    sizes = sorted({n for _, spec in call.operands for n in spec.shape if n > 1})
+    for whole in (None, *sizes):  # groups divide the number of channels
+        few = {0: 0, 1: 1}
+        for n in sizes:
+            few[n] = n if n == whole else max(few.values()) + 1
+        try:
+            with kept():
+                out = call._replace(args=args, kwargs=named).run_on(functools.partial(_few, iter(before), few))
+        except Exception:  # because of the sizes, or the call itself raises it
+            continue
+        return tuple(_in_order_of(out.stride(), shape)) if isinstance(out, Tensor) and out.dim() == len(shape) else None
+    return None
+
+
+def _few(before: Iterator[Laid | None], few: dict[int, int], spec: TensorSpec) -> Tensor:
+    """Return the next operand with fewer elements, in memory of the same order."""
+    laid = next(before)
+    strides = packed(spec.shape) if laid is None or laid.strides is None else laid.strides
+    small = [few[n] for n in spec.shape]
+    steps = _steps(strides, spec.shape, small, not is_dense(spec.shape, strides))
+    memory = torch.ones(1 + sum(map(mul, small, steps)), dtype=spec.dtype, device="cpu")
+    return memory.as_strided(small, steps)
 
 
 def _unless_generator(value: Any) -> Any:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fspmd.entries import entry_axes
-from fspmd.global_view.layouts import Choice, LayoutProblem, layouts_of, working
+from fspmd.entries import Entry
+from fspmd.global_view.flat_dims import regrouped
+from fspmd.global_view.layouts import Strategy, working
 from fspmd.global_view.op_plan import OpPlan, cast_operands, move_operands, plan_of
 from fspmd.global_view.question import Question
 from fspmd.global_view.strategies import PASSES
@@ -24,10 +26,12 @@ from fspmd.ops.signatures import at
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg, moves
-from fspmd.redistribution.redistribute import cut_dims, keep, part_of_equal, repeats_along, time_of_equal
+from fspmd.redistribution.redistribute import keep, repeats_along, time_of_equal
 from fspmd.remembered import Stamp, is_unwritten, origin_of, remember_origin, stamp
-from fspmd.rules.views import repeated
-from fspmd.spec import TensorSpec, is_float
+from fspmd.rules import Row
+from fspmd.rules.factors import Factors, elementwise
+from fspmd.rules.views import repeated, reshaped
+from fspmd.spec import P, TensorSpec, is_float
 
 
 def noting_origin(func: Any, positional: int, question: Question, plan: OpPlan, result: TensorSpec) -> OpPlan:
@@ -49,12 +53,22 @@ class _Again:
     """A call that is planned again, for a cut result."""
 
     def __init__(self, func: Any, positional: int, question: Question, result: TensorSpec) -> None:
-        self.func, self.positional, self.question, self.result = func, positional, question, result
+        self.func, self.positional, self.result = func, positional, result
+        self.operands, self.question, self.grown = question.operands, question, list[tuple[int, int]]()
+        if question.row.rule is repeated and prod(result.shape) != prod(question.operands[0][1].shape):
+            self.question, self.grown = _by_places(question, result)
         self.plans: dict[Any, _Remake | None] = {}
-        self.equal = _equal_dims(question, result)
 
-    def run(self, given: list[Any], need: TensorSpec) -> Tensor | None:
+    def given(self, blocks: Sequence[Any]) -> list[Any]:
+        """Return the arguments of the call that is planned again."""
+        if not self.grown:
+            return list(blocks)
+        x: Tensor = at(blocks, self.operands[0][0])
+        return [x, *[torch.arange(after, device=x.device) % before for before, after in self.grown]]
+
+    def run(self, blocks: Sequence[Any], need: TensorSpec) -> Tensor | None:
         """Return this rank's block in another layout of the result, or None if a gather of the gradient is cheaper."""
+        given = self.given(blocks)
         remake = self._remake(given, need)
         if remake is None or self._time(remake, given, set()) >= moves(self.result, need, (), topology(), True).time:
             return None
@@ -66,11 +80,12 @@ class _Again:
         keep(casts, out)
         return out
 
-    def time(self, given: list[Any], need: TensorSpec, counted: set[tuple[int, TensorSpec]]) -> float:
+    def time(self, blocks: Sequence[Any], need: TensorSpec, counted: set[tuple[int, TensorSpec]]) -> float:
         """Return the µs that `run` takes, infinite if it returns None. Operands may be made anew themselves.
 
         ``counted``: the operands that were counted, and their layouts. Several calls may share one.
         """
+        given = self.given(blocks)
         remake = self._remake(given, need)
         return inf if remake is None else self._time(remake, given, counted)
 
@@ -94,21 +109,10 @@ class _Again:
 
     def _plan(self, need: TensorSpec, followed: frozenset[int], made: frozenset[int]) -> _Remake | None:
         question = self.question._replace(gradients=followed)
-        specs, factors = [spec for _, spec in question.operands], question.factors
-        of_result = {
-            axis: factor for factor, e in zip(factors.results[0], need.partition, strict=True) for axis in entry_axes(e)
-        }
-        choices: dict[str, Choice] = dict.fromkeys(need.mesh.axis_names, "I" * len(specs))
-        choices |= {axis: factor for axis, factor in of_result.items() if factor is not None}
-        if not factors.whole.isdisjoint(of_result.values()):
+        if (laid := _cut_for(question, need)) is None:
             return None
-        problem = LayoutProblem(factors, "", specs, question.results, empty=question.row.empty)
-        laid = layouts_of(problem, factors, choices)
-        # from empty blocks torch computes no gradient of a table
-        if laid is None or laid.results[0] is not need or need.thinnest == 0:
-            return None
-        time, legs = PASSES * working(factors, laid.operands, laid.results), {}
-        for i, (spec, to, axes) in enumerate(zip(specs, laid.operands, laid.casts, strict=True)):
+        time, legs = PASSES * working(question.factors, laid.operands, laid.results), {}
+        for i, ((_, spec), to, axes) in enumerate(zip(question.operands, laid.operands, laid.casts, strict=True)):
             move = moves(spec, to, axes, topology(), i in followed)
             if i in made and to is not spec and not axes:
                 legs[i] = move.leg
@@ -116,7 +120,57 @@ class _Again:
                 time += move.time
         if time >= moves(self.result, need, (), topology(), True).time:
             return None
+        question = question._replace(products=question.at(laid.operands).products)
         return _Remake(plan_of(self.func, self.positional, question, laid), time, legs)
+
+
+def _cut_for(question: Question, need: TensorSpec) -> Strategy | None:
+    """Return the strategy that cuts the operands so that the call gives its result as needed, or None."""
+    factors, specs = question.factors, [spec for _, spec in question.operands]
+    if question.row.rule is reshaped:
+        back = regrouped(need, specs[0])
+        if back is None or back.regrouped is None:
+            return None
+        partitions = [back.regrouped]
+    else:
+        cut: dict[int | None, Entry] = dict(zip(factors.results[0], need.partition, strict=True))
+        cut[None] = None
+        if not factors.whole.isdisjoint([factor for factor, entry in cut.items() if entry is not None]):
+            return None
+        partitions = [P(*map(cut.get, dims)) for dims in factors.operands]
+    lie = [spec.with_partition(partition) for spec, partition in zip(specs, partitions, strict=True)]
+    laid = question.at(lie)._replace(gradients=frozenset()).best()
+    if laid is None or laid.by_body or laid.results[0] is not need or list(laid.operands) != lie:
+        return None
+    return laid
+
+
+def _by_places(question: Question, result: TensorSpec) -> tuple[Question, list[tuple[int, int]]]:
+    """Return ``repeat`` as a look-up along the dims that grow, and their sizes before and after.
+
+    The places along each of them are one more operand. A rank looks up its own, wherever its block begins.
+    """
+    ((_, spec),) = question.operands
+    new = result.ndim - spec.ndim
+    sizes = [*zip((*(1,) * new, *spec.shape), result.shape, strict=True)]
+    grown = [d for d, (before, after) in enumerate(sizes) if before != after]
+    kept = tuple([None if d in grown else d for d in range(result.ndim)])
+    places = [TensorSpec(spec.mesh, P(None), (result.shape[d],), torch.int64) for d in grown]
+    looked_up = question._replace(
+        row=Row(elementwise, local=functools.partial(_look_up, new, grown)),
+        operands=[*enumerate((spec, *places))],
+        factors=Factors((kept[new:], *[(d,) for d in grown]), (tuple(range(result.ndim)),)),
+        names=(),
+        plain=frozenset(range(1, 1 + len(grown))),
+    )
+    return looked_up, [sizes[d] for d in grown]
+
+
+def _look_up(new: int, dims: Sequence[int], _: tuple[int, ...], x: Tensor, *places: Tensor) -> Tensor:
+    x = x[(None,) * new]
+    for d, at_dim in zip(dims, places, strict=True):
+        x = x.index_select(d, at_dim)
+    return x
 
 
 class _Remake(NamedTuple):
@@ -125,15 +179,6 @@ class _Remake(NamedTuple):
     plan: OpPlan
     time: float  # in µs, without the operands below
     legs: dict[int, Leg]  # of operands that are made of less themselves
-
-
-def _equal_dims(question: Question, result: TensorSpec) -> frozenset[int]:
-    """Return the dims of a result along which all elements are equal, since ``repeat`` makes them of one."""
-    if question.row.rule is not repeated:
-        return frozenset()
-    before = question.operands[0][1].shape
-    sizes = (*(1,) * (result.ndim - len(before)), *before)
-    return frozenset([d for d, size in enumerate(sizes) if size == 1])
 
 
 def _is_followed(x: Any, spec: TensorSpec) -> bool:
@@ -155,7 +200,7 @@ class _Origin:
         self.nodes = [x.grad_fn for x in operands]
 
     def _operands(self) -> list[Tensor]:
-        return [] if self.again is None else [at(self.blocks, place) for place, _ in self.again.question.operands]
+        return [] if self.again is None else [at(self.blocks, place) for place, _ in self.again.operands]
 
     def __call__(self, out: Tensor, leg: Leg) -> Tensor | None:
         """Make the value ``out`` anew, cut as at the end of a leg, or return None."""
@@ -164,18 +209,16 @@ class _Origin:
             return None
         if any(x.grad_fn is not node for x, node in zip(operands, self.nodes, strict=True)):
             return None
-        if cut_dims(leg) <= self.again.equal:
-            return part_of_equal(out, leg)
-        return self.again.run(list(self.blocks), leg.reached)
+        return self.again.run(self.blocks, leg.reached)
 
     def time(self, out: Tensor, leg: Leg, counted: set[tuple[int, TensorSpec]]) -> float:
         """Return the µs in which ``out`` is cut: made anew, or sliced, with a gather of its gradient."""
         gather = moves(leg.source, leg.reached, (), topology(), True).time
         if self.again is None:
             return gather
-        if cut_dims(leg) <= self.again.equal or repeats_along(out, leg):
+        if repeats_along(out, leg):
             gather = min(time_of_equal(leg), gather)
-        return min(self.again.time(list(self.blocks), leg.reached, counted), gather)
+        return min(self.again.time(self.blocks, leg.reached, counted), gather)
 
     def __reduce__(self) -> Any:
         return _Origin, ()

@@ -209,7 +209,9 @@ def on_meta(call: GlobalCall) -> Outcome | None:
 
 
 #: functions beside those of elements whose kernels on the CPU lay a result out in another way than the meta device
-_BY_KERNEL: Final = frozenset({"batch_norm", "fft_fftshift", "group_norm", "normal", "one_hot", "poisson", "rrelu"})
+_BY_KERNEL: Final = frozenset(
+    {"batch_norm", "channel_shuffle", "fft_fftshift", "group_norm", "normal", "one_hot", "poisson", "rrelu"}
+)
 #: before torch 2.13 also these, even where operands lie as new tensors
 _BY_OLD_KERNEL: Final = frozenset(
     {"pad", *(f"fft_{name}fft{n}" for name in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n"))}

@@ -181,7 +181,7 @@ def written_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     Raises:
         ArgumentError: An operand or ``out`` requires grad, which torch does not support here; or the dtype of the
             result cannot be cast to that of ``out``.
-        ShapeError: ``out`` has another shape. (torch would give it new memory.)
+        ShapeError: ``out`` has elements, and another shape. (torch warns, and gives it new memory.)
     """
     outs = outs_of(func, kwargs)
     target = kwargs[outs[0]] if len(outs) == 1 else tuple([kwargs[name] for name in outs])
@@ -202,10 +202,10 @@ def written_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _check(func: Any, out: Any, result: Any) -> None:
-    if tuple(out.shape) != tuple(result.shape):
+    if out.shape != result.shape and out.numel():
         raise ShapeError(
             f"{shown(func)} got out={out!r} for a result of shape {tuple(result.shape)}; give it a tensor of that "
-            "shape, or take the result instead"
+            "shape or without elements, or take the result instead"
         )
     if not torch.can_cast(result.dtype, out.dtype):
         raise ArgumentError(
@@ -216,6 +216,12 @@ def _check(func: Any, out: Any, result: Any) -> None:
 
 
 def _write(out: Any, result: Any) -> None:
+    if out.shape != result.shape:  # it has no elements
+        if isinstance(out, Sharded) and isinstance(result, Sharded):
+            result = result.to(out.dtype, copy=True)
+            out.block = result.local
+            return relay(out, result)
+        out.resize_(result.shape)
     if isinstance(out, Sharded):
         call_torch(Tensor.copy_, (out, result), {})
     elif isinstance(result, Sharded):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.copies import refuse_copy, share_memory
 from fspmd.errors import ShapeError
-from fspmd.forms import UNKNOWN, Laid, is_dense, order_in_memory
+from fspmd.forms import UNKNOWN, Laid, overlaps, packed
 from fspmd.global_view.decompose import Graph, NotTraceable, WritesOperand, decompose, numbers_of, operands_of, written
 from fspmd.global_view.kernels import GlobalCall, dtype_complaint
 from fspmd.global_view.question import places_of, sharded_values
@@ -183,10 +183,10 @@ def _in_memory_of(whole: Tensor, x: Sharded) -> tuple[Tensor, bool]:
     if strides is None:
         return whole, False
     repeated = [d for d, (n, step) in enumerate(zip(shape, strides, strict=True)) if step == 0 and n > 1]
-    if not is_dense(tuple([1 if d in repeated else n for d, n in enumerate(shape)]), strides):
-        return whole, False
     for d in repeated:
         whole = whole.narrow(d, 0, 1)
-    order = order_in_memory(strides)
-    back = sorted(range(len(shape)), key=order.__getitem__)
-    return whole.permute(order).contiguous().permute(back).expand(shape), True
+    if overlaps(whole.shape, strides):
+        return whole.expand(shape), False
+    if strides != packed(shape):
+        whole = whole.new_empty_strided(whole.shape, strides).copy_(whole)
+    return whole.expand(shape), True

@@ -17,7 +17,6 @@ from fspmd.global_view.origins import noting_origin
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import refuse_shared_memory, refuse_write, shown
 from fspmd.ops.signatures import Place, at
-from fspmd.ops.traits import name_of
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.redistribute import ended, redistribute
 from fspmd.remembered import has_moves
@@ -96,7 +95,7 @@ def _with_origin(func: Any, positional: int, question: Question, best: Strategy,
         return plan
     if made and 2 * result.block_bytes < max(specs[i].block_bytes for i in made):
         return plan
-    if name_of(func) == "clone":  # its gradient is gathered, for those who ask for it
+    if func in (Tensor.clone, torch.clone):  # its gradient is gathered, for those who ask for it
         return plan
     if any(spec.partition.unreduced or spec.partition.reduced for spec in (*specs, result)):
         return plan

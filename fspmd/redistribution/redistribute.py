@@ -282,7 +282,7 @@ _HOOKED: Final = (
 
 
 def _only_slices(leg: Leg) -> bool:
-    return all(step.pair.name == "slice" for step in leg.calls)
+    return all(step.pair.kernel in ("slice", "view") for step in leg.calls)
 
 
 def _is_expanded(x: Tensor) -> bool:
@@ -296,8 +296,9 @@ def repeats_along(x: Tensor, leg: Leg) -> bool:
 
 
 def cut_dims(leg: Leg) -> frozenset[int]:
-    """Return the dims that the slices of a leg cut."""
-    return frozenset([step.options.dim for step in leg.calls])
+    """Return the dims that a leg cuts."""
+    before, after = leg.source.partition, leg.reached.partition
+    return frozenset([d for d, (was, now) in enumerate(zip(before, after, strict=True)) if was != now])
 
 
 def part_of_equal(x: Tensor, leg: Leg) -> Tensor | None:

@@ -201,7 +201,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "layer_norm": Row(reductions.layer_norm_rule, kept=True, body=reductions.layer_norm),
     "native_layer_norm": Row(reductions.layer_norm_rule, body=reductions.native_layer_norm),
     "rms_norm": Row(reductions.layer_norm_rule, kept=True, body=reductions.rms_norm),
-    "embedding": Row(lookups.torch_embedding, body=lookups.torch_embedding_body),
+    "embedding": Row(lookups.torch_embedding, body=lookups.torch_embedding_body, empty=False),
     **{name: Row(permuted(views.transposed)) for name in _names("transpose transpose_copy swapaxes swapdims")},
     **{name: Row(permuted(views.in_order)) for name in _names("permute permute_copy")},
     **{name: Row(permuted(views.moved)) for name in _names("movedim moveaxis")},
@@ -302,7 +302,7 @@ def _rows(by_dims: dict[str, Row]) -> dict[str, Row]:
 ROWS: Final = _rows(_BY_DIMS)
 #: rows by function, for functions that share a name with another
 _BY_FUNCTION: Final[dict[Any, Row]] = {
-    F.embedding: Row(lookups.embedding, body=lookups.embedding_body),
+    F.embedding: Row(lookups.embedding, body=lookups.embedding_body, empty=False),
     F.embedding_bag: Row(lookups.embedding_bag, empty=False),
     torch.ops.aten.view.dtype: Row(views.bits),
 }

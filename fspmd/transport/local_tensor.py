@@ -107,6 +107,14 @@ class LocalTensor(Tensor):
         for name in LocalTensor.__slots__:
             setattr(self, name, getattr(value, name))
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """A storage without memory. Torch refuses to give it to another tensor, which would read where no data is."""
+        own: Any = super().untyped_storage()
+        if not hasattr(own, "simulated"):
+            own.simulated = torch.UntypedStorage(self.shards[0].untyped_storage().nbytes(), device="meta")
+        own.simulated.__dict__.update(own.__dict__)
+        return own.simulated  # type: ignore[no-any-return]
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         lines = []
         for coordinate, shard in zip(self.frame.coordinates(), self.shards, strict=True):
@@ -133,7 +141,10 @@ class LocalTensor(Tensor):
         return made  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise VarianceError("a LocalTensor holds simulated ranks and is not pickled; save device_get(x) instead")
+        raise VarianceError(
+            "copy.copy or pickle got a value of simulated ranks, which is not pickled; write x.clone() for a copy, and "
+            "save what the function returns: torch.save(device_get(y), path)"
+        )
 
     def share_memory_(self) -> NoReturn:
         raise ArgumentError(
