@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
+from fspmd.nn.arguments import Count, check_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +64,6 @@ def as_mask(x: object, what: str) -> Mask:
     return x
 
 
-def _check_size(mask: SlidingWindow | Prefix) -> None:
-    if type(mask.size) is not int or mask.size < 0:
-        raise ArgumentError(f"{type(mask).__name__} got {described(mask.size)} for size; give it a number of positions")
-
-
 @dataclass(frozen=True)
 class Full(Mask):
     """Every query sees every key."""
@@ -99,10 +95,10 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees the keys at a distance below ``size``, before and after it. With `Causal` it sees those before."""
 
-    size: int
+    size: Count
 
     def __post_init__(self) -> None:
-        _check_size(self)
+        check_fields(self)
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return (key > query - self.size) & (key < query + self.size)  # bools alone: distances would need 8 bytes each
@@ -117,10 +113,10 @@ class SlidingWindow(Mask):
 class Prefix(Mask):
     """Every query sees the first ``size`` keys. ``Causal() | Prefix(n)`` is the mask of a prefix language model."""
 
-    size: int
+    size: Count
 
     def __post_init__(self) -> None:
-        _check_size(self)
+        check_fields(self)
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return (key < self.size).expand(torch.broadcast_shapes(query.shape, key.shape))
