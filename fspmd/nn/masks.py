@@ -7,6 +7,7 @@ positions of their blocks, so that one mask serves every layout of the sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -165,6 +166,7 @@ class Documents(Mask):
 class _Both(Mask):
     """Two masks."""
 
+    decisive: ClassVar[bool]  # what one of them says of a pair whatever the other says
     first: Mask
     second: Mask
 
@@ -176,9 +178,13 @@ class _Both(Mask):
     def outline(self) -> Mask:
         return type(self)(self.first.outline, self.second.outline)
 
-    def _is_triangle(self, span: range, other: bool) -> bool:
-        """Whether one is a triangle, and the other is one too, or is ``other`` over the span."""
-        masks = (self.first, self.second)
+    def over(self, queries: range, keys: range) -> bool | None:
+        known = self.first.over(queries, keys), self.second.over(queries, keys)
+        return self.decisive if self.decisive in known else None if None in known else not self.decisive
+
+    def is_triangle(self, span: range) -> bool:
+        """Whether one is a triangle, and the other is one too, or decides nothing over the span."""
+        masks, other = (self.first, self.second), not self.decisive
         some = [mask.is_triangle(span) for mask in masks]
         return any(some) and all(one or mask.over(span, span) is other for one, mask in zip(some, masks, strict=True))
 
@@ -186,29 +192,19 @@ class _Both(Mask):
 class AllOf(_Both):
     """What both masks allow."""
 
+    decisive = False
+
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allows(query, key) & self.second.allows(query, key)
-
-    def over(self, queries: range, keys: range) -> bool | None:
-        known = self.first.over(queries, keys), self.second.over(queries, keys)
-        return False if False in known else None if None in known else True
-
-    def is_triangle(self, span: range) -> bool:
-        return self._is_triangle(span, True)
 
 
 class AnyOf(_Both):
     """What one of two masks allows."""
 
+    decisive = True
+
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allows(query, key) | self.second.allows(query, key)
-
-    def over(self, queries: range, keys: range) -> bool | None:
-        known = self.first.over(queries, keys), self.second.over(queries, keys)
-        return True if True in known else None if None in known else False
-
-    def is_triangle(self, span: range) -> bool:
-        return self._is_triangle(span, False)
 
 
 _UNKNOWN = Mask()

@@ -119,11 +119,6 @@ def _dist(x: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(x - other, p)
 
 
-def _constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-    """``F.pad`` in mode ``"constant"``."""
-    return torch.constant_pad_nd(x, pad, 0 if value is None else value)
-
-
 def _one_hot(x: Any, num_classes: int = -1) -> Any:
     """``F.one_hot`` that checks its classes. torch's graph gives a row of zeros for a number that is not a class."""
     if x.dtype is not torch.int64:
@@ -189,10 +184,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[
     return _without_ones(func, args, kwargs)
 
 
-def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    return _constant_pad if argument(args, kwargs, 2, "mode", "constant") == "constant" else None
-
-
 def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     return _set_number if isinstance(args[2], Number) else None
 
@@ -226,7 +217,6 @@ CHOICES: Final[dict[Any, Choice]] = {
     **dict.fromkeys(("reshape", "flatten", "ravel", "squeeze"), _without_ones),
     "unbind": _one_row,
     **dict.fromkeys(("split", "chunk"), _in_pieces),
-    F.pad: _pad,
     Tensor.__setitem__: _setitem,
     "scaled_dot_product_attention": _attention,
     F.cross_entropy: _cross_entropy,
