@@ -14,19 +14,30 @@ from torch import Tensor
 from fspmd.entries import entry_axes
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
 from fspmd.rules.factors import Dims, Factors, Whole
-from fspmd.rules.windows import block_places, fetched, longer, per_rank
+from fspmd.rules.lookups import check_source
+from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
+from fspmd.spec import TensorSpec
 from fspmd.transport.carriers import as_words
 
 
 def diagonal(whole: Whole) -> Factors:
     """The rule of ``diagonal``: the last dim of the result has the factor of the rows, or that of the columns."""
-    rows, columns = (whole.argument(2 + i, f"dim{1 + i}", i) % whole.ndim for i in (0, 1))
+    rows, columns = _two(whole, 2)
     every: Dims = tuple(range(whole.ndim))
     rest = tuple(d for d in every if d not in (rows, columns))
     both = frozenset({rows, columns})
     by_rows = Factors((every,), ((*rest, rows),), summed=frozenset({columns}), whole=both)
     by_columns = by_rows._replace(results=((*rest, columns),), summed=frozenset({rows}))
     return by_rows._replace(others=(by_columns,))
+
+
+def diagonal_scattered(whole: Whole) -> Factors:
+    """The rule of ``diagonal_scatter``: the last dim of the source is the diagonal, and is whole."""
+    given = [whole.argument(*argument) for argument in ((2, "offset", 0), (3, "dim1", 0), (4, "dim2", 1))]
+    check_source(whole, lambda x: x.diagonal(*given))
+    dims = _two(whole, 3)
+    every: Dims = tuple(range(whole.ndim))
+    return Factors((every, (*(d for d in every if d not in dims), None)), (every,), whole=frozenset(dims))
 
 
 def embedded(whole: Whole) -> Factors:
@@ -36,6 +47,10 @@ def embedded(whole: Whole) -> Factors:
     rest = iter(range(last))
     result = tuple(last if d == rows else None if d == columns else next(rest) for d in range(n))
     return Factors((tuple(range(whole.ndim)),), (result,), whole=frozenset({last}))
+
+
+def _two(whole: Whole, place: int) -> tuple[int, int]:
+    return whole.argument(place, "dim1", 0) % whole.ndim, whole.argument(place + 1, "dim2", 1) % whole.ndim
 
 
 def _time(layout: BodyLayout) -> float:
@@ -87,6 +102,24 @@ def _take(site: Site, x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) 
     return fetched(site, "moved", own, own.dim() - 1, axes, cut, lambda at: block_places(after, at) + above)
 
 
+def _places(site: Site, spec: TensorSpec, d: int, key: int | None = None) -> Tensor:
+    """Return the global places of the rows of this rank's block of a dim."""
+    key = d if key is None else key
+    cut = functools.partial(block_places, site.blocks(spec.shape[d], key))
+    return per_rank(site, ("places", d), site.axes.get(key, ()), cut)
+
+
+def _set(site: Site, x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rows, columns = dim1 % x.dim(), dim2 % x.dim()
+    if not src.shape[-1]:
+        return x.clone()
+    own, across = (_places(site, site.operands[0], d) for d in (rows, columns))
+    at = (own - max(-offset, 0)).clamp(0, src.shape[-1] - 1)
+    here = across - own[:, None] == offset
+    values = src.to(x.dtype).index_select(-1, at).unsqueeze(-1)
+    return torch.where(here, values, x.movedim((rows, columns), (-2, -1))).movedim((-2, -1), (rows, columns))
+
+
 def _embed(site: Site, x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
     last, above, result = x.dim() - 1, max(-offset, 0), site.results[0]
     rows, columns = dim1 % result.ndim, dim2 % result.ndim
@@ -104,7 +137,7 @@ def _embed(site: Site, x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -
         return torch.arange(after[at][1])
 
     x = fetched(site, "rows", x, last, site.axes[last], site.blocks(length, last), wanted)
-    own = per_rank(site, "places", site.axes[last], functools.partial(block_places, after))
+    own = _places(site, result, rows, last)
     here = torch.arange(result.shape[columns], device=x.device) - own[:, None] == offset
     row, zeros = (per_rank(site, key, site.axes[last], make) for key, make in (("row", rows_of), ("zeros", height)))
     index = torch.where(here, row[:, None], zeros).flatten()
@@ -113,3 +146,4 @@ def _embed(site: Site, x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -
 
 
 take, embed = Bodied(_take, _time), Bodied(_embed, _time)
+put = still(_set)

@@ -223,6 +223,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "slice": Row(views.sliced, body=joins.cut),
     **{name: Row(diagonals.diagonal, body=diagonals.take) for name in _names("diagonal diagonal_copy")},
     "diag_embed": Row(diagonals.embedded, body=diagonals.embed),
+    "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
     "slice_scatter": Row(lookups.slice_scattered, body=lookups.set_slice),
     "select_scatter": Row(lookups.select_scattered, body=lookups.set_row),
     "renorm": Row(reductions.renorm),
