@@ -149,7 +149,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "two trees that differ": lambda: nn.selected(torch.tensor(True), PARAMS, {"v": torch.ones(4, 4)}),
     r"for new\['w'\]": lambda: nn.selected(torch.tensor(True), PARAMS, {"w": torch.ones(3)}),
     # decoding
-    "value_width=0": lambda: KVCache.zeros(1, 2, 2, 8, 4, value_width=0),
+    "the int 0 for value_width": lambda: KVCache.zeros(1, 2, 2, 8, 4, value_width=0),
     "append got the string '' for axis": lambda: CACHE.append(K, K, axis=""),
     "cached_attention got a tensor .* for axis": lambda: nn.cached_attention(K, CACHE, axis=K),  # type: ignore[arg-type]
     "names the axis 'zz'": lambda: KVCache.zeros(1, 2, 2, 8, 4, spec=P(None, "zz"), mesh=MESH),

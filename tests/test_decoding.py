@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_refused() -> None:
             wrong_call()
     plain = KVCache.zeros(2, 2, 1, 8, 4)
     for wrong_call, match in (
-        (lambda: KVCache.zeros(1, 1, 3, 0, 4), "capacity=0"),
+        (lambda: KVCache.zeros(1, 1, 3, 0, 4), "the int 0 for capacity; give it an int from 1 on"),
         (lambda: KVCache.zeros(1, 1, 3, 8, 4, dtype=torch.int64), "floating dtype"),
         (lambda: KVCache.zeros(1, 1, 4, 8, 4, spec=P(None, None, None, "tp"), mesh=mesh), "slots, heads and positions"),
         (lambda: KVCache.of([]), "no layers"),

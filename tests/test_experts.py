@@ -364,7 +364,7 @@ def test_mistakes_are_told_before_anything_moves() -> None:
             call(torch.randn(6, 2), torch.randn(6, total))
         assert not list(log)
 
-    told(ArgumentError, "capacity=-1", capacity=-1)
+    told(ArgumentError, "the int -1 for capacity; give it an int from 0 on", capacity=-1)
     told(ArgumentError, "a capacity decides", capacity=1, rows=2)
     call = shard_map(lambda x: dispatch(x, route(x, 1), "ep").rows, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     with pytest.raises(RecordError, match="give rows="):

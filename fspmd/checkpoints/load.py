@@ -57,12 +57,7 @@ class Reader:
     def plain(self, name: str, saved: SavedLeaf) -> Any:
         """Return a plain value."""
         (block,) = saved.blocks
-        try:
-            return decoded(self._whole(name, block))
-        except CheckpointError:
-            raise
-        except Exception as error:  # torch raises any
-            raise CheckpointError(f"{self._path(block)} holds no plain value for {name!r}: {error}") from error
+        return self._decoded(name, block, "holds no plain value for")
 
     def tensor(self, name: str, saved: SavedLeaf, box: Cuboid) -> Tensor:
         """Return a box of a tensor."""
@@ -103,12 +98,7 @@ class Reader:
 
     def _item(self, name: str, saved: SavedLeaf, block: SavedBlock) -> Tensor:
         """Return a block that torch wrote."""
-        try:
-            x = decoded(self._whole(name, block))
-        except CheckpointError:
-            raise
-        except Exception as error:  # torch raises any
-            raise CheckpointError(f"{self._path(block)} is damaged at {name!r}: {error}") from error
+        x = self._decoded(name, block, "is damaged at")
         if not isinstance(x, Tensor) or x.dtype is not saved.dtype or tuple(x.shape) != block.box.sizes:
             raise CheckpointError(
                 f"{self._path(block)} holds for {name!r} {described(x)}, but its index says "
@@ -116,11 +106,14 @@ class Reader:
             )
         return x
 
-    def _whole(self, name: str, block: SavedBlock) -> bytes:
-        """Return the bytes of an item."""
+    def _decoded(self, name: str, block: SavedBlock, words: str) -> Any:
+        """Return the value of an item. ``words`` say what is wrong with bytes that are none."""
         data = bytearray(block.length)
         self._pieces(name, block, 0, memoryview(data))
-        return bytes(data)
+        try:
+            return decoded(bytes(data))
+        except Exception as error:  # torch raises any
+            raise CheckpointError(f"{self._path(block)} {words} {name!r}: {error}") from error
 
     def _pieces(self, name: str, block: SavedBlock, piece: int, out: memoryview) -> None:
         """Read the pieces of an item from ``piece`` on into ``out``, and compare their checksums."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fspmd.body import check_outside
+from fspmd.checkpoints.boxes import Cuboid, boxed
 from fspmd.checkpoints.huggingface_files import CONFIG, Folder, StoredTensor, agree, check_mesh, folder_path, opened
 from fspmd.checkpoints.huggingface_names import (
     FileParameter,
@@ -26,7 +26,7 @@ from fspmd.errors import ArgumentError, FspmdError, ShapeError, TreeError
 from fspmd.messages import Failure, described, refuse
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import TensorSpec
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of, local_tensor
 
@@ -54,7 +54,8 @@ def load_huggingface(
     Returns:
         A `Sharded` value for each name of ``like``, in its order. It requires grad where that of ``like`` does.
 
-    Communication: one gather of a few bytes for each mesh, so that all ranks raise the same error.
+    Communication: one gather of a few bytes for each mesh, so that all ranks raise the same error. Layouts with flat
+    dims are made of others by `reshard`.
 
     Raises:
         TreeError, ShapeError, ArgumentError: on all ranks alike. Names that are missing, names that ``like`` does not
@@ -203,66 +204,32 @@ def _check_equal(x: Sharded, name: str, other: Sharded, twin: str) -> None:
 
 def _sharded(source: FileParameter, spec: TensorSpec, stored: Mapping[str, StoredTensor]) -> Sharded:
     """A value of a layout, of which this process reads its blocks."""
-    mesh, partition = spec.mesh, spec.partition
-    settled = spec.with_partition(P(*partition, reduced=partition.reduced))
+    lies, mesh = boxed(spec), spec.mesh
     if mesh.transport == "simulation":
-        held = frame(mesh, partition.axes)
-        local = local_tensor([_block(source, settled, at, stored) for at in held.mesh_coordinates()], held)
+        held = frame(mesh, lies.partition.axes)
+        local = local_tensor([_block(source, lies, at, stored) for at in held.mesh_coordinates()], held)
     else:
-        local = _block(source, settled, mesh.coordinate() or (), stored)
-    return Sharded(redistribute(local, settled, spec), spec)
+        local = _block(source, lies, mesh.coordinate() or (), stored)
+    return Sharded(redistribute(local, lies, spec), spec)
 
 
 def _block(source: FileParameter, spec: TensorSpec, at: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> Tensor:
     """The block at a coordinate, read from each part that it overlaps."""
-    block = torch.empty(spec.local_shape(at), dtype=spec.dtype, device="cpu")
-    for box in itertools.product(*_runs(spec, at)):
-        for part in source.parts:
-            overlap = [
-                (max(start, begin), min(start + length, begin + size), start, here, begin)
-                for (start, here, length), begin, size in zip(box, part.start, part.extent, strict=True)
-            ]
-            if all(low < high for low, high, *_ in overlap):
-                target = tuple(slice(here + low - start, here + high - start) for low, high, start, here, _ in overlap)
-                block[target].copy_(
-                    _read(part, [(low - begin, high - begin) for low, high, _, _, begin in overlap], stored)
-                )
+    box = Cuboid(spec.offset(at), spec.local_shape(at))
+    block = torch.empty(box.sizes, dtype=spec.dtype, device="cpu")
+    for part in source.parts:
+        held = Cuboid(part.start, part.extent)
+        if (shared := held.overlap(box)) is not None:
+            block[shared.within(box)].copy_(_read(part, shared.within(held), stored))
     return block.to(spec.mesh.device)
 
 
-def _read(part: FilePart, spans: Sequence[tuple[int, int]], stored: Mapping[str, StoredTensor]) -> Tensor:
+def _read(part: FilePart, spans: Sequence[slice], stored: Mapping[str, StoredTensor]) -> Tensor:
     """A box of a part, with the dims of the parameter."""
     index = [slice(low, high) for low, high in part.spans]
-    for dim, (low, high) in zip(part.dims, spans, strict=True):
+    for dim, span in zip(part.dims, spans, strict=True):
         if dim is not None:
-            index[dim] = slice(part.spans[dim][0] + low, part.spans[dim][0] + high)
+            index[dim] = slice(part.spans[dim][0] + span.start, part.spans[dim][0] + span.stop)
     x = stored[part.name].read(tuple(index))
     x = x.permute([dim for dim in part.dims if dim is not None])
     return x[tuple(None if dim is None else slice(None) for dim in part.dims)] if part.dims else x
-
-
-def _runs(spec: TensorSpec, at: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:
-    """For each dim the runs of the global tensor that a block has: (start, start in the block, length)."""
-    view = spec.unflattened
-    spans = zip(view.shape, view.offset(at), view.local_shape(at), strict=True)
-    for factors in spec.factors:
-        yield _runs_of_factors(list(itertools.islice(spans, len(factors))))
-
-
-def _runs_of_factors(factors: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The runs of a dim of factors (size, offset, length), of which the last ones that are whole are within a run.
-
-    >>> _runs_of_factors([(3, 0, 3), (8, 2, 2)])
-    [(2, 0, 2), (10, 2, 2), (18, 4, 2)]
-    """
-    inner = 1
-    while len(factors) > 1 and factors[-1][0] == factors[-1][2]:
-        inner *= factors.pop()[0]
-    *outer, (size, offset, length) = factors
-    if not length * inner:
-        return []
-    starts = [0]
-    for n, first, count in outer:
-        starts = [start * n + first + i for start in starts for i in range(count)]
-    run = length * inner
-    return [((start * size + offset) * inner, i * run, run) for i, start in enumerate(starts)]

@@ -16,6 +16,7 @@ from weakref import ref
 import optree
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fspmd.cache import cached
 from fspmd.collectives import pcast
@@ -67,7 +68,7 @@ def run_on_blocks(module: nn.Module, axis: str, result: Layout, mesh: Mesh, stac
             for i, x in zip(places, arguments, strict=True):
                 values[i] = x
             args, kwargs = treedef.unflatten(values)
-            return _call(hollow, tensors, args, kwargs)
+            return functional_call(hollow, tensors, args, kwargs)
 
         def body(arguments: list[Tensor], tensors: dict[str, Tensor]) -> Any:
             out = rank_map(run, arguments, tensors)
@@ -145,22 +146,6 @@ def _hollow(module: nn.Module) -> nn.Module:
             state[name] = copy.copy(value)
     state["_modules"] = {key: None if part is None else _hollow(part) for key, part in module._modules.items()}
     return other
-
-
-def _call(hollow: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """Call a hollow module with tensors in their places."""
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for name, x in tensors.items():
-            path, _, key = name.rpartition(".")
-            owner = hollow.get_submodule(path)
-            slots: dict[str, Any] = owner._parameters if key in owner._parameters else owner._buffers
-            replaced.append((slots, key, slots[key]))
-            slots[key] = x
-        return hollow(*args, **kwargs)
-    finally:
-        for slots, key, x in replaced:
-            slots[key] = x
 
 
 def styled_modules(module: nn.Module, plan: ParallelPlan, what: str) -> list[tuple[ref[nn.Module], Placed]]:

@@ -20,7 +20,7 @@ from fspmd.body import state
 from fspmd.collectives import psum
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.messages import as_axis_name, described
-from fspmd.nn.arguments import checked
+from fspmd.nn.arguments import Positive, checked
 from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, dtype_of_sum, gathered, settled
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
@@ -48,10 +48,8 @@ class LossScale(NamedTuple):
 
     @classmethod
     @checked
-    def of(cls, scale: float = 65536.0, device: torch.device | str | int | None = None) -> LossScale:
+    def of(cls, scale: Positive = 65536.0, device: torch.device | str | int | None = None) -> LossScale:
         """A scale to begin with, above 0."""
-        if not 0 < scale < math.inf:
-            raise ArgumentError(f"LossScale.of got {described(scale)} for scale; give it a number above 0")
         return cls(torch.tensor(scale, device=device), torch.zeros((), dtype=torch.int64, device=device))
 
     @checked

@@ -8,11 +8,16 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin
+
+import torch
+from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
+from fspmd.sharded import Sharded
 
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -44,10 +49,31 @@ _WORDS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """A note of ``Annotated``: the values of a kind that are taken, and the words for them."""
+
+    words: str
+    test: Callable[[Any], bool]
+
+
+Size = Annotated[int, Fits("an int from 1 on", lambda n: type(n) is int and n > 0)]
+Count = Annotated[int, Fits("an int from 0 on", lambda n: type(n) is int and n >= 0)]
+Positive = Annotated[float, Fits("a number above 0", lambda x: 0 < x < torch.inf)]
+Scale = Annotated[float, Fits("a number, and multiply queries by tensors", lambda x: type(x) in (int, float))]
+FloatDtype = Annotated[torch.dtype, Fits("a floating dtype, such as torch.bfloat16", lambda x: x.is_floating_point)]
+Block = Annotated[
+    Tensor,
+    Fits("a tensor: in a body, the block of this rank (see shard_map)", lambda x: not isinstance(x, Sharded)),
+]
+Kind = tuple[type, Fits | None]
+
+
 def checked(function: Callable[Q, R]) -> Callable[Q, R]:
     """The function, which raises `ArgumentError` for an argument of another kind than its annotation says.
 
-    Python's errors for missing arguments and unknown names stay. ``Any``, and what is no class, is not checked.
+    Python's errors for missing arguments and unknown names stay. ``Any``, and what is no class, is not checked. Of a
+    kind that is annotated with `Fits`, the values are checked too.
 
     >>> from torch import Tensor
     >>> @checked
@@ -71,29 +97,46 @@ def checked(function: Callable[Q, R]) -> Callable[Q, R]:
         for name, x in (*zip(places, args), *kwargs.items()):  # noqa: B905  Python refuses what is too much
             if name in axes:
                 _check_axes(what, name, x, kinds[name])
-            elif name in kinds and not isinstance(x, kinds[name]):
-                raise ArgumentError(f"{what} got {described(x)} for {name}; give it {wanted(kinds[name])}")
+            elif name in kinds:
+                _check(what, name, x, kinds[name])
         return function(*args, **kwargs)
 
     return call
 
 
-def _check_axes(what: str, name: str, x: object, kinds: tuple[type, ...]) -> None:
+def check_fields(x: Any) -> None:
+    """Raise `ArgumentError` for a field of a dataclass whose value is not what its annotation says."""
+    for field in fields(x):
+        kinds = _kinds(field.type, vars(inspect.getmodule(type(x))))
+        _check(type(x).__name__, field.name, getattr(x, field.name), kinds or ((object, None),))
+
+
+def _check(what: str, name: str, x: Any, kinds: tuple[Kind, ...]) -> None:
+    for kind, note in kinds:
+        if isinstance(x, kind) and (note is None or note.test(x)):
+            return
+    raise ArgumentError(f"{what} got {described(x)} for {name}; give it {wanted(kinds)}")
+
+
+def _check_axes(what: str, name: str, x: object, kinds: tuple[Kind, ...]) -> None:
     """Raise unless a value is the name of a mesh axis, or names in a tuple or a list, or None where that is a kind."""
     names = x if isinstance(x, (tuple, list)) else [x]
-    if not (x is None and types.NoneType in kinds) and not all(isinstance(axis, str) and axis for axis in names):
+    if not (x is None and (types.NoneType, None) in kinds) and not all(
+        isinstance(axis, str) and axis for axis in names
+    ):
         raise ArgumentError(
             f"{what} got {described(x)} for {name}; give it the name of a mesh axis, such as 'cp', or a tuple of names"
         )
 
 
-def wanted(kinds: Iterable[Any]) -> str:
+def wanted(kinds: Iterable[Kind]) -> str:
     """What to give, in words."""
-    return " or ".join(dict.fromkeys(_WORDS.get(kind.__name__, f"a {kind.__name__}") for kind in kinds))
+    words = (note.words if note else _WORDS.get(kind.__name__, f"a {kind.__name__}") for kind, note in kinds)
+    return " or ".join(dict.fromkeys(words))
 
 
-def _kinds(annotation: Any, names: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The classes that an annotation names; None for anything."""
+def _kinds(annotation: Any, names: Mapping[str, Any]) -> tuple[Kind, ...] | None:
+    """The classes that an annotation names, with their notes; None for anything."""
     if annotation is inspect.Parameter.empty:
         return None
     return _flat(_value(annotation, names) if isinstance(annotation, str) else annotation)
@@ -115,13 +158,16 @@ def _value(annotation: str, names: Mapping[str, Any]) -> Any:
     return value(ast.parse(annotation, mode="eval").body)
 
 
-def _flat(kind: Any) -> tuple[Any, ...] | None:
+def _flat(kind: Any) -> tuple[Kind, ...] | None:
+    if get_origin(kind) is Annotated:
+        base, note = get_args(kind)
+        return tuple((one, note) for one, _ in _flat(base) or ())
     if get_origin(kind) in (Union, types.UnionType):
         parts = [_flat(part) for part in get_args(kind)]
         return None if None in parts else tuple(dict.fromkeys(one for part in parts for one in part or ()))
     kind = get_origin(kind) or kind
     if kind is None:
-        return (types.NoneType,)
+        return ((types.NoneType, None),)
     if kind is float:
-        return (Real,)
-    return (kind,) if isinstance(kind, type) and kind is not Any else None
+        return ((Real, None),)
+    return ((kind, None),) if isinstance(kind, type) and kind is not Any else None

@@ -18,9 +18,10 @@ from torch import Tensor
 from fspmd.errors import ShapeError
 from fspmd.messages import described
 from fspmd.nn import block
-from fspmd.nn.arguments import checked
+from fspmd.nn.arguments import Block, Scale, checked
 from fspmd.nn.checks import check_operands
-from fspmd.nn.parts import PartialAttention
+from fspmd.nn.kernels import BlockOptions
+from fspmd.nn.parts import PartGradient, PartialAttention, Triple
 from fspmd.ops.traits import without_autocast
 from fspmd.torch_internals import forward_ad
 
@@ -35,22 +36,13 @@ class Met(NamedTuple):
 class Way(Protocol):
     """How queries meet keys."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Any, /) -> Met:
+    def forward(self, operands: Triple, allowed: Any, /) -> Met:
         """The part of all keys."""
 
     def backward(
-        self,
-        out_grad: Tensor,
-        lse_grad: Tensor | None,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        whole: PartialAttention,
-        allowed: Any,
-        kept_grads: Any,
-        /,
+        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: Any, kept_grads: Any, /
     ) -> Any:
-        """The gradients of query, key and value, wide."""
+        """The gradients of query, key and value, wide. ``operands`` has what was kept of keys and values."""
 
 
 def attention(
@@ -73,7 +65,7 @@ def _attended(
     query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, sinks: Tensor | None, way: Way
 ) -> tuple[Tensor, ...]:
     """``out``, ``lse`` and what backward needs, by differentiable functions where tangents are taken."""
-    (out, lse), kept = way.forward(query, key, value, allowed)
+    (out, lse), kept = way.forward((query, key, value), allowed)
     if sinks is not None:
         alone, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[..., None])
         out = out * (alone - lse).exp()[..., None]
@@ -98,29 +90,18 @@ class _Attention(torch.autograd.Function):
     @without_autocast()  # which would make bfloat16 of float32
     def backward(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None, *kept_grads: Any) -> tuple[Any, ...]:
         query, keys, values, allowed, sinks, out, lse = ctx.saved_tensors
-        out_grad = torch.zeros_like(out) if out_grad is None else out_grad
-        whole = PartialAttention(out, lse)
-        grads = ctx.way.backward(out_grad, lse_grad, query, keys, values, whole, allowed, kept_grads)
+        grad = PartGradient(torch.zeros_like(out) if out_grad is None else out_grad, lse_grad)
+        grads = ctx.way.backward(grad, (query, keys, values), PartialAttention(out, lse), allowed, kept_grads)
         sinks_grad = None
         if sinks is not None:
-            drop = (out_grad * out).sum(-1) - (0 if lse_grad is None else lse_grad)
-            sinks_grad = -((sinks[..., None] - lse).exp() * drop).sum(-1)
+            sinks_grad = -((sinks[..., None] - lse).exp() * grad.sums(out)).sum(-1)
             sinks_grad = sinks_grad.sum_to_size(sinks.shape).to(sinks.dtype)
         return *(g.to(query.dtype) for g in grads), None, sinks_grad, None
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        allowed: Tensor | None,
-        sinks: Tensor | None,
-        way: Way,
-    ) -> Any:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
         """One more dim in front."""
-        dims = query.dim() + (in_dims[0] is None)
+        dims = given[0].dim() + (in_dims[0] is None)
 
         def in_front(x: Tensor | None, dim: int | None, of: int) -> Tensor | None:
             """The batch dim first, and as many dims after it as ``of`` leaves."""
@@ -130,8 +111,8 @@ class _Attention(torch.autograd.Function):
             return x[(slice(None), *[None] * (of - x.dim()))]
 
         places = dims, dims, dims, dims, dims - 2
-        operands = zip((query, key, value, allowed, sinks), in_dims[:5], places, strict=True)
-        results = _Attention.apply(*itertools.starmap(in_front, operands), way)
+        operands = zip(given[:5], in_dims[:5], places, strict=True)
+        results = _Attention.apply(*itertools.starmap(in_front, operands), given[5])
         return results, (0,) * len(results)
 
 
@@ -141,7 +122,7 @@ _Attention.forward.__signature__ = inspect.signature(_Attention.forward)  # type
 
 @checked
 def attend_block(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None = None, scale: float | None = None
+    query: Block, key: Block, value: Block, allowed: Tensor | None = None, scale: Scale | None = None
 ) -> PartialAttention:
     """The attention of queries to some keys, on this rank alone. Differentiable in both results.
 
@@ -166,7 +147,7 @@ def attend_block(
     >>> out.shape, lse.shape
     (torch.Size([2, 3, 6]), torch.Size([2, 3]))
     """
-    check_operands(query, key, value, scale, "attend_block")
+    check_operands(query, key, value, "attend_block")
     if allowed is not None:
         _check_allowed(allowed, (*query.shape[:-3], 1, query.shape[-2], key.shape[-2]))
     return attention(OneBlock(scale), query, key, value, allowed)
@@ -179,21 +160,13 @@ class OneBlock:
     scale: float | None
     alone: bool = False
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Met:
-        return Met(block.forward(query, key, value, allowed, self.scale, self.alone), ())
+    def forward(self, operands: Triple, allowed: Tensor | None) -> Met:
+        return Met(block.forward(operands, BlockOptions(allowed, self.scale, self.alone)), ())
 
     def backward(
-        self,
-        out_grad: Tensor,
-        lse_grad: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        whole: PartialAttention,
-        allowed: Tensor | None,
-        kept_grads: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return block.backward(out_grad, lse_grad, query, key, value, whole, allowed, self.scale, self.alone)
+        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: Tensor | None, kept_grads: Any
+    ) -> Triple:
+        return block.backward(grad, operands, whole, BlockOptions(allowed, self.scale, self.alone))
 
 
 def _check_allowed(allowed: Tensor, shape: tuple[int, ...]) -> None:

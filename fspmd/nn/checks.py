@@ -12,9 +12,8 @@ from fspmd.body import bound_body, resolve_axes
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.meshes.axes import row_major
-from fspmd.messages import described, quoted
+from fspmd.messages import quoted
 from fspmd.nn.sequences import Axes, SequenceLayout, contiguous, joined
-from fspmd.sharded import Sharded
 from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, FakeTensor, level_of
 from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.local_tensor import blocks_of
@@ -60,23 +59,12 @@ def check_varies(what: str, axis: Axes, words: str, *operands: Tensor) -> None:
         )
 
 
-def check_operands(
-    query: Tensor, key: Tensor, value: Tensor, scale: object, what: str, everywhere: Everywhere | None = None
-) -> None:
-    """Raise `ShapeError` or `ArgumentError` unless queries, keys, values and the scale fit together."""
-    for x in (query, key, value):
-        if not isinstance(x, Tensor) or isinstance(x, Sharded):
-            raise ArgumentError(
-                f"{what} got {described(x)}; give it tensors: in a body, the blocks of this rank (see shard_map)"
-            )
+def check_operands(query: Tensor, key: Tensor, value: Tensor, what: str, everywhere: Everywhere | None = None) -> None:
+    """Raise `ShapeError` or `ArgumentError` unless queries, keys and values fit together."""
     dtypes = [x.dtype for x in (query, key, value)]
     if len({*dtypes}) > 1 or not query.is_floating_point():
         raise ArgumentError(
             f"{what} got a query, key and value of {', '.join(map(str, dtypes))}; give it one floating dtype"
-        )
-    if scale is not None and type(scale) not in (int, float):
-        raise ArgumentError(
-            f"{what} got {described(scale)} for scale; give it a number, and multiply queries by tensors"
         )
     for shapes in [shapes_of(query, key, value)] if everywhere is None else everywhere.values():
         if not _fit(*shapes[:3]):
@@ -149,8 +137,6 @@ def check_layout(
                 f"one of the whole sequence: contiguous(length, {every})"
             )
         layout = contiguous(next(iter(lengths.values())) * every, ranks)  # so any axes cut it alike
-    if not isinstance(layout, SequenceLayout):
-        raise ArgumentError(f"{what} got {described(layout)} for layout; give it one, such as zigzag(length, {every})")
     whole, parts = blocks(layout.length, of_rings), blocks(layout.length, sizes)
     if layout.cuts != whole and layout.cuts == parts:
         layout = joined(layout, of_rings or 1)

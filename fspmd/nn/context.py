@@ -22,24 +22,24 @@ from torch.nn import functional as F
 from fspmd.body import bound_body, resolve_axes
 from fspmd.collectives import all_to_all, axis_index, axis_size
 from fspmd.errors import ShapeError
-from fspmd.nn.arguments import checked
+from fspmd.nn.arguments import Block, Scale, checked
 from fspmd.nn.attention import Way, attention
 from fspmd.nn.checks import check_layout, check_operands, check_varies, shapes_everywhere
-from fspmd.nn.masks import Full, Mask, as_mask
+from fspmd.nn.masks import Full, Mask
 from fspmd.nn.ring import Exchanged, Gathered, Ring, turns_of
 from fspmd.nn.sequences import Axes, SequenceLayout
 
 
 @checked
 def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Block,
+    key: Block,
+    value: Block,
     axis: Axes,
     *,
     mask: Mask | None = None,
     layout: SequenceLayout | None = None,
-    scale: float | None = None,
+    scale: Scale | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention by a ring. Queries stay, and blocks of keys and values pass all ranks.
@@ -79,14 +79,14 @@ def ring_attention(
 
 @checked
 def gathered_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Block,
+    key: Block,
+    value: Block,
     axis: Axes,
     *,
     mask: Mask | None = None,
     layout: SequenceLayout | None = None,
-    scale: float | None = None,
+    scale: Scale | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention to gathered keys and values. Arguments and results are those of `ring_attention`.
@@ -99,15 +99,15 @@ def gathered_attention(
 
 @checked
 def ulysses_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Block,
+    key: Block,
+    value: Block,
     axis: Axes,
     *,
     ring: Axes | None = None,
     mask: Mask | None = None,
     layout: SequenceLayout | None = None,
-    scale: float | None = None,
+    scale: Scale | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention with heads in the place of the sequence. Arguments and results are those of `ring_attention`.
@@ -153,9 +153,8 @@ def _checked(
     way: type[W],
 ) -> W:
     """The way over ``ring``, whose blocks ``axis`` cuts into parts, after checks of all arguments."""
-    tensors = [x for x in (query, key, value, sinks) if isinstance(x, Tensor)]
-    everywhere = shapes_everywhere(what, *tensors)
-    check_operands(query, key, value, scale, what, everywhere)
+    everywhere = shapes_everywhere(what, query, key, value, *([] if sinks is None else [sinks]))
+    check_operands(query, key, value, what, everywhere)
     body = bound_body(what)
     rings, inner = resolve_axes(body, ring, what), resolve_axes(body, axis, what)
     if cut := rings + inner:
@@ -175,7 +174,7 @@ def _checked(
                 f"{what} got {shapes[0][-3]} heads for the {axis_size(axis)} ranks of {axis!r}, to which it gives "
                 "equally many; call ring_attention, or make the axis a divisor of the heads"
             )
-    mask = Full() if mask is None else as_mask(mask, what)
+    mask = Full() if mask is None else mask
     layout = check_layout(layout, everywhere, rings, inner, what)
     mask.check(layout.length)
     return way(turns_of(rings, mask.outline, layout, body.sizes(inner), way is Gathered), mask, scale)

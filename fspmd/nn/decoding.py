@@ -22,7 +22,7 @@ from fspmd.entries import axes_within
 from fspmd.errors import ArgumentError, ShapeError, SpecError
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.nn.arguments import checked
+from fspmd.nn.arguments import FloatDtype, Scale, Size, checked
 from fspmd.nn.attention import OneBlock, attention
 from fspmd.nn.checks import (
     Everywhere,
@@ -33,7 +33,7 @@ from fspmd.nn.checks import (
     shapes_everywhere,
     shapes_of,
 )
-from fspmd.nn.masks import Causal, Mask, as_mask
+from fspmd.nn.masks import Causal, Mask
 from fspmd.nn.parts import merge_over
 from fspmd.nn.sequences import Axes
 from fspmd.placement.creation import zeros
@@ -59,14 +59,14 @@ class KVCache(NamedTuple):
     @checked
     def zeros(
         cls,
-        layers: int,
-        slots: int,
-        kv_heads: int,
-        capacity: int,
-        width: int,
+        layers: Size,
+        slots: Size,
+        kv_heads: Size,
+        capacity: Size,
+        width: Size,
         *,
-        value_width: int | None = None,
-        dtype: torch.dtype | None = None,
+        value_width: Size | None = None,
+        dtype: FloatDtype | None = None,
         spec: P | None = None,
         mesh: Mesh | None = None,
     ) -> KVCache:
@@ -87,13 +87,7 @@ class KVCache(NamedTuple):
         (Sharded f32[3, 2@tp, 36@cp, 16] on mesh(tp=2, cp=4), 32)
         """
         check_outside("KVCache.zeros")
-        sizes = {"layers": layers, "slots": slots, "kv_heads": kv_heads, "capacity": capacity, "width": width}
-        for name, size in (*sizes.items(), ("value_width", width if value_width is None else value_width)):
-            if type(size) is not int or size < 1:
-                raise ArgumentError(f"KVCache.zeros got {name}={size!r}; give it an int from 1 on")
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentError(f"KVCache.zeros got {described(dtype)} for dtype; give it a floating dtype")
         widths = [width] * layers, [width if value_width is None else value_width] * layers
         if spec is None and mesh is None:
             keys, values = (
@@ -257,7 +251,7 @@ def cached_attention(
     *,
     axis: Axes = (),
     mask: Mask | None = None,
-    scale: float | None = None,
+    scale: Scale | None = None,
     sinks: Tensor | None = None,
     counts: Tensor | None = None,
     slots: Tensor | None = None,
@@ -298,8 +292,6 @@ def cached_attention(
     """
     _check(cache, "cached_attention", axis, counts, slots, query)
     (keys,), (values,) = cache.keys, cache.values
-    if scale is not None and type(scale) not in (int, float):
-        raise ArgumentError(f"cached_attention got {described(scale)} for scale; give it a number")
     if sinks is not None:
         _check_sinks(query, sinks)
     n, starts = query.shape[2], cache._of(slots) - (query.shape[2] if counts is None else counts)
@@ -309,7 +301,7 @@ def cached_attention(
     places = torch.arange(keys.shape[2], device=starts.device)
     queries = starts[:, None] if n == 1 else starts[:, None] + torch.arange(n, device=starts.device)
     positions = places if ranks == 1 else places * ranks + rank
-    seen = Causal() if mask is None else Causal() & as_mask(mask, "cached_attention")
+    seen = Causal() if mask is None else Causal() & mask
     allowed = seen.allows(queries[..., None], positions)
     finds_place = queries < (keys.shape[2] - 1) * ranks
     # the heads that share a KV head are as more queries of one head
@@ -390,13 +382,11 @@ def _check(
     cache: KVCache, what: str, axis: Axes, counts: Tensor | None, slots: Tensor | None, *operands: Tensor
 ) -> None:
     """Raise alike on all ranks unless keys and values, or queries, fit the cache."""
-    if not isinstance(cache, KVCache):
-        raise ArgumentError(f"{what} got {described(cache)} for a cache; give it a KVCache")
     if len(cache.keys) != 1:
         raise ArgumentError(f"{what} got a cache of {len(cache.keys)} layers; take one: cache.layers[i]")
     of_cache = cache.keys[0], cache.values[0]
     for x in operands:
-        if not isinstance(x, Tensor) or x.dim() != 4:
+        if x.dim() != 4:
             raise ShapeError(f"{what} got {described(x)}; give it tensors [slots, heads, n, width]")
         if x.dtype is not of_cache[0].dtype:
             raise ArgumentError(f"{what} got {x.dtype} for a cache of {of_cache[0].dtype}; make the cache of one dtype")
@@ -433,8 +423,6 @@ def _check(
 
 def _check_sinks(query: Tensor, sinks: Tensor) -> None:
     """Raise alike on all ranks unless there is a sink for each head."""
-    if not isinstance(sinks, Tensor):
-        raise ArgumentError(f"cached_attention got {described(sinks)} for sinks; give it a tensor [heads]")
     for shapes in _everywhere("cached_attention", query, sinks).values():
         if shapes[1] != shapes[0][1:2]:
             raise ShapeError(

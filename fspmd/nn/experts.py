@@ -19,13 +19,12 @@ from fspmd.collectives.ragged import exchanged_rows
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, RecordError, ShapeError
 from fspmd.messages import as_axis_name, described
-from fspmd.nn.arguments import checked
+from fspmd.nn.arguments import Block, Count, checked
 from fspmd.nn.checks import check_varies
 from fspmd.nn.parameters import moved
 from fspmd.nn.parts import wide
 from fspmd.nn.sequences import Axes, names_of
 from fspmd.rules.grouped import rows_by_groups
-from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import recorder
 from fspmd.variance import get_variance
@@ -78,7 +77,7 @@ def route(
     >>> routing.experts.tolist(), routing.counts.tolist()
     ([[0, 2], [1, 2]], [1, 1, 2])
     """
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+    if logits.dim() != 2 or not logits.is_floating_point():
         raise ShapeError(f"route got {described(logits)} for logits; give it floats [tokens, experts]")
     n = logits.shape[1]
     if type(k) is not int or not 1 <= k <= n:
@@ -152,7 +151,7 @@ class Dispatched(NamedTuple):
 
 @checked
 def dispatch(
-    x: Tensor, routing: Routing, axis: Axes, *, capacity: int | None = None, rows: int | None = None
+    x: Block, routing: Routing, axis: Axes, *, capacity: Count | None = None, rows: Count | None = None
 ) -> Dispatched:
     """Send tokens to the ranks of their experts. `combine` sends results back.
 
@@ -406,16 +405,8 @@ def _fullest(rows: Tensor, axis: Axes) -> int:
 
 def _check(x: Tensor, routing: Routing, axis: Axes, capacity: int | None, rows: int | None) -> int:
     """Raise before anything moves unless arguments fit. The number of ranks."""
-    if not isinstance(x, Tensor) or isinstance(x, Sharded) or x.dim() != 2:
-        raise ShapeError(
-            f"dispatch got {described(x)}; give it this rank's tokens [tokens, width], in a body"
-            + (": shard_map(f, mesh=..., in_specs=..., out_specs=...)" if isinstance(x, Sharded) else "")
-        )
-    if not isinstance(routing, Routing):
-        raise ArgumentError(f"dispatch got {described(routing)} for routing; give it the result of route")
-    for name, number in (("capacity", capacity), ("rows", rows)):
-        if number is not None and (type(number) is not int or number < 0):
-            raise ArgumentError(f"dispatch got {name}={number!r}; give it an int from 0 on, or None")
+    if x.dim() != 2:
+        raise ShapeError(f"dispatch got {described(x)}; give it this rank's tokens [tokens, width], in a body")
     if capacity is not None and rows is not None:
         raise ArgumentError("dispatch got capacity and rows; a capacity decides how many rows there are")
     if routing.experts.shape[0] != x.shape[0]:

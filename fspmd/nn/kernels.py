@@ -19,7 +19,7 @@ from torch.backends import cuda
 from torch.nn import functional as F
 
 from fspmd.cache import cached
-from fspmd.nn.parts import PartialAttention, wide
+from fspmd.nn.parts import PartialAttention, Triple, wide
 from fspmd.torch_internals import (
     aten_cpu_attention,
     aten_cpu_attention_backward,
@@ -36,12 +36,19 @@ TRIANGLE: Final = "triangle"
 #: which query sees which key: a bool for each pair; "triangle": of as many keys as queries, query i sees keys 0 to i;
 #: None: all see all
 Allowed = Tensor | Literal["triangle"] | None
-Grads = tuple[Tensor, Tensor, Tensor]
 
 _GPU = "cuda"
 _ROWS: Final = 32  # the lse of the efficient kernel has a multiple of so many rows
 _HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
 _WIDEST: Final = 256  # heads of the kernels of Triton
+
+
+class BlockOptions(NamedTuple):
+    """Of attention to one block of keys. ``alone``: no other part is merged with it, so 16 bits may round it."""
+
+    allowed: Allowed
+    scale: float | None  # None: the default
+    alone: bool = False
 
 
 class Operands(NamedTuple):
@@ -66,22 +73,15 @@ class Kernel:
     """
 
     run: Callable[[Operands], tuple[Tensor, Tensor]]
-    run_backward: Callable[[Operands, Tensor, Tensor, Tensor], Grads]
+    run_backward: Callable[[Operands, Tensor, Tensor, Tensor], Triple]
     rounds: bool = True
 
 
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None, alone: bool
-) -> PartialAttention | None:
-    """The part of the keys, in float32 or float64. None: there is no kernel for these operands.
-
-    Args:
-        alone: Whether no other part is merged with it. Then 16 bits may round it, as they will round the result.
-    """
-    found = _kernel(query, key, value, allowed, scale, alone)
-    if found is None:
+def forward(operands: Triple, options: BlockOptions) -> PartialAttention | None:
+    """The part of the keys, in float32 or float64. None: there is no kernel for these operands."""
+    if (found := _kernel(operands, options)) is None:
         return None
-    kernel, given = found
+    (kernel, given), (query, _, value), allowed = found, operands, options.allowed
     rows, dtype = query.shape[:-1], wide(query)
     out, lse = kernel.run(given)
     out, lse = _narrowed(out, (*rows, value.shape[-1])).to(dtype), lse.reshape(rows).to(dtype)
@@ -91,28 +91,17 @@ def forward(
     return PartialAttention(out, lse)
 
 
-def backward(
-    out_grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    whole: PartialAttention,
-    allowed: Allowed,
-    scale: float | None,
-    alone: bool,
-) -> Grads | None:
+def backward(out_grad: Tensor, operands: Triple, whole: PartialAttention, options: BlockOptions) -> Triple | None:
     """The gradients that come from these keys, of any dtype. ``whole.lse`` of a query that sees nothing is inf."""
-    found = _kernel(query, key, value, allowed, scale, alone)
-    if found is None:
+    if (found := _kernel(operands, options)) is None:
         return None
-    kernel, given = found
+    (kernel, given), (query, key, value) = found, operands
     shape = given.query.shape
     dtype, width = (given.query.dtype, shape[-1]) if kernel.rounds else (wide(query), value.shape[-1])
     out_grad, out = (_fitting(x, dtype, width) for x in (out_grad, whole.out))
     grads = kernel.run_backward(given, out_grad, out, whole.lse.reshape(shape[:-1]))
     query_grad, key_grad, value_grad = (
-        _narrowed(g, (*x.shape[:-3], *g.shape[1:-1], x.shape[-1]))
-        for g, x in zip(grads, (query, key, value), strict=True)
+        _narrowed(g, (*x.shape[:-3], *g.shape[1:-1], x.shape[-1])) for g, x in zip(grads, operands, strict=True)
     )
     if key_grad.shape[-3] != key.shape[-3]:
         groups, dtype = (key.shape[-3], -1), wide(key)
@@ -132,10 +121,9 @@ def mask_of(allowed: Allowed, query: Tensor, key: Tensor) -> Tensor | None:
     return allowed
 
 
-def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None, alone: bool
-) -> tuple[Kernel, Operands] | None:
+def _kernel(operands: Triple, options: BlockOptions) -> tuple[Kernel, Operands] | None:
     """A kernel and its operands; None if there is none on the device, for the dtype, or for no queries or no keys."""
+    query, key, value = operands
     device, dtype = query.device.type, query.dtype
     if not (query.shape[-2] and key.shape[-2]):
         return None
@@ -145,10 +133,10 @@ def _kernel(
         dtype, unit = wide(query), 1
     else:
         return None
-    widest = max(query.shape[-1], value.shape[-1])
-    if unit == 8 and not alone and widest <= _WIDEST and cuda.flash_sdp_enabled() and _runs_triton(query.device):
-        return EXACT, _operands(query, key, value, allowed, scale)
-    given = _fitted(query, key, value, allowed, scale_of(query, scale), dtype, unit)
+    is_exact = unit == 8 and not options.alone and max(query.shape[-1], value.shape[-1]) <= _WIDEST
+    if is_exact and cuda.flash_sdp_enabled() and _runs_triton(query.device):
+        return EXACT, _operands(operands, options)
+    given = _fitted(operands, options, dtype, unit)
     kernel = kernel_for(given)
     return None if kernel is None else (kernel, given)
 
@@ -188,25 +176,24 @@ def _is_right(device: torch.device) -> bool:
     return all(bool(torch.isclose(x, y, rtol=1e-2, atol=1e-2).all()) for x, y in pairs)
 
 
-def _operands(query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float | None) -> Operands:
+def _operands(operands: Triple, options: BlockOptions) -> Operands:
     """As they are, in four dims."""
-    mask = None
+    (query, key, _), allowed, mask = operands, options.allowed, None
     if isinstance(allowed, Tensor):
         shape = query.shape[-2], key.shape[-2]
         mask = allowed.expand(*query.shape[:-3], 1, *shape).reshape(-1, 1, *shape)
-    query, key, value = (_fitting(x, x.dtype, x.shape[-1]) for x in (query, key, value))
-    return Operands(query, key, value, mask, isinstance(allowed, str), scale_of(query, scale))
+    query, key, value = (_fitting(x, x.dtype, x.shape[-1]) for x in operands)
+    return Operands(query, key, value, mask, isinstance(allowed, str), scale_of(query, options.scale))
 
 
-def _fitted(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Allowed, scale: float, dtype: torch.dtype, unit: int
-) -> Operands:
+def _fitted(operands: Triple, options: BlockOptions, dtype: torch.dtype, unit: int) -> Operands:
     """For torch's kernels: of a dtype, of equal heads and widths, which are a multiple of ``unit``, and with a bias."""
-    if scale <= 0:  # of causal calls the CPU's kernel makes NaN
-        allowed = mask_of(allowed, query, key)
+    query, key, value = operands
+    if scale_of(query, options.scale) <= 0:  # of causal calls the CPU's kernel makes NaN
+        options = options._replace(allowed=mask_of(options.allowed, query, key))
     width, heads = max(query.shape[-1], value.shape[-1]), query.shape[-3]
     width += -width % unit
-    query, key, value, bias, causal, scale = _operands(query, key, value, allowed, scale)
+    query, key, value, bias, causal, scale = _operands(operands, options)
     if bias is not None:
         columns = key.shape[-2]
         bias = torch.where(bias, 0.0, -torch.inf).to(dtype)

@@ -7,12 +7,14 @@ positions of their blocks, so that one mask serves every layout of the sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
+from fspmd.nn.arguments import Count, check_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +65,6 @@ def as_mask(x: object, what: str) -> Mask:
     return x
 
 
-def _check_size(mask: SlidingWindow | Prefix) -> None:
-    if type(mask.size) is not int or mask.size < 0:
-        raise ArgumentError(f"{type(mask).__name__} got {described(mask.size)} for size; give it a number of positions")
-
-
 @dataclass(frozen=True)
 class Full(Mask):
     """Every query sees every key."""
@@ -99,10 +96,10 @@ class Causal(Mask):
 class SlidingWindow(Mask):
     """A query sees the keys at a distance below ``size``, before and after it. With `Causal` it sees those before."""
 
-    size: int
+    size: Count
 
     def __post_init__(self) -> None:
-        _check_size(self)
+        check_fields(self)
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return (key > query - self.size) & (key < query + self.size)  # bools alone: distances would need 8 bytes each
@@ -117,10 +114,10 @@ class SlidingWindow(Mask):
 class Prefix(Mask):
     """Every query sees the first ``size`` keys. ``Causal() | Prefix(n)`` is the mask of a prefix language model."""
 
-    size: int
+    size: Count
 
     def __post_init__(self) -> None:
-        _check_size(self)
+        check_fields(self)
 
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return (key < self.size).expand(torch.broadcast_shapes(query.shape, key.shape))
@@ -169,6 +166,7 @@ class Documents(Mask):
 class _Both(Mask):
     """Two masks."""
 
+    decisive: ClassVar[bool]  # what one of them says of a pair whatever the other says
     first: Mask
     second: Mask
 
@@ -180,9 +178,13 @@ class _Both(Mask):
     def outline(self) -> Mask:
         return type(self)(self.first.outline, self.second.outline)
 
-    def _is_triangle(self, span: range, other: bool) -> bool:
-        """Whether one is a triangle, and the other is one too, or is ``other`` over the span."""
-        masks = (self.first, self.second)
+    def over(self, queries: range, keys: range) -> bool | None:
+        known = self.first.over(queries, keys), self.second.over(queries, keys)
+        return self.decisive if self.decisive in known else None if None in known else not self.decisive
+
+    def is_triangle(self, span: range) -> bool:
+        """Whether one is a triangle, and the other is one too, or decides nothing over the span."""
+        masks, other = (self.first, self.second), not self.decisive
         some = [mask.is_triangle(span) for mask in masks]
         return any(some) and all(one or mask.over(span, span) is other for one, mask in zip(some, masks, strict=True))
 
@@ -190,29 +192,19 @@ class _Both(Mask):
 class AllOf(_Both):
     """What both masks allow."""
 
+    decisive = False
+
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allows(query, key) & self.second.allows(query, key)
-
-    def over(self, queries: range, keys: range) -> bool | None:
-        known = self.first.over(queries, keys), self.second.over(queries, keys)
-        return False if False in known else None if None in known else True
-
-    def is_triangle(self, span: range) -> bool:
-        return self._is_triangle(span, True)
 
 
 class AnyOf(_Both):
     """What one of two masks allows."""
 
+    decisive = True
+
     def allows(self, query: Tensor, key: Tensor) -> Tensor:
         return self.first.allows(query, key) | self.second.allows(query, key)
-
-    def over(self, queries: range, keys: range) -> bool | None:
-        known = self.first.over(queries, keys), self.second.over(queries, keys)
-        return True if True in known else None if None in known else False
-
-    def is_triangle(self, span: range) -> bool:
-        return self._is_triangle(span, False)
 
 
 _UNKNOWN = Mask()

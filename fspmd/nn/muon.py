@@ -13,7 +13,7 @@ from torch import Tensor
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described, quoted
-from fspmd.nn.arguments import checked
+from fspmd.nn.arguments import Count, checked
 from fspmd.nn.optimizers import Leaves, Lies, Optimizer, Rate, Slots, check_known, check_numbers, leafwise
 from fspmd.nn.parameters import moved
 from fspmd.placement.reshard import reshard
@@ -35,7 +35,7 @@ def muon(
     *,
     nesterov: bool = True,
     coefficients: Sequence[float] = (3.4445, -4.775, 2.0315),
-    steps: int = 5,
+    steps: Count = 5,
     eps: float = 1e-7,
     adjustment: str = "original",
     dtype: torch.dtype | None = torch.bfloat16,
@@ -73,11 +73,8 @@ def muon(
     (['all_to_all', 'all_to_all'], Sharded f32[8@dp, 8] on mesh(dp=4))
     """
     check_numbers("muon", [("rate", rate, 0, math.inf), ("eps", eps, 0, math.inf), ("momentum", momentum, 0, math.inf)])
-    if steps < 0 or len(coefficients) != 3:
-        raise ArgumentError(
-            f"muon got {described(steps)} for steps and {described(coefficients)} for coefficients; give it an int "
-            "from 0 on, and three numbers"
-        )
+    if len(coefficients) != 3:
+        raise ArgumentError(f"muon got {described(coefficients)} for coefficients; give it three numbers")
     if adjustment not in ADJUSTMENTS:
         raise ArgumentError(f"muon got adjustment={adjustment!r}; expected one of {quoted(ADJUSTMENTS)}")
 

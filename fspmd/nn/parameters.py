@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -21,7 +21,8 @@ from torch import Tensor
 from fspmd.body import Body, bound_body, resolve_axes, state
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, AxisError, ShapeError, SpecError, VarianceError
-from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
+from fspmd.messages import Failure, as_axis_name, quoted, refuse
+from fspmd.nn.arguments import FloatDtype, check_fields, checked
 from fspmd.nn.sequences import Axes, names_of
 from fspmd.placement.reshard import reshard
 from fspmd.redistribution.redistribute import begun
@@ -33,7 +34,35 @@ from fspmd.trees import Entries, broadcast_prefix, leaf_paths, prefix_over
 from fspmd.variance import Variance, get_variance, set_variance, show, variance_of_spec
 
 
-def gathered(params: Any, axis: Axes, specs: Any = None, *, dtype: torch.dtype | Precision | None = None) -> Any:
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes in which parameters are kept and used, and in which gradients are summed.
+
+    Attributes:
+        param: of stored parameters, which `accumulate` and `gathered` check. Gradients end in it, so that an optimizer
+            updates in it.
+        compute: of gathered parameters, and so of the computation. Parameters are cast before they move.
+        reduce: in which gradients are summed over ranks. They move in it.
+        accumulate: in which gradients are summed over microbatches.
+
+    Raises:
+        ArgumentError: one of them is no floating dtype.
+
+    >>> Precision(compute=torch.bfloat16).reduce
+    torch.float32
+    """
+
+    param: FloatDtype = torch.float32
+    compute: FloatDtype = torch.float32
+    reduce: FloatDtype = torch.float32
+    accumulate: FloatDtype = torch.float32
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@checked
+def gathered(params: Any, axis: Axes, specs: Any = None, *, dtype: FloatDtype | Precision | None = None) -> Any:
     """Whole parameters, for use: each leaf is no longer cut by ``axis``, and is reduced over it.
 
     Call it where a parameter is used, inside the function that is differentiated. Within `checkpoint`, backward gathers
@@ -151,11 +180,6 @@ def _dtypes(dtype: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
     """The dtypes of values and of gradients while they move; None for that of each leaf."""
     if isinstance(dtype, Precision):
         return dtype.compute, dtype.reduce
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ArgumentError(
-            f"gathered got {described(dtype)} for dtype; expected a floating dtype such as torch.bfloat16, or a "
-            "Precision"
-        )
     return dtype, None
 
 
@@ -163,11 +187,6 @@ def _outside(params: Any, axis: Axes, specs: Any, forward: torch.dtype | None, b
     """`gathered` of global values, by `reshard`."""
     if specs is not None:
         raise ArgumentError("gathered got specs outside of a body; a Sharded has its spec, so leave them out")
-    if not isinstance(axis, (str, tuple, list)):
-        raise AxisError(
-            f"gathered got {described(axis)} for axis; expected the name of a mesh axis, such as 'fsdp', or a tuple of "
-            "names"
-        )
     names, axes = leaf_paths(params, "params"), names_of(axis)
     leaves, treedef = optree.tree_flatten(params, is_leaf=is_sharded, none_is_leaf=True)
     partitions = [
@@ -321,36 +340,3 @@ def moved(
         after = get_variance(x)
     with DisableTorchFunction():
         return set_variance(begun(x, source, target, forward or x.dtype, backward or x.dtype, True)(), after)
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """The dtypes in which parameters are kept and used, and in which gradients are summed.
-
-    Attributes:
-        param: of stored parameters, which `accumulate` and `gathered` check. Gradients end in it, so that an optimizer
-            updates in it.
-        compute: of gathered parameters, and so of the computation. Parameters are cast before they move.
-        reduce: in which gradients are summed over ranks. They move in it.
-        accumulate: in which gradients are summed over microbatches.
-
-    Raises:
-        ArgumentError: one of them is no floating dtype.
-
-    >>> Precision(compute=torch.bfloat16).reduce
-    torch.float32
-    """
-
-    param: torch.dtype = torch.float32
-    compute: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
-    accumulate: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            dtype = getattr(self, field.name)
-            if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ArgumentError(
-                    f"Precision got {described(dtype)} for {field.name}; expected a floating dtype such as "
-                    "torch.bfloat16"
-                )

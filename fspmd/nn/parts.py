@@ -33,6 +33,22 @@ class PartialAttention(NamedTuple):
     lse: Tensor
 
 
+#: query, key and value, or their gradients
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+class PartGradient(NamedTuple):
+    """The gradient of a part. None stands for zeros."""
+
+    out: Tensor
+    lse: Tensor | None
+
+    def sums(self, out: Tensor) -> Tensor:
+        """What the gradient of each score loses: the sum of ``out * out_grad`` over the width, less ``lse_grad``."""
+        total = (self.out * out).sum(-1)
+        return total if self.lse is None else total - self.lse
+
+
 @checked
 def nothing(query: Tensor, width: int) -> PartialAttention:
     """The part of no keys, for values of a width. `merge` with it changes nothing."""

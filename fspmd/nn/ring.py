@@ -21,9 +21,11 @@ from fspmd.collectives import all_gather, all_to_all, axis_index, ppermute, psum
 from fspmd.entries import blocks
 from fspmd.nn.attention import Met
 from fspmd.nn.masks import Mask
-from fspmd.nn.parts import PartialAttention, merge, nothing
+from fspmd.nn.parts import PartGradient, PartialAttention, Triple, merge, nothing
 from fspmd.nn.sequences import Axes, SequenceLayout, on_host
-from fspmd.nn.tiles import Tiles, count_of, make_tiles, runs_of
+from fspmd.nn.tiles import Seeing, Tiles, count_of, make_tiles, runs_of
+
+Kept = tuple[Tensor | None, Tensor | None]  # the gradients of keys and values that were kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,44 +116,43 @@ def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: tuple[int, ...
 
 
 @dataclass(frozen=True, eq=False)
-class Ring:
-    """Blocks of keys and values pass all ranks. What is kept are a rank's own blocks, and not those that pass."""
+class _Steps:
+    """The steps in which queries meet keys, by a mask."""
 
     turns: Turns
     mask: Mask
     scale: float | None
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: None) -> Met:
+    def _seeing(self, alone: bool) -> Seeing:
+        return Seeing(self.turns.at, self.mask, self.scale, alone)
+
+
+class Ring(_Steps):
+    """Blocks of keys and values pass all ranks. What is kept are a rank's own blocks, and not those that pass."""
+
+    def forward(self, operands: Triple, allowed: None) -> Met:
         """The part of all keys."""
-        whole, at = nothing(query, value.shape[-1]), self.turns.at
-        for step, pair, _ in self._passing((key, value)):
-            part = self.turns.tiles[step].forward(query, *pair, at, self.mask, self.scale, self.turns.is_one_step)
+        query, _, value = operands
+        whole, seeing = nothing(query, value.shape[-1]), self._seeing(self.turns.is_one_step)
+        for step, passing, _ in self._passing(operands[1:]):
+            part = self.turns.tiles[step].forward((query, *passing), seeing)
             whole = part if step == self.turns.steps[0] else merge(whole, part)
         return Met(whole, ())
 
     def backward(
-        self,
-        out_grad: Tensor,
-        lse_grad: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        whole: PartialAttention,
-        allowed: None,
-        kept_grads: tuple[()],
+        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: None, kept_grads: tuple[()]
     ) -> list[Tensor]:
         """The ring once more. The gradients of keys and values travel with them, and come home in the end."""
-        grads, at, coming = list[Tensor](), self.turns.at, None
-        for step, pair, hop in self._passing((key, value)):
-            operands = out_grad, lse_grad, query, *pair, whole, at, self.mask, self.scale
-            parts = self.turns.tiles[step].backward(*operands, alone=self.turns.is_one_step)
+        grads, seeing, coming = list[Tensor](), self._seeing(self.turns.is_one_step), None
+        for step, passing, hop in self._passing(operands[1:]):
+            parts = self.turns.tiles[step].backward(grad, (operands[0], *passing), whole, seeing)
             if coming is not None:
                 grads[1:] = coming.wait()
             grads = [total + part for total, part in zip(grads, parts, strict=True)] if grads else parts
             coming = ppermute(tuple(grads[1:]), self.turns.axis, self.turns.hop(hop), wait=False) if hop else None
         if coming is not None:
             grads[1:] = coming.wait()
-        return grads or _nothing((query, key, value), whole)
+        return grads or _nothing(operands, whole)
 
     def _passing(self, pair: tuple[Tensor, Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor], int]]:
         """Yield each step, the keys and values that a rank has in it, and the places that their gradients go next.
@@ -168,41 +169,28 @@ class Ring:
             pair = pair if coming is None else coming.wait()
 
 
-@dataclass(frozen=True, eq=False)
-class Gathered:
+class Gathered(_Steps):
     """A rank gathers the keys and values of the whole sequence, and keeps them."""
 
-    turns: Turns
-    mask: Mask
-    scale: float | None
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: None) -> Met:
+    def forward(self, operands: Triple, allowed: None) -> Met:
         """The part of all keys."""
-        keys, values = (all_gather(x, self.turns.axis, axis=x.dim() - 2, tiled=True) for x in (key, value))
-        whole = nothing(query, value.shape[-1])
+        query, *pair = operands
+        keys, values = (all_gather(x, self.turns.axis, axis=x.dim() - 2, tiled=True) for x in pair)
+        whole = nothing(query, values.shape[-1])
         for tiles in self.turns.tiles.values():
-            whole = tiles.forward(query, keys, values, self.turns.at, self.mask, self.scale, alone=True)
+            whole = tiles.forward((query, keys, values), self._seeing(True))
         return Met(whole, (keys, values))
 
     def backward(
-        self,
-        out_grad: Tensor,
-        lse_grad: Tensor | None,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        whole: PartialAttention,
-        allowed: None,
-        kept_grads: tuple[Tensor | None, Tensor | None],
+        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: None, kept_grads: Kept
     ) -> list[Tensor]:
         """The gradients of keys and values are summed wide: bfloat16 sums would lose precision."""
-        grads = list[Tensor]()
+        grads, axis = list[Tensor](), self.turns.axis
         for tiles in self.turns.tiles.values():
-            operands = out_grad, lse_grad, query, keys, values, whole, self.turns.at, self.mask, self.scale
-            grads = tiles.backward(*operands, alone=not self.turns.axis)
-        grad, *grads = grads or _nothing((query, keys, values), whole)
-        axis, totals = self.turns.axis, _with(grads, kept_grads)
-        return [grad, *(psum_scatter(g, axis, scatter_dimension=g.dim() - 2, tiled=True) for g in totals)]
+            grads = tiles.backward(grad, operands, whole, self._seeing(not axis))
+        query_grad, *grads = grads or _nothing(operands, whole)
+        totals = _with(grads, kept_grads)
+        return [query_grad, *(psum_scatter(g, axis, scatter_dimension=g.dim() - 2, tiled=True) for g in totals)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,25 +204,18 @@ class Exchanged:
     axis: Axes
     repeats: int
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: None) -> Met:
+    def forward(self, operands: Triple, allowed: None) -> Met:
         """The part of all keys."""
-        keys, values = (self._heads(x) for x in (key, value))
-        return Met(self.way.forward(query, keys, values, None).part, (keys, values))
+        query, key, value = operands
+        keys, values = self._heads(key), self._heads(value)
+        return Met(self.way.forward((query, keys, values), None).part, (keys, values))
 
     def backward(
-        self,
-        out_grad: Tensor,
-        lse_grad: Tensor | None,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        whole: PartialAttention,
-        allowed: None,
-        kept_grads: tuple[Tensor | None, Tensor | None],
+        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: None, kept_grads: Kept
     ) -> list[Tensor]:
         """The gradients go back where their parts of the sequence came from."""
-        grad, *grads = self.way.backward(out_grad, lse_grad, query, keys, values, whole, None, ())
-        return [grad, *(self._rows(g, keys.dtype) for g in _with(grads, kept_grads))]
+        query_grad, *grads = self.way.backward(grad, operands, whole, None, ())
+        return [query_grad, *(self._rows(g, operands[1].dtype) for g in _with(grads, kept_grads))]
 
     def _heads(self, x: Tensor) -> Tensor:
         repeated = x.repeat_interleave(self.repeats, -3) if self.repeats > 1 else x
@@ -248,7 +229,7 @@ class Exchanged:
         return rows.unflatten(-3, (-1, self.repeats)).sum(-3) if self.repeats > 1 else rows
 
 
-def _with(grads: list[Tensor], kept_grads: tuple[Tensor | None, Tensor | None]) -> Iterator[Tensor]:
+def _with(grads: list[Tensor], kept_grads: Kept) -> Iterator[Tensor]:
     """The gradients of keys and values, and what comes to them from second derivatives."""
     return (g if more is None else g + more for g, more in zip(grads, kept_grads, strict=True))
 

@@ -170,7 +170,7 @@ def _over(collective: Callable[..., Tensor], x: Tensor, axis: Axes) -> Tensor:
 
 def _places(logits: Tensor, axis: Axes, vocabulary: int | None, what: str) -> tuple[int | Tensor, int | None]:
     """The first token of this rank, and the length of the longest part if some are shorter. Raises on all ranks."""
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+    if logits.dim() != 2 or not logits.is_floating_point():
         raise ShapeError(f"{what} got {described(logits)} for logits; give it floats [slots, tokens]")
     if not axis:
         if logits.shape[1] != (logits.shape[1] or 1 if vocabulary is None else vocabulary):
@@ -216,7 +216,7 @@ def _column(name: str, value: Number, x: Tensor, least: float, most: float) -> T
 
 def _check_rows(logits: Tensor, **rows: Tensor) -> None:
     for name, x in rows.items():
-        if not isinstance(x, Tensor) or (name in ("keys", "positions") and x.dtype is not torch.int64):
+        if name in ("keys", "positions") and x.dtype is not torch.int64:
             raise ArgumentError(f"sample got {described(x)} for {name}; give it an int64 for each sequence")
         if x.dim() != 1 or x.shape[0] != logits.shape[0]:
             raise ShapeError(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fspmd.errors import ArgumentError
 from fspmd.messages import described
-from fspmd.nn.arguments import checked
+from fspmd.nn.arguments import Size, checked
 
 
 class Action(NamedTuple):
@@ -161,7 +161,8 @@ class Schedule:
 
     def _check_kinds(self) -> None:
         """Raise unless the table is made of what its fields say."""
-        _check_sizes(self.name, microbatches=self.microbatches)
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise ArgumentError(f"{self.name} has {described(self.microbatches)} for microbatches; give it 1 or more")
         ranks = self.ranks_of_stages
         if not ranks or any(type(rank) is not int or rank < 0 for rank in ranks):
             raise ArgumentError(f"{self.name} has ranks_of_stages={ranks!r}; give it the rank of each stage, from 0 on")
@@ -250,101 +251,68 @@ class Schedule:
         )
 
 
-def _check_sizes(what: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise ArgumentError(f"{what} got {described(size)} for {name}; give it an int from 1 on")
-
-
 def _held(action: Action) -> int:
     """By how many activations an action changes those that live."""
     return (action.kind == "F") - (action.kind in "BW")
 
 
 @checked
-def gpipe(ranks: int, microbatches: int) -> Schedule:
+def gpipe(ranks: Size, microbatches: Size) -> Schedule:
     """All forwards, then all backwards. The bubble is (p - 1) / (m + p - 1), and m activations live."""
-    _check_sizes("gpipe", ranks=ranks, microbatches=microbatches)
-    return _in_order("gpipe", range(ranks), microbatches, _one_stage_each(ranks, [microbatches] * ranks, microbatches))
+    return _alternating("gpipe", ranks, microbatches, 1, lambda rank: microbatches)
 
 
 @checked
-def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+def one_f_one_b(ranks: Size, microbatches: Size) -> Schedule:
     """Backward follows forward at once. The bubble is that of `gpipe`, and at most p - r activations live on rank r."""
-    _check_sizes("one_f_one_b", ranks=ranks, microbatches=microbatches)
-    lists = _one_stage_each(ranks, [ranks - rank - 1 for rank in range(ranks)], microbatches)
-    return _in_order("one_f_one_b", range(ranks), microbatches, lists)
-
-
-def _one_stage_each(ranks: int, warmups: list[int], microbatches: int) -> list[list[Action]]:
-    lists = []
-    for rank in range(ranks):
-        forward, backward = ([Action(kind, rank, m) for m in range(microbatches)] for kind in "FB")
-        lists.append(_alternating(forward[: warmups[rank]], forward[warmups[rank] :], backward))
-    return lists
+    return _alternating("one_f_one_b", ranks, microbatches, 1, lambda rank: ranks - rank - 1)
 
 
 @checked
-def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+def interleaved(ranks: Size, microbatches: Size, chunks: Size = 2) -> Schedule:
     """`one_f_one_b` with several stages a rank: stage s lies on rank s % p.
 
     The bubble is (p - 1) / (v m + p - 1) with v chunks, if p divides m (Megatron-LM, arXiv 2104.04473).
     """
-    _check_sizes("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
-    placement = [stage % ranks for stage in range(ranks * chunks)]
-    groups = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
-    lists = []
-    for rank in range(ranks):
-        mine = range(rank, ranks * chunks, ranks)
-        forward = [Action("F", stage, m) for group in groups for stage in mine for m in group]
-        backward = [Action("B", stage, m) for group in groups for stage in reversed(mine) for m in group]
-        warmup = min(2 * (ranks - rank - 1) + (chunks - 1) * ranks, len(forward))
-        lists.append(_alternating(forward[:warmup], forward[warmup:], backward))
-    return _in_order("interleaved", placement, microbatches, lists)
+    warmup = (chunks - 1) * ranks
+    return _alternating("interleaved", ranks, microbatches, chunks, lambda rank: 2 * (ranks - rank - 1) + warmup)
 
 
 @checked
-def zero_bubble(ranks: int, microbatches: int) -> Schedule:
+def zero_bubble(ranks: Size, microbatches: Size) -> Schedule:
     """Backward in two parts, of which W fills the bubble (ZB-H1, arXiv 2401.10241). At most p activations live.
 
     With F = I = W the ranks take 3 m + p - 1 ticks, if m is at least p.
     """
-    _check_sizes("zero_bubble", ranks=ranks, microbatches=microbatches)
-    lists = []
-    for rank in range(ranks):
-        f, i, w = ([Action(kind, rank, m) for m in range(microbatches)] for kind in "FIW")
-        warmup = min(ranks - rank, microbatches)
-        steps, waiting = f[:warmup], f[warmup:]
-        for m in range(microbatches):
-            steps.append(i[m])
-            steps += w[m - rank : m - rank + 1] if m >= rank else []
-            steps += waiting[m : m + 1]
-        lists.append([*steps, *w[max(microbatches - rank, 0) :]])
-    return _in_order("zero_bubble", range(ranks), microbatches, lists)
+    return _by_turns("zero_bubble", ranks, microbatches, microbatches, _zero_turns, 1)
 
 
 @checked
-def zbv(ranks: int, microbatches: int) -> Schedule:
+def zbv(ranks: Size, microbatches: Size) -> Schedule:
     """`zero_bubble` on a V: rank r holds the stages r and 2 p - 1 - r (arXiv 2405.15362). At most 2 p activations live.
 
     With F = I = W the ranks take 6 m + p - 1 ticks, if m is at least 2 p - 1.
     """
-    _check_sizes("zbv", ranks=ranks, microbatches=microbatches)
     return _by_turns("zbv", ranks, microbatches, max(microbatches, 2 * ranks - 1), _zbv_turns)
 
 
 @checked
-def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
+def dual_pipe_v(ranks: Size, microbatches: Size) -> Schedule:
     """DualPipe on a V, as in DeepSeek-V3 (arXiv 2412.19437): F of one microbatch stands beside B of another.
 
     The two are two ticks, in which a kernel may overlap them. At most 2 p + 1 activations live.
     """
-    _check_sizes("dual_pipe_v", ranks=ranks, microbatches=microbatches)
     return _by_turns("dual_pipe_v", ranks, microbatches, max(microbatches, 2 * ranks), _dual_turns)
 
 
+def _zero_turns(p: int, r: int, m: int) -> str:
+    """The kinds and chunks of a rank, in order. The gradients of parameters follow r microbatches behind."""
+    steady = ["I0 " + "W0 " * (i >= r) + "F0 " * (i + p - r < m) for i in range(m)]
+    return "F0 " * min(p - r, m) + "".join(steady) + "W0 " * min(r, m)
+
+
 def _zbv_turns(p: int, r: int, m: int) -> str:
-    """The kinds and chunks of a rank, in order. In the steady state each chunk runs F, I, W in turn."""
+    """In the steady state each chunk runs F, I, W in turn."""
     start = "F0 " * (2 * (p - r) - 1) + "F1 F0 " * r + "F1 I1 W1 " * (p - r)
     both = m - (2 * (p - r) - 1 + r)  # the forwards of chunk 0 that are left
     late = m - p - both
@@ -363,8 +331,10 @@ def _dual_turns(p: int, r: int, m: int) -> str:
     return start + steady + " ".join([*end, *(f"W{c}" for c in split[p - r - 1 :])])
 
 
-def _by_turns(name: str, ranks: int, microbatches: int, needed: int, turns: Callable[[int, int, int], str]) -> Schedule:
-    """A V of the order that ``turns`` tells for at least ``needed`` microbatches, without those that do not exist."""
+def _by_turns(
+    name: str, ranks: int, microbatches: int, needed: int, turns: Callable[[int, int, int], str], chunks: int = 2
+) -> Schedule:
+    """The order of ``turns`` for ``needed`` microbatches, without those that do not exist. Two chunks make a V."""
     lists = []
     for rank in range(ranks):
         counts: dict[str, int] = {}
@@ -377,12 +347,21 @@ def _by_turns(name: str, ranks: int, microbatches: int, needed: int, turns: Call
             if m < microbatches:
                 steps.append(Action(kind, stage, m))
         lists.append(steps)
-    return _in_order(name, [*range(ranks), *reversed(range(ranks))], microbatches, lists)
+    return _in_order(name, [*range(ranks), *reversed(range(ranks))][: chunks * ranks], microbatches, lists)
 
 
-def _alternating(warmup: list[Action], forward: list[Action], backward: list[Action]) -> list[Action]:
-    steady = [action for pair in zip(forward, backward, strict=False) for action in pair]
-    return [*warmup, *steady, *backward[len(forward) :]]
+def _alternating(name: str, ranks: int, microbatches: int, chunks: int, warmup: Callable[[int], int]) -> Schedule:
+    """Each rank runs some forwards, then a forward and a backward in turn. Stage s lies on rank ``s % ranks``."""
+    groups = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
+    lists = []
+    for rank in range(ranks):
+        mine = range(rank, ranks * chunks, ranks)
+        forward = [Action("F", stage, m) for group in groups for stage in mine for m in group]
+        backward = [Action("B", stage, m) for group in groups for stage in reversed(mine) for m in group]
+        first, late = forward[: warmup(rank)], forward[warmup(rank) :]
+        steady = [action for pair in zip(late, backward, strict=False) for action in pair]
+        lists.append([*first, *steady, *backward[len(late) :]])
+    return _in_order(name, [stage % ranks for stage in range(ranks * chunks)], microbatches, lists)
 
 
 def _in_order(name: str, placement: Iterable[int], microbatches: int, lists: Sequence[list[Action]]) -> Schedule:

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,15 +22,19 @@ from fspmd.collectives import axis_index
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described
-from fspmd.nn.arguments import checked
-from fspmd.nn.masks import Mask, as_mask
+from fspmd.nn.arguments import Count, Fits, Size, check_fields, checked
+from fspmd.nn.masks import Mask
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import hidden
 from fspmd.transport.local_int import block_sizes
 
 _FEW = 1 << 16  # pairs that are looked at one by one
 Axes = str | tuple[str, ...]
-Ranks = int | tuple[int, ...]  # how many ranks there are, or the sizes of the axes
+#: how many ranks there are, or the sizes of the axes
+Ranks = Annotated[
+    int | tuple[int, ...],
+    Fits("the number of ranks, or the sizes of the axes", lambda x: all(type(n) is int and n > 0 for n in _sizes(x))),
+]
 Q = ParamSpec("Q")
 R = TypeVar("R")
 
@@ -77,7 +81,7 @@ class SequenceLayout:
             raise ArgumentError(
                 f"SequenceLayout got {described(order)} for order; give it each position from 0 on, once: int64 [S]"
             )
-        _check(len(order), self.ranks, "SequenceLayout")
+        check_fields(self)
 
     @property
     def length(self) -> int:
@@ -150,7 +154,7 @@ class SequenceLayout:
     @on_host
     def work(self, mask: Mask) -> list[int]:
         """The number of pairs of a query and a key that each rank computes for a mask."""
-        as_mask(mask, "work").check(self.length)
+        mask.check(self.length)
         return [sum(_pairs(mask, run, range(self.length)) for run in _runs(row[row >= 0])) for row in self.table]
 
 
@@ -171,21 +175,20 @@ def _cut(length: int, axis: Axes, what: str) -> tuple[tuple[int, ...], int]:
 @checked
 @cached(maxsize=256)
 @on_host
-def contiguous(length: int, ranks: Ranks) -> SequenceLayout:
+def contiguous(length: Count, ranks: Ranks) -> SequenceLayout:
     """Each rank has consecutive positions.
 
     >>> contiguous(6, 2).table
     tensor([[0, 1, 2],
             [3, 4, 5]])
     """
-    _check(length, ranks, "contiguous")
     return SequenceLayout(torch.arange(length), ranks)
 
 
 @checked
 @cached(maxsize=256)
 @on_host
-def striped(length: int, ranks: Ranks) -> SequenceLayout:
+def striped(length: Count, ranks: Ranks) -> SequenceLayout:
     """Neighbouring positions are on neighbouring ranks (Brandon et al., "Striped Attention", 2023).
 
     Where the length is no multiple of the ranks, a rank whose block is full is passed over.
@@ -194,7 +197,6 @@ def striped(length: int, ranks: Ranks) -> SequenceLayout:
     tensor([[0, 2, 4],
             [1, 3, 5]])
     """
-    _check(length, ranks, "striped")
     room = [n for _, n in blocks(length, _sizes(ranks))]
     rows: list[list[int]] = [[] for _ in room]
     position = 0
@@ -209,14 +211,13 @@ def striped(length: int, ranks: Ranks) -> SequenceLayout:
 @checked
 @cached(maxsize=256)
 @on_host
-def zigzag(length: int, ranks: Ranks) -> SequenceLayout:
+def zigzag(length: Count, ranks: Ranks) -> SequenceLayout:
     """Rank r has part r and part 2 * ranks - 1 - r of the sequence, so that all ranks have the same causal work.
 
     >>> zigzag(8, 2).table
     tensor([[0, 1, 6, 7],
             [2, 3, 4, 5]])
     """
-    _check(length, ranks, "zigzag")
     room = [n for _, n in blocks(length, _sizes(ranks))]
     rows: list[list[int]] = [[] for _ in room]
     position = 0
@@ -229,7 +230,7 @@ def zigzag(length: int, ranks: Ranks) -> SequenceLayout:
 
 @checked
 @on_host
-def balanced(length: int, ranks: Ranks, mask: Mask, parts: int = 16) -> SequenceLayout:
+def balanced(length: Count, ranks: Ranks, mask: Mask, parts: Size = 16) -> SequenceLayout:
     """A layout whose ranks compute about as many pairs of a mask each.
 
     The sequence is cut into ``parts`` parts per rank. The part with the most pairs goes to the rank that has the
@@ -243,11 +244,8 @@ def balanced(length: int, ranks: Ranks, mask: Mask, parts: int = 16) -> Sequence
     >>> balanced(16, 2, causal_in_documents, 4).work(causal_in_documents)
     [40, 36]
     """
-    _check(length, ranks, "balanced")
     ranks = prod(_sizes(ranks))
-    as_mask(mask, "balanced").check(length)
-    if type(parts) is not int or parts < 1:
-        raise ArgumentError(f"balanced got {described(parts)} for parts; give it the number of parts of a rank")
+    mask.check(length)
     if length % (ranks * parts):
         raise ShapeError(
             f"balanced got a sequence of {length} for {ranks} ranks with {parts} parts each; the length must be a "
@@ -293,11 +291,3 @@ def _of_rows(rows: list[list[int]], ranks: Ranks) -> SequenceLayout:
 
 def _sizes(ranks: Ranks) -> tuple[int, ...]:
     return ranks if isinstance(ranks, tuple) else (ranks,)
-
-
-def _check(length: object, ranks: Any, what: str) -> None:
-    if type(length) is not int or length < 0 or any(type(n) is not int or n < 1 for n in _sizes(ranks)):
-        raise ArgumentError(
-            f"{what} got {described(length)} for length and {described(ranks)} for ranks; give it the length of the "
-            "whole sequence and the number of ranks that share it, or the sizes of the axes"
-        )

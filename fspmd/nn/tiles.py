@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fspmd.nn import block
-from fspmd.nn.kernels import TRIANGLE, Allowed
+from fspmd.nn.kernels import TRIANGLE, Allowed, BlockOptions
 from fspmd.nn.masks import Mask
-from fspmd.nn.parts import PartialAttention, merge, shares
+from fspmd.nn.parts import PartGradient, PartialAttention, Triple, merge, shares
 from fspmd.tracing import hidden
 
 MOST_TILES = 8  # of a block of queries, unless they would be too long
@@ -51,6 +51,15 @@ class Pairs:
     def to(self, device: torch.device) -> Pairs:
         """The same group on a device."""
         return Pairs(self.query.to(device), self.key.to(device), self.real.to(device), self.seen)
+
+
+class Seeing(NamedTuple):
+    """Who sees whom: the rank among those that share the sequence, and the mask; and how scores become weights."""
+
+    at: int | Tensor
+    mask: Mask
+    scale: float | None
+    alone: bool  # whether no other part is merged with that of these keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,20 +115,13 @@ class Tiles:
         """Whether some pairs of tiles are not computed."""
         return self.pairs < self.queries.shape[1] * self.keys.shape[1]
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, at: int | Tensor, mask: Mask, scale: float | None, alone: bool
-    ) -> PartialAttention:
-        """The part of the keys, on the rank ``at`` of the ranks that share the sequence.
-
-        Args:
-            alone: Whether no other part is merged with it.
-        """
-        whole = None
-        queries, keys, values = self._cut(query, self.queries), self._cut(key, self.keys), self._cut(value, self.keys)
-        for q, k, of_query, _, allowed in self._each(query.device, at, mask):
+    def forward(self, operands: Triple, seeing: Seeing) -> PartialAttention:
+        """The part of the keys."""
+        whole, cut = None, self._cut_all(operands)
+        for q, k, of_query, _, allowed in self._each(operands[0].device, seeing):
             if self.is_one:
-                return block.forward(query, key, value, _of_one(allowed), scale, alone)
-            out, lse = block.forward(_take(queries, q), _take(keys, k), _take(values, k), allowed, scale)
+                return block.forward(operands, BlockOptions(_of_one(allowed), *seeing[2:]))
+            out, lse = block.forward(_take_all(cut, q, k), BlockOptions(allowed, seeing.scale))
             by_tile = torch.where(
                 of_query[:, :, None, None], lse.unsqueeze(-4), -torch.inf
             )  # [.., tiles, pairs, heads, n]
@@ -130,33 +132,19 @@ class Tiles:
         assert whole is not None  # `Turns` leaves out steps without pairs
         return whole
 
-    def backward(
-        self,
-        out_grad: Tensor,
-        lse_grad: Tensor | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        whole: PartialAttention,
-        at: int | Tensor,
-        mask: Mask,
-        scale: float | None,
-        alone: bool,
-    ) -> list[Tensor]:
+    def backward(self, grad: PartGradient, operands: Triple, whole: PartialAttention, seeing: Seeing) -> list[Tensor]:
         """The gradients of query, key and value, wide; ``whole`` is the part of all keys that the queries see."""
         dtype, totals = whole.out.dtype, list[Tensor]()
-        queries, out_grads, outs = (self._cut(x, self.queries) for x in (query, out_grad, whole.out))
+        cut, out_grads, outs = self._cut_all(operands), *(self._cut(x, self.queries) for x in (grad.out, whole.out))
         lses = self._cut_rows(whole.lse)
-        lse_grads = None if lse_grad is None else self._cut_rows(lse_grad)
-        keys, values = self._cut(key, self.keys), self._cut(value, self.keys)
-        for q, k, of_query, of_key, allowed in self._each(query.device, at, mask):
+        lse_grads = None if grad.lse is None else self._cut_rows(grad.lse)
+        for q, k, of_query, of_key, allowed in self._each(operands[0].device, seeing):
             if self.is_one:
-                parts = block.backward(out_grad, lse_grad, query, key, value, whole, _of_one(allowed), scale, alone)
+                parts = block.backward(grad, operands, whole, BlockOptions(_of_one(allowed), *seeing[2:]))
                 return [gradient.to(dtype) for gradient in parts]
-            some_lse_grad = None if lse_grads is None else lse_grads.index_select(-3, q)
+            some_grad = PartGradient(_take(out_grads, q), None if lse_grads is None else lse_grads.index_select(-3, q))
             part = PartialAttention(_take(outs, q), lses.index_select(-3, q))
-            operands = _take(queries, q), _take(keys, k), _take(values, k)
-            parts = block.backward(_take(out_grads, q), some_lse_grad, *operands, part, allowed, scale)
+            parts = block.backward(some_grad, _take_all(cut, q, k), part, BlockOptions(allowed, seeing.scale))
             sums = [
                 self._joined(torch.tensordot(of_tile.to(dtype), gradient.to(dtype).movedim(-4, 0), 1).movedim(0, -4))
                 for gradient, of_tile in zip(parts, (of_query, of_key, of_key), strict=True)
@@ -164,15 +152,13 @@ class Tiles:
             totals = [total + part for total, part in zip(totals, sums, strict=True)] if totals else sums
         return totals
 
-    def _each(
-        self, device: torch.device, at: int | Tensor, mask: Mask
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Allowed]]:
+    def _each(self, device: torch.device, seeing: Seeing) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Allowed]]:
         """Yield pairs: the tiles of queries and of keys, which pairs are of which tile, and who sees whom.
 
         The pairs of a group are computed together, but no more at once than there are tiles: each has its own copies.
         Nor are there more than for a mask of `MOST_BOOLS`.
         """
-        tiles = self.on(device)
+        tiles, at = self.on(device), seeing.at
         queries, keys = (_row(x, at) for x in (tiles.queries, tiles.keys))
         most = max(len(queries), len(keys))
         masked = max(1, min(most, MOST_BOOLS // max(1, self.bools)))
@@ -186,13 +172,17 @@ class Tiles:
             allowed: Allowed = TRIANGLE if group.seen == "triangle" else None
             if group.seen == "some":
                 seen = keys[k]
-                allowed = mask.allows(queries[q].clamp(min=0)[:, :, None], seen.clamp(min=0)[:, None, :])
+                allowed = seeing.mask.allows(queries[q].clamp(min=0)[:, :, None], seen.clamp(min=0)[:, None, :])
                 allowed = (allowed & (seen >= 0)[:, None, :] & real[:, None, None]).unsqueeze(1)
             of_query, of_key = (
                 (torch.arange(len(tiles), device=device)[:, None] == index) & real
                 for tiles, index in ((queries, q), (keys, k))
             )
             yield q, k, of_query, of_key, allowed
+
+    def _cut_all(self, operands: Triple) -> Triple:
+        query, key, value = operands
+        return self._cut(query, self.queries), self._cut(key, self.keys), self._cut(value, self.keys)
 
     @staticmethod
     def _cut(x: Tensor, positions: Tensor) -> Tensor:
@@ -222,6 +212,10 @@ def _of_one(allowed: Allowed) -> Allowed:
 
 def _take(tiles: Tensor, index: Tensor) -> Tensor:
     return tiles.index_select(-4, index)
+
+
+def _take_all(tiles: Triple, queries: Tensor, keys: Tensor) -> Triple:
+    return _take(tiles[0], queries), _take(tiles[1], keys), _take(tiles[2], keys)
 
 
 def count_of(length: int) -> int:

@@ -68,7 +68,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     results, launch = _results(query, key, value), _Launch(query, key, value, allowed, causal, scale)
     blocks = launch.cuts.forward if allowed is None else launch.cuts.masked_forward
-    launch.run(_forward_kernel, query, blocks.queries, blocks, launch.operands, results)
+    launch.run(_forward_kernel, query, blocks.queries, blocks, (), results)
     return results
 
 
@@ -76,10 +76,10 @@ def _backward(
     out_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, drop: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
     grads, launch = _gradients(out_grad, query, key, value), _Launch(query, key, value, *options)
-    operands = *launch.operands, out_grad, lse, drop, out_grad.stride()[:3]
+    given = (out_grad, lse, drop), out_grad.stride()[:3]
     of_keys, of_queries = launch.cuts.key_gradients, launch.cuts.query_gradients
-    launch.run(_key_gradients_kernel, key, of_keys.keys, of_keys, operands, grads[1:])
-    launch.run(_query_gradients_kernel, query, of_queries.queries, of_queries, operands, grads[:1])
+    launch.run(_key_gradients_kernel, key, of_keys.keys, of_keys, given, grads[1:])
+    launch.run(_query_gradients_kernel, query, of_queries.queries, of_queries, given, grads[:1])
     return grads
 
 
@@ -93,21 +93,26 @@ class _Launch:
         mask = query if allowed is None else allowed.view(torch.uint8)
         strides = tuple(x.stride()[:3] for x in (query, key, value))
         of_mask = (0, 0, 0) if allowed is None else (mask.stride(0), *mask.stride()[2:])
-        self.operands = query, key, value, mask, *strides, of_mask
+        self.operands = (query, key, value, mask), (*strides, of_mask)
         # powers of two, and at least what one instruction multiplies
         widths = [max(16, triton.next_power_of_2(x)) for x in (width, value_width)]
-        sizes = heads, heads // kv_heads, n, m, scale, width, value_width
-        self.rest = *sizes, *widths, causal, allowed is not None
+        self.sizes = heads, heads // kv_heads, n, m, scale, width, value_width
+        self.options = *widths, causal, allowed is not None
         self.cuts = CUTS[max(64, *widths)]
 
-    def run(
-        self, kernel: Any, rows: Tensor, length: int, blocks: Blocks, operands: tuple[Any, ...], results: Any
-    ) -> None:
+    def run(self, kernel: Any, rows: Tensor, length: int, blocks: Blocks, given: tuple[Any, ...], results: Any) -> None:
         """One program for each block of ``length`` rows of each head."""
         programs = triton.cdiv(rows.shape[2], length) * rows.shape[0] * rows.shape[1]
         with torch.cuda.device_of(rows):
             kernel[(programs,)](
-                *operands, *results, *self.rest, *blocks[:2], num_warps=blocks.warps, num_stages=blocks.stages
+                *self.operands,
+                *given,
+                results,
+                self.sizes,
+                *self.options,
+                *blocks[:2],
+                num_warps=blocks.warps,
+                num_stages=blocks.stages,
             )
 
 
@@ -183,23 +188,10 @@ def _seen(
 
 @triton.jit
 def _forward_kernel(
-    query: tensor,
-    key: tensor,
-    value: tensor,
-    allowed: tensor,
-    q_strides: tl.tuple,
-    k_strides: tl.tuple,
-    v_strides: tl.tuple,
-    allowed_strides: tl.tuple,
-    out: tensor,
-    lse: tensor,
-    heads: tensor,
-    group: tensor,
-    n: tensor,
-    m: tensor,
-    scale: tensor,
-    width: tensor,
-    value_width: tensor,
+    operands: tl.tuple,
+    strides: tl.tuple,
+    results: tl.tuple,
+    sizes: tl.tuple,
     WIDTH: constexpr,
     VALUE_WIDTH: constexpr,
     CAUSAL: constexpr,
@@ -208,6 +200,10 @@ def _forward_kernel(
     KEYS: constexpr,
 ) -> None:
     """A block of queries of one head meets all keys that it may see."""
+    query, key, value, allowed = operands
+    q_strides, k_strides, v_strides, allowed_strides = strides
+    heads, group, n, m, scale, width, value_width = sizes
+    out, lse = results
     count = tl.cdiv(n, QUERIES)
     start = (count - 1 - tl.program_id(0) % count) * QUERIES  # the queries that see the most keys first
     at = (tl.program_id(0) // count).to(tl.int64)
@@ -246,27 +242,12 @@ def _forward_kernel(
 
 @triton.jit
 def _key_gradients_kernel(
-    query: tensor,
-    key: tensor,
-    value: tensor,
-    allowed: tensor,
-    q_strides: tl.tuple,
-    k_strides: tl.tuple,
-    v_strides: tl.tuple,
-    allowed_strides: tl.tuple,
-    out_grad: tensor,
-    lse: tensor,
-    drop: tensor,
+    operands: tl.tuple,
+    strides: tl.tuple,
+    given: tl.tuple,
     out_strides: tl.tuple,
-    key_grad: tensor,
-    value_grad: tensor,
-    heads: tensor,
-    group: tensor,
-    n: tensor,
-    m: tensor,
-    scale: tensor,
-    width: tensor,
-    value_width: tensor,
+    results: tl.tuple,
+    sizes: tl.tuple,
     WIDTH: constexpr,
     VALUE_WIDTH: constexpr,
     CAUSAL: constexpr,
@@ -275,6 +256,11 @@ def _key_gradients_kernel(
     KEYS: constexpr,
 ) -> None:
     """A block of keys of one head meets the queries that may see it, of all heads that it serves."""
+    query, key, value, allowed = operands
+    q_strides, k_strides, v_strides, allowed_strides = strides
+    heads, group, n, m, scale, width, value_width = sizes
+    out_grad, lse, drop = given
+    key_grad, value_grad = results
     count, kv_heads = tl.cdiv(m, KEYS), heads // group
     start = tl.program_id(0) % count * KEYS
     at = (tl.program_id(0) // count).to(tl.int64)
@@ -310,26 +296,12 @@ def _key_gradients_kernel(
 
 @triton.jit
 def _query_gradients_kernel(
-    query: tensor,
-    key: tensor,
-    value: tensor,
-    allowed: tensor,
-    q_strides: tl.tuple,
-    k_strides: tl.tuple,
-    v_strides: tl.tuple,
-    allowed_strides: tl.tuple,
-    out_grad: tensor,
-    lse: tensor,
-    drop: tensor,
+    operands: tl.tuple,
+    strides: tl.tuple,
+    given: tl.tuple,
     out_strides: tl.tuple,
-    query_grad: tensor,
-    heads: tensor,
-    group: tensor,
-    n: tensor,
-    m: tensor,
-    scale: tensor,
-    width: tensor,
-    value_width: tensor,
+    results: tl.tuple,
+    sizes: tl.tuple,
     WIDTH: constexpr,
     VALUE_WIDTH: constexpr,
     CAUSAL: constexpr,
@@ -338,6 +310,10 @@ def _query_gradients_kernel(
     KEYS: constexpr,
 ) -> None:
     """A block of queries of one head meets all keys that it may see."""
+    query, key, value, allowed = operands
+    q_strides, k_strides, v_strides, allowed_strides = strides
+    heads, group, n, m, scale, width, value_width = sizes
+    out_grad, lse, drop = given
     count = tl.cdiv(n, QUERIES)
     start = (count - 1 - tl.program_id(0) % count) * QUERIES  # the queries that see the most keys first
     at = (tl.program_id(0) // count).to(tl.int64)
@@ -363,4 +339,4 @@ def _query_gradients_kernel(
         weights = tl.exp2(scores - totals[:, None])
         scores_grad = weights * (tl.dot(o, tl.trans(v)) - drops[:, None])
         sums = tl.dot(scores_grad.to(k.dtype), k, sums)
-    _put(query_grad + at * n * width, sums * scale, start, n, width, QUERIES, WIDTH)
+    _put(results[0] + at * n * width, sums * scale, start, n, width, QUERIES, WIDTH)

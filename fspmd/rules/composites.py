@@ -19,7 +19,7 @@ from fspmd.ops.traits import is_torch, name_of
 from fspmd.rules.attention import with_dropout
 from fspmd.rules.grouped import grouped_mm
 from fspmd.rules.layers import EMBEDDINGS, multi_head_attention
-from fspmd.rules.losses import ELEMENTWISE, LOSSES, WEIGHED, smoothed, smoothed_of_linear
+from fspmd.rules.losses import ELEMENTWISE, LOSSES, WEIGHED, smoothed_of_linear
 from fspmd.rules.normalizations import NORMALIZATIONS
 from fspmd.rules.softmaxes import cross_entropy, has_labels
 from fspmd.rules.spectra import TRANSFORMS
@@ -44,28 +44,6 @@ def _take(x: Any, index: Any) -> Any:
         places.insert(0, index % size)
         index = index // size
     return x[(index, *places)]
-
-
-def _centred(x: Any) -> Any:
-    """Return the observations of each variable (a row) less their mean."""
-    dtype = torch.ones((2,) * x.dim(), dtype=x.dtype).cov().dtype  # raises what torch does
-    rows = (x if x.dim() == 2 else x.reshape(1, -1)).to(dtype)
-    return rows - rows.mean(1, keepdim=True)
-
-
-def _cov(x: Any, *, correction: int = 1, **_: None) -> Any:
-    """``torch.cov``; if observations are sharded, the sums of products are pending."""
-    centred = _centred(x)
-    return (centred @ centred.mH / max(centred.size(1) - correction, 0)).squeeze()
-
-
-def _corrcoef(x: Any) -> Any:
-    centred = _centred(x)
-    unit = centred / torch.linalg.vector_norm(centred, dim=1, keepdim=True)
-    out = (unit @ unit.mH).squeeze()
-    if not out.is_complex():
-        return out.clip(-1, 1)
-    return torch.complex(out.real.clip(-1, 1), out.imag.clip(-1, 1))
 
 
 def _unchunked(*args: Any, options: Any = None, **kwargs: Any) -> Any:
@@ -140,40 +118,6 @@ def _dist(x: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(x - other, p)
 
 
-def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """``F.cosine_similarity``. The gradient passes the lower bound ``eps`` of a norm, as in torch."""
-    dtype = torch.promote_types(x1.dtype, x2.dtype)
-    if not dtype.is_floating_point:
-        raise RuntimeError("expected common dtype to be floating point, yet common dtype is " + str(dtype))
-
-    def unit(x: Any) -> Any:
-        length = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
-        return x / torch.where(length < eps, length - length.detach() + eps, length)
-
-    shape = torch.broadcast_shapes(x1.shape, x2.shape)
-    return (unit(x1.to(dtype).expand(shape)) * unit(x2.to(dtype).expand(shape))).sum(dim)
-
-
-def _norm(x: Any, p: Any = 2.0, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
-    """``torch.norm`` if its order is a number."""
-    return torch.linalg.vector_norm(x, 2.0 if p is None else p, dim, keepdim, dtype=dtype)
-
-
-def _trapezoid(name: str) -> Callable[..., Any]:
-    """Return a trapezoid rule for equal distances ``dx``: ``dx`` times the rule for distances of 1."""
-    of_ones = getattr(torch.ops.aten, name).dx
-
-    def trapezoid(y: Any, *, dx: float = 1, dim: int = -1) -> Any:
-        return of_ones(y, dx=1, dim=dim) * dx
-
-    return trapezoid
-
-
-def _constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-    """``F.pad`` in mode ``"constant"``."""
-    return torch.constant_pad_nd(x, pad, 0 if value is None else value)
-
-
 def _one_hot(x: Any, num_classes: int = -1) -> Any:
     """``F.one_hot`` that checks its classes. torch's graph gives a row of zeros for a number that is not a class."""
     if x.dtype is not torch.int64:
@@ -221,10 +165,7 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     F.multi_head_attention_forward: multi_head_attention,
     F.normalize: _normalize,
     "__rmatmul__": lambda x, y: torch.matmul(y, x),
-    **{"dist": _dist, "norm": _norm, "cosine_similarity": _cosine_similarity},
-    **{name: _trapezoid(name) for name in ("trapezoid", "trapz", "cumulative_trapezoid")},
-    "pinverse": lambda x, rcond=1e-15: torch.linalg.pinv(x, rcond),
-    **{"take": _take, "cov": _cov, "corrcoef": _corrcoef},
+    **{"dist": _dist, "take": _take},
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     **{"equal": _equal, "allclose": _allclose},
     "linear_cross_entropy": _unchunked,
@@ -242,10 +183,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[
     return _without_ones(func, args, kwargs)
 
 
-def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    return _constant_pad if argument(args, kwargs, 2, "mode", "constant") == "constant" else None
-
-
 def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     return _set_number if isinstance(args[2], Number) else None
 
@@ -255,9 +192,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
 
 
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    if kwargs.get("label_smoothing"):
-        return smoothed
-    return cross_entropy if has_labels(*args, **kwargs) else None
+    return cross_entropy if not kwargs.get("label_smoothing") and has_labels(*args, **kwargs) else None
 
 
 def _linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
@@ -274,11 +209,6 @@ def _elementwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return LOSSES.get(func)
 
 
-def _unless(excludes: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Choice:
-    """Return the choice of the composite in `COMPOSITES`, unless ``excludes(args, kwargs)``."""
-    return lambda func, args, kwargs: None if excludes(args, kwargs) else COMPOSITES[name_of(func)]
-
-
 #: torch function, or name of functions -> what chooses its composite, or none, by the arguments of a call
 CHOICES: Final[dict[Any, Choice]] = {
     **EMBEDDINGS,
@@ -286,17 +216,11 @@ CHOICES: Final[dict[Any, Choice]] = {
     **dict.fromkeys(("reshape", "flatten", "ravel", "squeeze"), _without_ones),
     "unbind": _one_row,
     **dict.fromkeys(("split", "chunk"), _in_pieces),
-    F.pad: _pad,
     Tensor.__setitem__: _setitem,
     "scaled_dot_product_attention": _attention,
     F.cross_entropy: _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     **dict.fromkeys(ELEMENTWISE, _elementwise_loss),
-    "norm": _unless(lambda args, kwargs: isinstance(argument(args, kwargs, 1, "p", None), str)),
-    **dict.fromkeys(
-        ("trapezoid", "trapz", "cumulative_trapezoid"), _unless(lambda args, kwargs: len(args) > 1 or "x" in kwargs)
-    ),
-    "cov": _unless(lambda _, kwargs: any(kwargs.get(weights) is not None for weights in ("fweights", "aweights"))),
 }
 
 

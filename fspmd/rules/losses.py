@@ -145,12 +145,6 @@ def _triplet(
     return _reduce((margin + near - far).clamp_min(0), reduction)
 
 
-def _multilabel_margin(
-    x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
-) -> Any:
-    return multilabel_margin(x, target, reduction_of(size_average, reduce, reduction))[0]
-
-
 def multilabel_margin(x: Any, target: Any, reduction: Any) -> tuple[Any, Any]:
     """Return the loss, and a mask of the target classes. torch's own graph takes labels after the first -1 for 0."""
     given = target
@@ -200,37 +194,6 @@ def _ctc(
     return _reduce(loss / target_lengths.clamp(min=1) if reduction == "mean" else loss, reduction)
 
 
-def smoothed(
-    x: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """``F.cross_entropy`` with ``label_smoothing``: labels give some of their weight to all classes alike."""
-    reduction = reduction_of(size_average, reduce, reduction)
-    if not 0 <= label_smoothing <= 1:
-        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
-    dim = min(1, x.dim() - 1)
-    share = label_smoothing / x.size(dim)
-    if target.shape == x.shape:
-        return F.cross_entropy(x, target * (1 - label_smoothing) + share, weight, reduction=reduction)
-    logs = F.log_softmax(x, dim)
-    labelled = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
-    every = logs if weight is None else logs * weight.view(-1, *(1,) * (x.dim() - 1 - dim))
-    ignored = target == ignore_index
-    uniform = (-every.sum(dim)).masked_fill(ignored, 0)
-    if reduction == "mean":
-        counted = ~ignored if weight is None else weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
-        uniform = uniform.sum() / counted.sum()
-    elif reduction == "sum":
-        uniform = uniform.sum()
-    return share * uniform + (1 - label_smoothing) * labelled
-
-
 def smoothed_of_linear(
     x: Any,
     linear_weight: Any,
@@ -241,7 +204,7 @@ def smoothed_of_linear(
     options: Any = None,
     **others: Any,
 ) -> Any:
-    """``linear_cross_entropy`` with ``label_smoothing``: a linear layer, and then `smoothed`."""
+    """``linear_cross_entropy`` with ``label_smoothing``: a linear layer, and then ``F.cross_entropy``."""
     classes = tuple(linear_weight.shape[:-1])
     if x.dim() not in (1, 2) or not classes or (x.dim() == 1 and len(classes) > 1):
         raise ShapeError(
@@ -251,23 +214,14 @@ def smoothed_of_linear(
     logits = logits.reshape(*x.shape[:-1], *classes)
     if ignore_index is not None and target.shape == logits.shape:
         raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
-    return smoothed(logits, target, ignore_index=-100 if ignore_index is None else ignore_index, **others)
-
-
-def _huber(x: Any, target: Any, reduction: str = "mean", delta: float = 1.0, weight: Any = None) -> Any:
-    loss = F.huber_loss(x, target, reduction="none", delta=delta)
-    if weight is not None and weight.shape != x.shape:
-        raise ValueError("Weights and input must have the same size.")
-    return _reduce(loss if weight is None else loss * weight, reduction)
+    return F.cross_entropy(logits, target, ignore_index=-100 if ignore_index is None else ignore_index, **others)
 
 
 LOSSES: Final[dict[Any, Callable[..., Any]]] = {
     **{getattr(F, name): _of_elements(getattr(F, name)) for name in ELEMENTWISE},
-    F.huber_loss: _huber,
     F.gaussian_nll_loss: _gaussian_nll,
     F.ctc_loss: _ctc,
     F.pairwise_distance: _pairwise_distance,
-    F.multilabel_margin_loss: _multilabel_margin,
     F.cosine_embedding_loss: _cosine_embedding,
     F.triplet_margin_loss: _triplet_margin,
     F.triplet_margin_with_distance_loss: _triplet,

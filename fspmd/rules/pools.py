@@ -14,7 +14,7 @@ from fspmd.rules.bodies import Bodied, Site, widened
 from fspmd.rules.extremes import limit
 from fspmd.rules.factors import NO_RULE, Factors, Rule, Whole, match, parse
 from fspmd.rules.halos import each, near, own_rows, window_rows, windows
-from fspmd.rules.windows import fetched, lacking, passing, per_rank
+from fspmd.rules.windows import lacking, passing, per_rank, windowed
 
 
 def pooled(count: int, *, added: bool = False, dilated: bool | None = None) -> Rule:
@@ -177,34 +177,15 @@ def max_pool(count: int, *, places: bool = True) -> Bodied:
 # --- adaptive pools: windows that divide a dim among a number of places -----------------------------------------------
 
 
-def _shares(site: Site, x: Tensor, k: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows of each window along dim ``d``, in a new dim after it; the windows' first rows, and lengths.
+def _shares(size: int, parts: int) -> list[Tensor]:
+    """Return the rows of each window, and the windows' first rows, and lengths.
 
     Windows differ by one or two in length. `_left_out` masks the rows after the end of a shorter window.
     """
-    size, parts, key = site.operands[0].shape[d], site.results[0].shape[d], str(k)
-    cut, axes = site.blocks(parts, key), site.axes.get(key, ())
-    longest = max((-(-(o + 1) * size // parts) - o * size // parts for o in range(parts)), default=1)
-
-    def bounds(at: int) -> tuple[Tensor, Tensor]:
-        places = torch.arange(cut[at][0], sum(cut[at]))
-        return places * size // parts, -(-(places + 1) * size // parts)
-
-    def wanted(at: int) -> Tensor:
-        first, last = bounds(at)
-        return torch.arange(int(first[0]), int(last[-1])) if len(first) else first
-
-    def rows(at: int) -> Tensor:
-        first, last = bounds(at)
-        behind = torch.arange(longest).minimum((last - first - 1)[:, None])
-        return (first[:, None] - (first[:1, None] if axes else 0) + behind).flatten()
-
-    if axes:
-        x = fetched(site, ("rows", d), x, d, axes, site.blocks(size, key), wanted)
-    begins = per_rank(site, ("begins", d), axes, lambda at: bounds(at)[0])
-    lengths = per_rank(site, ("lengths", d), axes, lambda at: bounds(at)[1] - bounds(at)[0])
-    split = x.index_select(d, per_rank(site, ("shares", d), axes, rows)).unflatten(d, (-1, longest))
-    return split, begins, lengths
+    places = torch.arange(parts)
+    first, last = places * size // parts, -(-(places + 1) * size // parts)
+    longest = int((last - first).max()) if parts else 1
+    return [first[:, None] + torch.arange(longest).minimum((last - first - 1)[:, None]), first, last - first]
 
 
 def _left_out(split: Tensor, lengths: Tensor, d: int) -> Tensor:
@@ -232,7 +213,7 @@ def adaptive_avg(count: int) -> Bodied:
             if site.results[0].shape[d] == 1:
                 x = x.sum(d, keepdim=True) / site.operands[0].shape[d]
                 continue
-            split, _, lengths = _shares(site, x, k, d)
+            split, _, lengths = windowed(site, str(k), x, d, _shares)
             x = split.masked_fill(_left_out(split, lengths, d), 0).sum(d + 1) / _of_dim(x, d, lengths)
         return x.to(dtype)
 
@@ -246,11 +227,12 @@ def adaptive_max(count: int) -> Bodied:
         at: Tensor | None = None
         for k in reversed(range(count)):
             d = x.dim() - count + k
-            split, begins, lengths = _shares(site, x, k, d)
+            split, begins, lengths = windowed(site, str(k), x, d, _shares)
             x, best = torch.max(split.masked_fill(_left_out(split, lengths, d), limit(x.dtype, True)), d + 1)
             place = (best + _of_dim(best, d, begins)) * math.prod(site.operands[0].shape[d + 1 :])
             if at is not None:
-                place = place + _shares(site, at, k, d)[0].gather(d + 1, best.unsqueeze(d + 1)).squeeze(d + 1)
+                inner = windowed(site, str(k), at, d, _shares)[0]
+                place = place + inner.gather(d + 1, best.unsqueeze(d + 1)).squeeze(d + 1)
             at = place
         return (x, at) if len(site.results) > 1 else x
 

@@ -16,105 +16,50 @@ import torch
 from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site, widened
-from fspmd.rules.windows import block_places, fetched, lacking, moved_in_turn, per_rank
+from fspmd.rules.windows import lacking, moved_in_turn, windowed
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import DisableTorchFunction
 
 
-def _positions(name: str, aligned: bool, size: int, length: int, align: bool, scale: float | None) -> Tensor:
-    with DisableTorchFunction():
-        rows = torch.arange(size, dtype=torch.float64)[None, None]
-        resize: Any = getattr(torch.ops.aten, name).default
-        places: Tensor = resize(rows, [length], align, scale) if aligned else resize(rows, [length], scale)
-        return places[0, 0]
+def _between(name: str, aligned: bool, size: int, length: int, align: bool, scale: float | None) -> list[Tensor]:
+    """Return, for each place of the result, the rows before and after it, and their weights; or the row that it is."""
+    every = torch.arange(size, dtype=torch.float64)[None, None]
+    resize: Any = getattr(torch.ops.aten, name).default
+    places: Tensor = (resize(every, [length], align, scale) if aligned else resize(every, [length], scale))[0, 0]
+    below = places.floor()
+    if torch.equal(places, below):
+        return [below.long()[:, None].clamp(0, size - 1)]
+    rows = torch.stack([below, places.ceil()], 1).long().clamp(0, size - 1)
+    share = places - below
+    return [rows, torch.stack([1 - share, share], 1)]
 
 
-def _resized(site: Site, x: Tensor, k: int, d: int, positions: Any) -> Tensor:
-    """Interpolate a dim at ``positions``, each between two rows."""
-    size, length, key = site.operands[0].shape[d], site.results[0].shape[d], str(k)
-    axes, after = site.axes.get(key, ()), site.blocks(site.results[0].shape[d], key)
-    places: Tensor = site.once(("places", d), lambda: positions(size, length))
-
-    def lower(at: int) -> Tensor:
-        return places[block_places(after, at)].floor().long().clamp(0, size - 1)
-
-    def upper(at: int) -> Tensor:
-        return places[block_places(after, at)].ceil().long().clamp(0, size - 1)
-
-    def first(at: int) -> int:
-        return int(lower(at)[0]) if axes and after[at][1] else 0
-
-    def wanted(at: int) -> Tensor:
-        return torch.arange(first(at), int(upper(at)[-1]) + 1) if after[at][1] else torch.arange(0)
-
-    def take(key: str, rows: Any) -> Tensor:
-        return x.index_select(d, per_rank(site, (key, d), axes, lambda at: rows(at) - first(at)))
-
-    if axes:
-        x = fetched(site, ("rows", d), x, d, axes, site.blocks(size, key), wanted)
-    below = take("lower", lower)
-    if site.once(("whole", d), lambda: bool((places == places.floor()).all())):
-        return below
-    share = per_rank(site, ("share", d), axes, lambda at: places[block_places(after, at)] - lower(at))
-    share = share.to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - d))
-    return below * (1 - share) + take("upper", upper) * share
-
-
-def _shares(name: str, size: int, length: int, align: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+def _near(name: str, size: int, length: int, align: bool, scale: float | None) -> list[Tensor]:
     """Return, for each place of the result, the adjacent rows that it depends on, and their weights."""
-    with DisableTorchFunction():
-        resize: Any = getattr(torch.ops.aten, name).default
-        every: Tensor = resize(torch.eye(size, dtype=torch.float64)[None, None], [length, size], align, scale, None)[
-            0, 0
-        ]
-        places = torch.arange(size).expand_as(every)
-        first, last = places.where(every != 0, size).amin(1), places.where(every != 0, -1).amax(1)
-        rows = first[:, None] + torch.arange(int((last - first).max()) + 1)
-        within = rows <= last[:, None]
-        rows = rows.clamp(max=size - 1)
-        return rows, every.gather(1, rows) * within
+    resize: Any = getattr(torch.ops.aten, name).default
+    eye = torch.eye(size, dtype=torch.float64)[None, None]
+    every: Tensor = resize(eye, [length, size], align, scale, None)[0, 0]
+    places = torch.arange(size).expand_as(every)
+    first, last = places.where(every != 0, size).amin(1), places.where(every != 0, -1).amax(1)
+    rows = first[:, None] + torch.arange(int((last - first).max()) + 1)
+    within = rows <= last[:, None]
+    rows = rows.clamp(max=size - 1)
+    return [rows, every.gather(1, rows) * within]
 
 
-def _shared(site: Site, x: Tensor, k: int, d: int, shares: Any) -> Tensor:
-    """Resize a dim by ``shares``: the rows that each place depends on, and their weights."""
-    size, length, key = site.operands[0].shape[d], site.results[0].shape[d], str(k)
-    axes, after = site.axes.get(key, ()), site.blocks(site.results[0].shape[d], key)
-    rows, weights = site.once(("shares", d), lambda: shares(size, length))
-
-    def of_block(values: Tensor, at: int) -> Tensor:
-        return values[block_places(after, at)]
-
-    def first(at: int) -> int:
-        return int(of_block(rows, at).min()) if axes and after[at][1] else 0
-
-    def new_rows(at: int) -> Tensor:
-        return torch.arange(first(at), int(of_block(rows, at).max()) + 1) if after[at][1] else torch.arange(0)
-
-    if axes:
-        x = fetched(site, ("rows", d), x, d, axes, site.blocks(size, key), new_rows)
-    terms = []
-    for j in range(rows.shape[1]):
-
-        def nth(at: int, j: int = j) -> Tensor:
-            return of_block(rows, at)[:, j] - first(at)
-
-        def share(at: int, j: int = j) -> Tensor:
-            return of_block(weights, at)[:, j]
-
-        row, weight = per_rank(site, ("row", d, j), axes, nth), per_rank(site, ("weight", d, j), axes, share)
-        terms.append(x.index_select(d, row) * weight.to(x.dtype).view(-1, *(1,) * (x.dim() - 1 - d)))
-    out: Tensor = functools.reduce(torch.add, terms)
-    return out
+def _interpolated(site: Site, x: Tensor, k: int, d: int, tables: Callable[[int, int], list[Tensor]]) -> Tensor:
+    split, *weights = windowed(site, str(k), x, d, tables)
+    if not weights:
+        return split.squeeze(d + 1)
+    return (split * weights[0].to(x.dtype).view(*weights[0].shape, *(1,) * (x.dim() - 1 - d))).sum(d + 1)
 
 
-def _body(count: int, aligned: bool, reach: int, along: Callable[..., Tensor], places: Callable[..., Any]) -> Bodied:
+def _body(count: int, aligned: bool, reach: int, tables: Callable[..., list[Tensor]]) -> Bodied:
     """Return the body of an interpolation over ``count`` trailing dims.
 
     Args:
         aligned: The first argument after the size is ``align_corners``.
         reach: The number of rows before and after a place that it depends on.
-        along: Interpolates one dim.
-        places: Gives the positions, or rows and weights, to ``along``.
+        tables: Gives the rows that each place depends on, and their weights.
     """
 
     def rows(first: int, last: int, size: int, places: int) -> tuple[int, int]:
@@ -129,7 +74,7 @@ def _body(count: int, aligned: bool, reach: int, along: Callable[..., Tensor], p
         first = x.dim() - count
         for d in moved_in_turn(site, {first + k: str(k) for k in range(count)}):
             k = d - first
-            x = along(site, x, k, d, lambda size, length, k=k: places(size, length, align, scales[k]))
+            x = _interpolated(site, x, k, d, functools.partial(tables, align=align, scale=scales[k]))
         return x.to(dtype)
 
     return _of_floats(lacking(rows)(body)) if aligned else lacking(rows)(body)
@@ -147,19 +92,16 @@ def _floats(specs: Sequence[TensorSpec]) -> bool:
 #: function -> (number of trailing dims, body)
 RESIZES = {
     **{
-        f"{name}{n}d": (n, _body(n, False, 0, _resized, functools.partial(_positions, f"{name}1d", False)))
+        f"{name}{n}d": (n, _body(n, False, 0, functools.partial(_between, f"{name}1d", False)))
         for name in ("upsample_nearest", "_upsample_nearest_exact")
         for n in (1, 2, 3)
     },
     **{
-        f"upsample_{name}{n}d": (
-            n,
-            _body(n, True, 1, _resized, functools.partial(_positions, "upsample_linear1d", True)),
-        )
+        f"upsample_{name}{n}d": (n, _body(n, True, 1, functools.partial(_between, "upsample_linear1d", True)))
         for n, name in enumerate(("linear", "bilinear", "trilinear"), 1)
     },
     **{
-        name: (2, _body(2, True, reach, _shared, functools.partial(_shares, name)))
+        name: (2, _body(2, True, reach, functools.partial(_near, name)))
         for name, reach in (("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 1), ("_upsample_bicubic2d_aa", 2))
     },
 }

@@ -6,6 +6,7 @@ lengths brings the rows that it lacks. All ranks know these beforehand, so they 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -186,6 +187,38 @@ def taken(site: Site, key: Any, x: Tensor, d: int, size: int, length: int, rows:
     if not site.once((key, d, "zeros"), lambda: bool((index < 0).any())):
         return x.index_select(d, index)
     return longer(x, d).index_select(d, index.where(index >= 0, size))
+
+
+def windowed(site: Site, key: str, x: Tensor, d: int, tables: Callable[[int, int], Sequence[Tensor]]) -> list[Tensor]:
+    """Return the rows of the windows of a dim, in a new dim after it, and this rank's parts of further tables.
+
+    ``tables`` takes the sizes of the dim before and after. It gives for each place of the result the rows of its
+    window, and further tables.
+    """
+    axes, after = site.axes.get(key, ()), site.blocks(site.results[0].shape[d], key)
+    size = site.operands[0].shape[d]
+
+    def made() -> Sequence[Tensor]:
+        with DisableTorchFunction():
+            return tables(size, site.results[0].shape[d])
+
+    rows, *others = site.once(("tables", d), made)
+
+    def own(table: Tensor, at: int) -> Tensor:
+        return table[block_places(after, at)]
+
+    def first(at: int) -> int:
+        return int(own(rows, at).min()) if axes and after[at][1] else 0
+
+    def wanted(at: int) -> Tensor:
+        return torch.arange(first(at), int(own(rows, at).max()) + 1) if after[at][1] else torch.arange(0)
+
+    if axes:
+        x = fetched(site, ("rows", d), x, d, axes, site.blocks(size, key), wanted)
+    places = per_rank(site, ("places", d), axes, lambda at: (own(rows, at) - first(at)).flatten())
+    split: Tensor = x.index_select(d, places).unflatten(d, (-1, rows.shape[1]))
+    known = (per_rank(site, ("known", d, i), axes, functools.partial(own, x)) for i, x in enumerate(others))
+    return [split, *known]
 
 
 def moved_in_turn(site: Site, keys: Mapping[int, Any]) -> list[int]:
