@@ -291,7 +291,10 @@ def _told(written: programs.Program, transport: str) -> Any:
         program = jit(value_and_grad(loss, argnums=(0, 1, 2))).lower(*leaves)
     except VarianceError as error:  # writes into what had to be moved
         return str(error), ()
-    told = [(one.kind, one.axes, one.shape, one.price, one.backward, one.cause.what) for one in program.collectives()]
+    told = []
+    for one in program.collectives():
+        axes = tuple(axis for axis in one.axes if mesh.shape[axis] > 1)  # those with one rank move nothing
+        told.append((one.kind, axes, one.shape, one.price, one.backward, one.cause.what))
     cost, memory = program.cost(), program.memory()
     exact = told, cost.flops, cost.model_flops, memory.peak, memory.given
     return exact, (cost.time, cost.computation, cost.nbytes, cost.moved)

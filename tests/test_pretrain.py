@@ -456,7 +456,7 @@ def test_what_does_not_fit_is_refused(text: str, word: str, capsys: pytest.Captu
 def test_all_states_are_cut_over_replicas(name: str) -> None:
     """Master weights too. Means over a dim that dp cuts are not cut by it."""
     module = pretrain()
-    args = module.parse(arguments(f"dp=2,fsdp=2 --zero1 --with-master --optimizer={name}"))
+    args = module.parse(arguments(f"dp=2,fsdp=2 --zero1 --with-master --microbatches=3 --optimizer={name}"))
     c, mesh = module.config(args), fspmd.make_mesh((1, 2, 2, 1, 1, 1), module.AXES, transport="simulation")
     state = module.optimizer(c, args)[0](module.learned(module.init_params(c, mesh, 0, torch.float64)))
     leaves = optree.tree_leaves(state["master"], is_leaf=lambda x: isinstance(x, fspmd.Sharded))
