@@ -302,6 +302,28 @@ def test_a_finite_check_in_a_body_is_invariant() -> None:
     assert set(seen) == {"bool[]"}
 
 
+@pytest.mark.parametrize("make", [adamw, adafactor, muon])
+@pytest.mark.parametrize("shape", [(1, 2), (4, 1), (4, 3)])
+def test_a_state_of_another_shape_is_an_error(make: Any, shape: tuple[int, int]) -> None:
+    """That of another model is, although torch would broadcast some: as global values, and as blocks in a body."""
+    mesh = make_mesh((2,), ("s",), transport="simulation")
+    w, other = torch.ones(4, 2), torch.ones(shape)
+    init, update = make(specs=P())
+    text = r"update got state\['\w+'\] of shape .* for params\['w'\]; give it one of shape"
+    with pytest.raises(ShapeError, match=text):
+        update({"w": w}, init({"w": other}), {"w": w})
+    laid, state = device_put({"w": w}, P("s"), mesh=mesh), init(device_put({"w": other}, P("s"), mesh=mesh))
+    with pytest.raises(ShapeError, match=text):
+        update(laid, state, laid)
+
+    def step(w: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        new: torch.Tensor = update({"w": w}, init({"w": other}), {"w": w})[0]["w"]
+        return new
+
+    with pytest.raises(ShapeError, match=text):
+        shard_map(step, mesh=mesh, in_specs=(P(), P()), out_specs=P())(w, other)
+
+
 def test_errors_of_optimizers() -> None:
     mesh = make_mesh((2,), ("s",), transport="simulation")
     w = device_put({"w": torch.ones(4, 2)}, P("s"), mesh=mesh)

@@ -101,7 +101,7 @@ def muon(
         ]
         return news, {"mean": means}
 
-    return leafwise(("mean",), slots_of, rule, rate, decay, specs)
+    return leafwise(lambda shape: {"mean": shape}, slots_of, rule, rate, decay, specs)
 
 
 def _each_orthogonal(

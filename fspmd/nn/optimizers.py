@@ -43,6 +43,7 @@ class Optimizer(NamedTuple):
 
 Leaves = list[Any]
 Slots = dict[str, Leaves]
+Shape = tuple[int, ...]
 #: how a block lies in a body; None for a global value
 Lies = TensorSpec | None
 #: of gradients, slots, parameters, the learning rate, the step, the decay of each leaf, and in a body how it lies: new
@@ -107,7 +108,7 @@ def adamw(
     def slots_of(p: Any, _: Lies) -> dict[str, Any]:
         return {"mean": torch.zeros_like(p), "square": torch.zeros_like(p)}
 
-    return leafwise(("mean", "square"), slots_of, rule, rate, decay, specs)
+    return leafwise(lambda shape: {"mean": shape, "square": shape}, slots_of, rule, rate, decay, specs)
 
 
 @checked
@@ -170,7 +171,7 @@ def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32, *, spe
 
 
 def leafwise(
-    names: tuple[str, ...],
+    shapes_of: Callable[[Shape], dict[str, Shape]],
     slots_of: Callable[[Any, Lies], dict[str, Any]],
     rule: Rule,
     rate: Rate,
@@ -179,8 +180,10 @@ def leafwise(
 ) -> Optimizer:
     """An optimizer of the slots of a leaf, by their names, and of a rule for all leaves.
 
-    Leaves reach the rule where ``specs`` says. What it returns is moved to where it lay before.
+    ``shapes_of`` gives the shapes of the slots for the shape of a parameter. Leaves reach the rule where ``specs``
+    says. What it returns is moved to where it lay before.
     """
+    names = tuple(shapes_of(()))
 
     @torch.no_grad()
     def init(params: Any) -> State:
@@ -204,7 +207,11 @@ def leafwise(
         partitions, step = _partitions(params, specs), state["step"] + 1
         laid = _laid(leaves, partitions)
         parts = _like(grads, treedef, "grads")
-        _check_shapes(parts, leaves, params)
+        shapes = [None if is_uneven(p) else tuple(p.shape) for p in leaves]
+        _check_shapes("a gradient", parts, shapes, params)
+        for name, slot in slots.items():
+            each = [None if shape is None else shapes_of(shape)[name] for shape in shapes]
+            _check_shapes(f"state[{name!r}]", slot, each, params)
         given = [g.to(p.dtype) for g, p in zip(_laid(parts, _places(laid)), laid, strict=True)]
         decays, lies = broadcast_numbers(decay, params), _lies(params, leaves, specs)
         news, renewed = rule(given, slots, laid, _rate_at(step, rate), step, decays, lies)
@@ -262,13 +269,13 @@ def _like(tree: Any, treedef: Any, what: str) -> Leaves:
     return leaves
 
 
-def _check_shapes(grads: Leaves, leaves: Leaves, params: Any) -> None:
-    """Raise `ShapeError` for a gradient of another shape, which would make a parameter of the shape of both."""
-    for i, (g, p) in enumerate(zip(grads, leaves, strict=True)):
-        if not (is_uneven(g) or is_uneven(p)) and g.shape != p.shape:
+def _check_shapes(what: str, given: Leaves, shapes: Sequence[Shape | None], params: Any) -> None:
+    """Raise `ShapeError` for a gradient or slot of another shape, which would make a parameter of the shape of both."""
+    for i, (x, shape) in enumerate(zip(given, shapes, strict=True)):
+        if shape is not None and not is_uneven(x) and tuple(x.shape) != shape:
             raise ShapeError(
-                f"update got a gradient of shape {tuple(g.shape)} for {leaf_paths(params, 'params')[i]} of shape "
-                f"{tuple(p.shape)}; give it that of this parameter"
+                f"update got {what} of shape {tuple(x.shape)} for {leaf_paths(params, 'params')[i]}; give it one of "
+                f"shape {shape}"
             )
 
 
@@ -357,11 +364,14 @@ def adafactor(
     def slots_of(p: Any, lie: Lies) -> dict[str, Any]:
         check_known(p, lie, "adafactor")
         if p.ndim < 2:
-            return {"row": torch.zeros_like(p), "column": _zeros(p, (0,) * p.ndim, range(p.ndim))}
+            return {
+                "row": torch.zeros_like(p),
+                "column": _zeros(p, _mean_shapes(tuple(p.shape))["column"], range(p.ndim)),
+            }
         if lie is not None:
             return {name: _mean(torch.zeros_like(p), d, lie) for name, d in (("row", -1), ("column", -2))}
-        shapes = (*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])
-        return {"row": _zeros(p, shapes[0], [p.ndim - 1]), "column": _zeros(p, shapes[1], [p.ndim - 2])}
+        shapes = _mean_shapes(tuple(p.shape))
+        return {"row": _zeros(p, shapes["row"], [p.ndim - 1]), "column": _zeros(p, shapes["column"], [p.ndim - 2])}
 
     def rule(
         grads: Leaves, slots: Slots, params: Leaves, rate: Any, step: Tensor, decays: list[float], lies: list[Lies]
@@ -388,7 +398,14 @@ def adafactor(
             columns.append(column)
         return news, {"row": rows, "column": columns}
 
-    return leafwise(("row", "column"), slots_of, rule, rate, decay, specs)
+    return leafwise(_mean_shapes, slots_of, rule, rate, decay, specs)
+
+
+def _mean_shapes(shape: Shape) -> dict[str, Shape]:
+    """The shapes of Adafactor's means of squares over columns and over rows; of a vector it keeps each square."""
+    if len(shape) < 2:
+        return {"row": shape, "column": (0,) * len(shape)}
+    return {"row": (*shape[:-1], 1), "column": (*shape[:-2], 1, shape[-1])}
 
 
 def _mean(x: Any, dim: int, lie: Lies) -> Any:
