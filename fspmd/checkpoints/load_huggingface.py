@@ -63,7 +63,7 @@ def load_huggingface(
             damaged; two tied weights differ in the files; a package is missing.
 
     >>> import tempfile
-    >>> from fspmd import make_mesh
+    >>> from fspmd import P, make_mesh
     >>> from safetensors.torch import save_file
     >>> spec = TensorSpec(make_mesh((4,), ("x",)), P("x"), (6, 2), torch.bfloat16)
     >>> with tempfile.TemporaryDirectory() as folder:
