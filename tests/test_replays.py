@@ -30,7 +30,7 @@ def _trail(numbers: Sequence[int], seed: int) -> History:
     draw, at = random.Random(seed), 0
     while at < len(numbers):
         count = draw.randint(1, 4 * BLOCK)
-        replays.log += [_step(number) for number in numbers[at : at + count]]
+        replays.log.extend([_step(number) for number in numbers[at : at + count]])
         replays._sort()
         at += count
     return replays._trails["group"]
