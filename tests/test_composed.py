@@ -187,3 +187,25 @@ def test_gathers_are_refused_where_they_are_not_written(gathering: None) -> None
     x = device_put(torch.ones(3, 2), P(("x", "y")), mesh=GRID)
     with fspmd.explicit(), pytest.raises(CommunicationError, match="normalize"):
         F.normalize(x, dim=0)
+
+
+@pytest.mark.parametrize("f", [torch.cov, torch.corrcoef])
+def test_of_cut_observations_sums_move_alone(f: Any) -> None:
+    """However cheap a gather of them looks beside the time of a message."""
+    x = torch.randn(5, 40_000, dtype=torch.float64)
+    with communication_log() as log:
+        out = f(device_put(x, P(None, "x"), mesh=LINE))
+    assert log
+    assert all(one.shape in {(5, 1), (5, 5)} for one in log)
+    torch.testing.assert_close(device_get(out), f(x))
+
+
+def test_a_margin_loss_of_classes_cut_twice_sums_no_gradient() -> None:
+    x, labels = torch.randn(8, 9, dtype=torch.float64), torch.tensor([[3, 0, -1, *[1] * 6]] * 8)
+    laid = device_put(x, P(None, ("x", "y")), mesh=GRID).requires_grad_()
+    with communication_log() as log:
+        F.multilabel_margin_loss(laid, labels).backward()
+    assert [one.kind for one in log] == ["all_gather_invariant"]
+    expected = x.requires_grad_()
+    F.multilabel_margin_loss(expected, labels).backward()
+    torch.testing.assert_close(device_get(laid.grad), expected.grad)

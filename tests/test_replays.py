@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ def _trail(numbers: Sequence[int], seed: int) -> History:
     draw, at = random.Random(seed), 0
     while at < len(numbers):
         count = draw.randint(1, 4 * BLOCK)
-        replays.log += [_step(number) for number in numbers[at : at + count]]
+        replays.log.extend([_step(number) for number in numbers[at : at + count]])
         replays._sort()
         at += count
     return replays._trails["group"]
@@ -54,7 +54,7 @@ def test_a_hash_depends_on_the_replays_alone(seed: int) -> None:
         assert len(trail.ring) == min(len(numbers), 3 * BLOCK)
         assert {count: number for count, number, *_ in trail.ring}.items() <= whole.items()
         ends = range(BLOCK, len(numbers) + 1, BLOCK)
-        assert [*trail.due] == [(end, whole[end], None) for end in ends]
+        assert trail.due == {end: (whole[end], None) for end in ends}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -71,3 +71,30 @@ def test_ranks_differ_from_the_first_other_replay_on(seed: int) -> None:
     assert first == place
     assert rings[1][first][1] == "jit(f3), which begins with psum"
     assert all(rings[0][count][0] != rings[1][count][0] for count in range(place, 10 * BLOCK + 1))
+
+
+class _Store:
+    """A store in which the first rank has told all, and which runs ``meanwhile`` when it is asked."""
+
+    def __init__(self, told: dict[str, str], meanwhile: Callable[[], None]) -> None:
+        self.told, self.meanwhile = told, meanwhile
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self.meanwhile()
+        return all(key in self.told for key in keys)
+
+    def get(self, key: str) -> str:
+        return self.told[key]
+
+
+def test_two_threads_drop_what_is_due_once() -> None:
+    """While a thread compares, the other one may compare or drop the same, and more may become due."""
+    trail = _trail([*range(4 * BLOCK)], 0)
+    told = {f"hash/group/{count}": json.dumps([number, 0]) for count, (number, _) in trail.due.items()}
+
+    def meanwhile() -> None:
+        trail.due.clear()
+        trail.due[5 * BLOCK] = 7, None
+
+    assert not list(trail.compare_due(_Store(told, meanwhile), 1, 16))
+    assert trail.due == {5 * BLOCK: (7, None)}

@@ -136,7 +136,7 @@ class Comparison(Presence):
     def _set_due(self, group: History) -> None:
         """Let the thread compare what this rank has come to, if it is time."""
         if not group.count % self.every:
-            group.due.append((group.count, group.hash, self.sites.table(group.ranks)))
+            group.due[group.count] = group.hash, self.sites.table(group.ranks)
 
     def _is_compared(self, mesh: Mesh) -> bool:
         """Whether other processes pass what this one does, now and on this mesh."""

@@ -53,7 +53,8 @@ class History:
         self.key, self.ranks = key, ranks
         self.count = self.hash = self.told = 0
         self.ring: deque[Any] = deque(maxlen=kept)  # the last: count, hash, call, line, dtype, shape, place, time
-        self.due: deque[tuple[int, int, Any]] = deque()  # counts, hashes and sites that were not compared yet
+        #: by count, hashes and sites that were not compared yet; several threads drop them, each by its count
+        self.due: dict[int, tuple[int, Any]] = {}
         self.context = 0  # the last eight collectives
         self.known: set[int] = set()  # contexts in which the ranks of the group have met
         self.met: Any = None  # where they met last
@@ -93,7 +94,7 @@ class History:
             kept: hashes of so many entries stay in the store.
             number_of: gives a second number, of the count and the sites, before the first rank tells both.
         """
-        for count, number, sites in list(self.due):
+        for count, (number, sites) in list(self.due.items()):
             key, mine = f"hash/{self.key}/{count}", [number, number_of(count, sites)]
             if self.ranks[0] == me:
                 store.set(key, json.dumps(mine))
@@ -102,8 +103,7 @@ class History:
                 return
             elif (theirs := json.loads(store.get(key))) != mine:
                 yield count, mine, theirs, sites
-            while self.due and self.due[0][0] <= count:
-                self.due.popleft()
+            self.due.pop(count, None)
 
     def tell(self, store: Any, me: int, last: int | None = None) -> None:
         """Tell the last entries, if there are some of which others were not told."""

@@ -101,8 +101,8 @@ def sort() -> None:
         if world.has_peers() and (error := within(reports.PATIENCE + PATIENCE, _compare_blocks)):
             raise LockstepError(error)
         for trail in list(_trails.values()):
-            while len(trail.due) > 1:  # the last stays, for which the first rank of the group may be late
-                trail.due.popleft()
+            for count in list(trail.due)[:-1]:  # the last stays, for which the first rank of the group may be late
+                trail.due.pop(count, None)
 
 
 def _sort() -> None:
@@ -115,7 +115,7 @@ def _sort() -> None:
                     trail = _trails[key] = _new_trail(key, ranks)
                 trail.advance(number, part)
                 if not trail.count % _BLOCK:
-                    trail.due.append((trail.count, trail.hash, None))
+                    trail.due[trail.count] = trail.hash, None
 
 
 def _new_trail(key: str, ranks: Sequence[int]) -> History:

@@ -46,6 +46,28 @@ def _take(x: Any, index: Any) -> Any:
     return x[(index, *places)]
 
 
+def _centred(x: Any) -> Any:
+    """Return the observations of each variable (a row) less their mean."""
+    dtype = torch.ones((2,) * x.dim(), dtype=x.dtype).cov().dtype  # raises what torch does
+    rows = (x if x.dim() == 2 else x.reshape(1, -1)).to(dtype)
+    return rows - rows.mean(1, keepdim=True)
+
+
+def _cov(x: Any, *, correction: int = 1, **_: None) -> Any:
+    """``torch.cov``; if observations are sharded, the sums of products are pending."""
+    centred = _centred(x)
+    return (centred @ centred.mH / max(centred.size(1) - correction, 0)).squeeze()
+
+
+def _corrcoef(x: Any) -> Any:
+    centred = _centred(x)
+    unit = centred / torch.linalg.vector_norm(centred, dim=1, keepdim=True)
+    out = (unit @ unit.mH).squeeze()
+    if not out.is_complex():
+        return out.clip(-1, 1)
+    return torch.complex(out.real.clip(-1, 1), out.imag.clip(-1, 1))
+
+
 def _unchunked(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     """``F.linear_cross_entropy`` without ``options``, which only say how to compute the loss in parts."""
     return F.linear_cross_entropy(*args, **kwargs)
@@ -118,6 +140,16 @@ def _dist(x: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(x - other, p)
 
 
+def _norm(x: Any, p: Any = 2.0, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
+    """``torch.norm`` if its order is a number."""
+    return torch.linalg.vector_norm(x, 2.0 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+def _constant_pad(x: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+    """``F.pad`` in mode ``"constant"``."""
+    return torch.constant_pad_nd(x, pad, 0 if value is None else value)
+
+
 def _one_hot(x: Any, num_classes: int = -1) -> Any:
     """``F.one_hot`` that checks its classes. torch's graph gives a row of zeros for a number that is not a class."""
     if x.dtype is not torch.int64:
@@ -165,7 +197,8 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     F.multi_head_attention_forward: multi_head_attention,
     F.normalize: _normalize,
     "__rmatmul__": lambda x, y: torch.matmul(y, x),
-    **{"dist": _dist, "take": _take},
+    **{"dist": _dist, "norm": _norm, "take": _take, "cov": _cov, "corrcoef": _corrcoef},
+    "pinverse": lambda x, rcond=1e-15: torch.linalg.pinv(x, rcond),
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     **{"equal": _equal, "allclose": _allclose},
     "linear_cross_entropy": _unchunked,
@@ -181,6 +214,10 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[
     if any(isinstance(arg, torch.dtype) for arg in (*args[1:2], *kwargs.values())):
         return torch.ops.aten.view.dtype
     return _without_ones(func, args, kwargs)
+
+
+def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    return _constant_pad if argument(args, kwargs, 2, "mode", "constant") == "constant" else None
 
 
 def _setitem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
@@ -209,6 +246,11 @@ def _elementwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return LOSSES.get(func)
 
 
+def _unless(excludes: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Choice:
+    """Return the choice of the composite in `COMPOSITES`, unless ``excludes(args, kwargs)``."""
+    return lambda func, args, kwargs: None if excludes(args, kwargs) else COMPOSITES[name_of(func)]
+
+
 #: torch function, or name of functions -> what chooses its composite, or none, by the arguments of a call
 CHOICES: Final[dict[Any, Choice]] = {
     **EMBEDDINGS,
@@ -216,11 +258,14 @@ CHOICES: Final[dict[Any, Choice]] = {
     **dict.fromkeys(("reshape", "flatten", "ravel", "squeeze"), _without_ones),
     "unbind": _one_row,
     **dict.fromkeys(("split", "chunk"), _in_pieces),
+    F.pad: _pad,
     Tensor.__setitem__: _setitem,
     "scaled_dot_product_attention": _attention,
     F.cross_entropy: _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
     **dict.fromkeys(ELEMENTWISE, _elementwise_loss),
+    "norm": _unless(lambda args, kwargs: isinstance(argument(args, kwargs, 1, "p", None), str)),
+    "cov": _unless(lambda _, kwargs: any(kwargs.get(weights) is not None for weights in ("fweights", "aweights"))),
 }
 
 

@@ -145,6 +145,12 @@ def _triplet(
     return _reduce((margin + near - far).clamp_min(0), reduction)
 
 
+def _multilabel_margin(
+    x: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean"
+) -> Any:
+    return multilabel_margin(x, target, reduction_of(size_average, reduce, reduction))[0]
+
+
 def multilabel_margin(x: Any, target: Any, reduction: Any) -> tuple[Any, Any]:
     """Return the loss, and a mask of the target classes. torch's own graph takes labels after the first -1 for 0."""
     given = target
@@ -222,6 +228,7 @@ LOSSES: Final[dict[Any, Callable[..., Any]]] = {
     F.gaussian_nll_loss: _gaussian_nll,
     F.ctc_loss: _ctc,
     F.pairwise_distance: _pairwise_distance,
+    F.multilabel_margin_loss: _multilabel_margin,
     F.cosine_embedding_loss: _cosine_embedding,
     F.triplet_margin_loss: _triplet_margin,
     F.triplet_margin_with_distance_loss: _triplet,
