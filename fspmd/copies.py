@@ -67,7 +67,11 @@ def _alive_copy(memory: torch.UntypedStorage) -> str | None:
 
 
 def _is_stored_back(code: CodeType | None, place: int) -> bool:
-    """Return whether the caller runs the ``+=`` of an ``x[i] += y``, and has read ``x[i]`` at this place."""
+    """Return whether the caller runs the ``+=`` of an ``x[i] += y``, and has read ``x[i]`` at this place.
+
+    A container of another type, which reads a Sharded by C code alone, cannot be told from the Sharded:
+    ``defaultdict(partial(operator.getitem, x, i))[0] += y`` writes into the container.
+    """
     frame = caller()
     if frame is None or frame.f_code is not code:
         return False
