@@ -309,7 +309,7 @@ def test_a_state_of_another_shape_is_an_error(make: Any, shape: tuple[int, int])
     mesh = make_mesh((2,), ("s",), transport="simulation")
     w, other = torch.ones(4, 2), torch.ones(shape)
     init, update = make(specs=P())
-    text = r"update got state\['\w+'\] of shape .* for params\['w'\]; give it one of shape"
+    text = r"update got state\['\w+'\] of shape .* for params\['w'\] of shape \(4, 2\); give it one of shape"
     with pytest.raises(ShapeError, match=text):
         update({"w": w}, init({"w": other}), {"w": w})
     laid, state = device_put({"w": w}, P("s"), mesh=mesh), init(device_put({"w": other}, P("s"), mesh=mesh))

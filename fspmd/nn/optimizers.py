@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
@@ -207,11 +208,9 @@ def leafwise(
         partitions, step = _partitions(params, specs), state["step"] + 1
         laid = _laid(leaves, partitions)
         parts = _like(grads, treedef, "grads")
-        shapes = [None if is_uneven(p) else tuple(p.shape) for p in leaves]
-        _check_shapes("a gradient", parts, shapes, params)
+        _check_shapes("a gradient", parts, leaves, params, lambda shape: shape)
         for name, slot in slots.items():
-            each = [None if shape is None else shapes_of(shape)[name] for shape in shapes]
-            _check_shapes(f"state[{name!r}]", slot, each, params)
+            _check_shapes(f"state[{name!r}]", slot, leaves, params, partial(_shape_of, shapes_of, name))
         given = [g.to(p.dtype) for g, p in zip(_laid(parts, _places(laid)), laid, strict=True)]
         decays, lies = broadcast_numbers(decay, params), _lies(params, leaves, specs)
         news, renewed = rule(given, slots, laid, _rate_at(step, rate), step, decays, lies)
@@ -269,13 +268,21 @@ def _like(tree: Any, treedef: Any, what: str) -> Leaves:
     return leaves
 
 
-def _check_shapes(what: str, given: Leaves, shapes: Sequence[Shape | None], params: Any) -> None:
+def _shape_of(shapes_of: Callable[[Shape], dict[str, Shape]], name: str, shape: Shape) -> Shape:
+    """Return the shape of a slot for the shape of a parameter."""
+    return shapes_of(shape)[name]
+
+
+def _check_shapes(what: str, given: Leaves, leaves: Leaves, params: Any, shape_for: Callable[[Shape], Shape]) -> None:
     """Raise `ShapeError` for a gradient or slot of another shape, which would make a parameter of the shape of both."""
-    for i, (x, shape) in enumerate(zip(given, shapes, strict=True)):
-        if shape is not None and not is_uneven(x) and tuple(x.shape) != shape:
+    for i, (x, p) in enumerate(zip(given, leaves, strict=True)):
+        if is_uneven(x) or is_uneven(p):
+            continue
+        shape = tuple(p.shape)
+        if tuple(x.shape) != (expected := shape_for(shape)):
             raise ShapeError(
-                f"update got {what} of shape {tuple(x.shape)} for {leaf_paths(params, 'params')[i]}; give it one of "
-                f"shape {shape}"
+                f"update got {what} of shape {tuple(x.shape)} for {leaf_paths(params, 'params')[i]} of shape {shape}; "
+                f"give it one of shape {expected}"
             )
 
 
