@@ -209,3 +209,12 @@ def test_a_margin_loss_of_classes_cut_twice_sums_no_gradient() -> None:
     expected = x.requires_grad_()
     F.multilabel_margin_loss(expected, labels).backward()
     torch.testing.assert_close(device_get(laid.grad), expected.grad)
+
+
+def test_a_cosine_similarity_settles_each_operand_once() -> None:
+    x, y = torch.randn(2, 6, 8, dtype=torch.float64)
+    pending = [fspmd.reshard(device_put(each, P(), mesh=LINE), P(unreduced={"x"})) for each in (x, y)]
+    with communication_log() as log:
+        out = F.cosine_similarity(*pending)
+    assert len(log) == 2
+    torch.testing.assert_close(device_get(out), F.cosine_similarity(x, y))

@@ -140,6 +140,20 @@ def _dist(x: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(x - other, p)
 
 
+def _cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """``F.cosine_similarity``. The gradient passes the lower bound ``eps`` of a norm, as in torch."""
+    dtype = torch.promote_types(x1.dtype, x2.dtype)
+    if not dtype.is_floating_point:
+        raise RuntimeError("expected common dtype to be floating point, yet common dtype is " + str(dtype))
+
+    def unit(x: Any) -> Any:
+        length = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        return x / torch.where(length < eps, length - length.detach() + eps, length)
+
+    shape = torch.broadcast_shapes(x1.shape, x2.shape)
+    return (unit(x1.to(dtype).expand(shape)) * unit(x2.to(dtype).expand(shape))).sum(dim)
+
+
 def _norm(x: Any, p: Any = 2.0, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None) -> Any:
     """``torch.norm`` if its order is a number."""
     return torch.linalg.vector_norm(x, 2.0 if p is None else p, dim, keepdim, dtype=dtype)
@@ -197,7 +211,8 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     F.multi_head_attention_forward: multi_head_attention,
     F.normalize: _normalize,
     "__rmatmul__": lambda x, y: torch.matmul(y, x),
-    **{"dist": _dist, "norm": _norm, "take": _take, "cov": _cov, "corrcoef": _corrcoef},
+    **{"cosine_similarity": _cosine_similarity, "dist": _dist, "norm": _norm},
+    **{"take": _take, "cov": _cov, "corrcoef": _corrcoef},
     "pinverse": lambda x, rcond=1e-15: torch.linalg.pinv(x, rcond),
     **{"_is_all_true": lambda x: x.all(), "_is_any_true": lambda x: x.any()},
     **{"equal": _equal, "allclose": _allclose},
