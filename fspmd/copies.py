@@ -10,19 +10,23 @@ from __future__ import annotations
 import gc
 import weakref
 from types import CodeType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fspmd.errors import VarianceError
 from fspmd.remembered import memory_of
-from fspmd.user_code import augmented_items, caller
+from fspmd.user_code import augmented_items, place_of_call
 
-_COPY: Final = "_fspmd_copy"  # on the storage of a copy: the name of the function that made it
+_COPY: Final = "_fspmd_copy"  # on the storage of a copy: its `_Copy`
 _COPIES: Final = "_fspmd_copies"  # on a storage: weak references to the storages of its copies
-_READ: Final = "_fspmd_read"  # on the storage of a copy: the code that made it, and the place of the instruction
-_ROOT: Final = "_fspmd_root"  # on the storage of a copy, or a copy of a copy: the storage that it should view
+
+
+class _Copy(NamedTuple):
+    name: str  # the function that made it
+    root: weakref.ref[torch.UntypedStorage]  # what it, or the copy that it is a copy of, should view
+    read: tuple[CodeType | None, int]  # where it was made
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
@@ -36,25 +40,19 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
 def as_copies(out: Any, x: Tensor, name: str) -> Any:
     """Return the results of the function ``name``, which should be views of ``x``, as copies with own memory."""
     memory = memory_of(x)
-    parent: torch.UntypedStorage | None = getattr(memory, _ROOT, _no_storage)()
-    root = memory if parent is None else parent  # not `or`: an empty storage is False
+    parent: _Copy | None = getattr(memory, _COPY, None)
+    above = None if parent is None else parent.root()
+    root = memory if above is None else above  # not `or`: an empty storage is False
     results = [out] if isinstance(out, Tensor) else out
     copies = [y.clone() if memory_of(y) is memory else y for y in results]
     alive = [ref for ref in getattr(root, _COPIES, ()) if ref() is not None]
-    frame = caller()
-    read = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+    made = _Copy(name, weakref.ref(root), place_of_call())
     for copy in copies:
         storage = memory_of(copy)
-        setattr(storage, _COPY, name)
-        setattr(storage, _READ, read)
-        setattr(storage, _ROOT, weakref.ref(root))
+        setattr(storage, _COPY, made)
         alive.append(weakref.ref(storage))
     setattr(root, _COPIES, alive)
     return copies[0] if isinstance(out, Tensor) else type(out)(copies)
-
-
-def _no_storage() -> None:
-    return None
 
 
 def _alive_copy(memory: torch.UntypedStorage) -> str | None:
@@ -63,7 +61,7 @@ def _alive_copy(memory: torch.UntypedStorage) -> str | None:
     An earlier copy may be in use on some ranks alone, where a block without elements keeps nothing.
     """
     copies = (ref() for ref in reversed(getattr(memory, _COPIES, ())))
-    return next((getattr(copy, _COPY) for copy in copies if copy is not None), None)
+    return next((getattr(copy, _COPY).name for copy in copies if copy is not None), None)
 
 
 def _is_stored_back(code: CodeType | None, place: int) -> bool:
@@ -72,10 +70,8 @@ def _is_stored_back(code: CodeType | None, place: int) -> bool:
     A container of another type, which reads a Sharded by C code alone, cannot be told from the Sharded:
     ``defaultdict(partial(operator.getitem, x, i))[0] += y`` writes into the container.
     """
-    frame = caller()
-    if frame is None or frame.f_code is not code:
-        return False
-    return any(place in read and frame.f_lasti in added for read, added in augmented_items(code))
+    now, there = place_of_call()
+    return now is code is not None and any(place in read and there in add for read, add in augmented_items(code))
 
 
 def refuse_copy(block: Tensor, name: str) -> torch.UntypedStorage:
@@ -97,15 +93,14 @@ def refuse_copy(block: Tensor, name: str) -> torch.UntypedStorage:
             f"call {function} again after the write, keep a clone() of its result, or write into a new value instead, "
             "x = x + ..."
         )
-    if _COPY in marked and _is_stored_back(*marked[_READ]):
-        root = marked[_ROOT]()
-        if root is not None:
+    made: _Copy | None = marked.get(_COPY)
+    if made is not None and _is_stored_back(*made.read):
+        if (root := made.root()) is not None:
             setattr(root, _COPIES, [ref for ref in getattr(root, _COPIES) if ref() is not memory])
-        for mark in (_COPY, _READ, _ROOT):
-            delattr(memory, mark)
-    elif (function := marked.get(_COPY)) is not None:
+        delattr(memory, _COPY)
+    elif made is not None:
         raise VarianceError(
-            f"{name} writes into a copy: {function} gave no view, since its operand was moved, or its blocks have no "
+            f"{name} writes into a copy: {made.name} gave no view, since its operand was moved, or its blocks have no "
             "such view; write into the operand itself, x[...] = value or x[...] += value, or reshard it first"
         )
     return memory

@@ -46,12 +46,12 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def caller() -> FrameType | None:
-    """Return the frame that called fspmd."""
+def place_of_call() -> tuple[CodeType | None, int]:
+    """Return the code that called fspmd, and the place of the instruction in it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES[0]):
         frame = frame.f_back
-    return frame
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
 
 
 @cached

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
@@ -208,9 +207,7 @@ def leafwise(
         partitions, step = _partitions(params, specs), state["step"] + 1
         laid = _laid(leaves, partitions)
         parts = _like(grads, treedef, "grads")
-        _check_shapes("a gradient", parts, leaves, params, lambda shape: shape)
-        for name, slot in slots.items():
-            _check_shapes(f"state[{name!r}]", slot, leaves, params, partial(_shape_of, shapes_of, name))
+        _check_shapes(parts, slots, leaves, params, shapes_of)
         given = [g.to(p.dtype) for g, p in zip(_laid(parts, _places(laid)), laid, strict=True)]
         decays, lies = broadcast_numbers(decay, params), _lies(params, leaves, specs)
         news, renewed = rule(given, slots, laid, _rate_at(step, rate), step, decays, lies)
@@ -268,22 +265,21 @@ def _like(tree: Any, treedef: Any, what: str) -> Leaves:
     return leaves
 
 
-def _shape_of(shapes_of: Callable[[Shape], dict[str, Shape]], name: str, shape: Shape) -> Shape:
-    """Return the shape of a slot for the shape of a parameter."""
-    return shapes_of(shape)[name]
-
-
-def _check_shapes(what: str, given: Leaves, leaves: Leaves, params: Any, shape_for: Callable[[Shape], Shape]) -> None:
+def _check_shapes(
+    grads: Leaves, slots: Slots, leaves: Leaves, params: Any, shapes_of: Callable[[Shape], dict[str, Shape]]
+) -> None:
     """Raise `ShapeError` for a gradient or slot of another shape, which would make a parameter of the shape of both."""
-    for i, (x, p) in enumerate(zip(given, leaves, strict=True)):
-        if is_uneven(x) or is_uneven(p):
+    for i, (g, p) in enumerate(zip(grads, leaves, strict=True)):
+        if is_uneven(p):
             continue
         shape = tuple(p.shape)
-        if tuple(x.shape) != (expected := shape_for(shape)):
-            raise ShapeError(
-                f"update got {what} of shape {tuple(x.shape)} for {leaf_paths(params, 'params')[i]} of shape {shape}; "
-                f"give it one of shape {expected}"
-            )
+        rows = [("", g, shape), *((name, slots[name][i], expected) for name, expected in shapes_of(shape).items())]
+        for name, x, expected in rows:
+            if not is_uneven(x) and tuple(x.shape) != expected:
+                raise ShapeError(
+                    f"update got {f'state[{name!r}]' if name else 'a gradient'} of shape {tuple(x.shape)} for "
+                    f"{leaf_paths(params, 'params')[i]} of shape {shape}; give it one of shape {expected}"
+                )
 
 
 def _partitions(params: Any, specs: Any) -> Sequence[Any]:
