@@ -63,7 +63,7 @@ MESHES = [
     "pp=2,dp=2,tp=2 --schedule=zbv --zero1 --jit",
     f"pp=2,ep=2 --schedule=dual-pipe-v --optimizer=muon {MOE} {BALANCED}",
     f"ep=2,tp=2,cp=2 {MOE} {BALANCED} --loss-scale=1024 --with-master",
-    "dp=2,fsdp=2 --zero1 --with-master --jit",
+    "dp=2,fsdp=2 --zero1 --with-master --jit --microbatches=3",
     f"dp=2,ep=2 --jit {MOE} {BALANCED} --capacity=144 --microbatches=3",
     "pp=2,fsdp=2 --jit --loss-scale=1024 --compute=float64",
     "cp=2,tp=2 --attention=ulysses --window=7 --jit",
