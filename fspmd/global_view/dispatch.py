@@ -5,7 +5,6 @@ All of this runs above autograd, which follows the call on the blocks.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import MethodType
 from typing import Any, Final, NoReturn
 
@@ -36,22 +35,11 @@ from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import Sharded, formed, held_as, is_sharded, laid, pair, shell
 from fspmd.spec import TensorSpec, is_float
-from fspmd.tracing import hidden, is_jit_traced, untraceable
-
-
-@hidden
-def _plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    plan = plan_call(func, args, kwargs)
-    if plan.whole is None:
-        return plan
-    return with_strides(cheaper(plan, func, args, kwargs), func, args, kwargs)
+from fspmd.tracing import is_jit_traced, untraceable
 
 
 def _plan(key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    """Plan a call that is not in the cache.
-
-    Planning leaves inference mode, in which torch does not say which results are views.
-    """
+    """Plan a call that is not in the cache."""
     by_default = (torch.get_default_dtype(), *key)
     plan = _plans.get(by_default)
     if plan is not None:
@@ -59,8 +47,9 @@ def _plan(key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[s
         return plan
     if is_jit_traced():  # sizes are tensors then
         raise untraceable(sharded_values(args, kwargs)[0])
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        plan = _plan_call(func, args, kwargs)
+    plan = plan_call(func, args, kwargs)
+    if plan.whole is not None:
+        plan = with_strides(cheaper(plan, func, args, kwargs), func, args, kwargs)
     _plans.misses += 1
     _plans[by_default if _by_default_dtype(plan, key) else key] = plan
     return plan

@@ -34,14 +34,18 @@ from fspmd.ops.traits import name_of
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, is_ruled
 from fspmd.sharded import Sharded, call_torch, is_sharded
 from fspmd.torch_internals import HigherOrderOperator
+from fspmd.tracing import hidden
 from fspmd.transport.local_tensor import is_simulated
 
 _NUMBERS: Final = ("alpha", "beta")
 _INDEXING: Final = (Tensor.__getitem__, Tensor.__setitem__)
 
 
+@hidden
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     """Decide how a call with `Sharded` values runs.
+
+    This leaves inference mode too, in which torch does not say which results are views.
 
     Raises:
         ArgumentError: The call cannot run, or it fails on the global tensors too.
@@ -91,7 +95,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
             return plan
     operands = places_of(args, kwargs, mesh)
     question = ask(func, args, kwargs, operands) if len(operands) == len(tensors) else None
-    plan = None if question is None else propagate(func, args, kwargs, question)
+    plan = None if question is None else propagate(question, args, kwargs)
     if plan is not None:
         return plan
     run, in_parts = unruled(func, specs, args, kwargs)

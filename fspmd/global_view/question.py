@@ -16,7 +16,6 @@ from fspmd.forms import Strided
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, regrouped, with_flat_dims_split
 from fspmd.global_view.kernels import GlobalCall
-from fspmd.global_view.layouts import LayoutProblem, Strategy, as_they_lie
 from fspmd.global_view.local_calls import untouched
 from fspmd.global_view.refusals import refuse_global, refuse_shared_memory
 from fspmd.global_view.result_types import (
@@ -27,7 +26,6 @@ from fspmd.global_view.result_types import (
     strides_known,
     views_any,
 )
-from fspmd.global_view.strategies import best_strategy
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
@@ -41,23 +39,26 @@ from fspmd.spec import P, TensorSpec, is_float
 class Question(NamedTuple):
     """A call before a strategy is chosen: its operands in the order of the rule, its results, its factors."""
 
+    func: Any
     row: Row
-    operands: Sequence[tuple[Place, TensorSpec]]
-    results: list[TensorSpec]  # their layouts are arbitrary as yet
+    positional: int  # the number of positional arguments
+    names: tuple[str, ...]  # of the keyword arguments
+    places: Sequence[Place]  # of the operands
+    operands: Sequence[TensorSpec]
+    results: Sequence[TensorSpec]  # their layouts are arbitrary as yet
     kind: Kind | None  # the container of the results; None for a single result
     factors: Factors
-    linear: str
-    fixed: bool  # the call writes into its first operand
-    viewed: Place | None  # the operand that the results view
-    names: tuple[str, ...]  # of the keyword arguments
-    products: ViewedCall | None  # where dims are `Flat`: the call on views, for which strategies are found
+    linear: str  # see `Row.linear`
+    fixed: bool = False  # the call writes into its first operand, which is not moved, and lies as it does
+    viewed: Place | None = None  # the operand that the results view
+    products: ViewedCall | None = None  # where dims are `Flat`: the call on views, for which strategies are found
     plain: frozenset[int] = frozenset()  # operands that are plain tensors
     made: frozenset[int] = frozenset()  # operands that are made of less (`forms.py`)
     memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
     may_alias: bool = False  # a block may be viewed where torch copies the global tensor
     loose: bool = False  # gives a view of a block, or a copy if its strides allow no view
     gradients: frozenset[int] = frozenset()  # operands that will have a gradient
-    weighs: bool = False  # sums of gradients of whole operands count
+    weighs: bool = False  # sums of gradients of whole operands are a part of the price
 
     @property
     def passes_on(self) -> str:
@@ -70,43 +71,16 @@ class Question(NamedTuple):
 
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """Return the question for other layouts of the operands."""
-        operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
         products = viewed_call(self.row, self.factors, specs, self.results)
-        return self._replace(operands=operands, products=products, weighs=_weighs(self.row, self.factors, specs))
+        return self._replace(operands=specs, products=products, weighs=_weighs(self.row, self.factors, specs))
 
     @property
-    def problem(self) -> LayoutProblem:
-        """The facts that decide the layouts of this call; where dims are `Flat`, those of the call on views."""
-        factors, operands, results = self.factors, [spec for _, spec in self.operands], self.results
-        if self.products is not None:
-            factors, (operands, results) = self.products.factors, self.products.views
-        row, gradients = self.row, self.gradients
-        return LayoutProblem(
-            *(factors, self.passes_on, operands, results, self.fixed, row.empty, row.body),
-            gradients=gradients,
-            weighs=self.weighs,
-        )
-
-    def together(self, strategy: Strategy) -> Strategy:
-        """Turn a strategy for views into one for the operands and results themselves."""
+    def on_views(self) -> Question:
+        """The question of the call on views, where dims are `Flat`."""
         if self.products is None:
-            return strategy
-        operands, results = self.products.together(strategy.operands, strategy.results)
-        return strategy._replace(operands=operands, results=results)
-
-    def best(self, known: list[Any] | None = None) -> Strategy | None:
-        """Return the cheapest strategy, or None if there is none; ``known`` is that of `best_strategy`."""
-        if self.products is not None and self.products.regrouped is not None:
-            stays = tuple(spec for _, spec in self.operands)
-            return Strategy(stays, ((),), (self.results[0].with_partition(self.products.regrouped),), False, {})
-        problem = self.problem
-        best = None if self.gradients else as_they_lie(problem)
-        if best is None:
-            best = best_strategy(problem, known)
-        if best is not None and self.products is not None:
-            best = self.together(best)
-        moved = best is not None and self.fixed and best.operands[0] is not self.operands[0][1]
-        return None if moved else best  # a write into a moved operand would be lost
+            return self
+        operands, results = self.products.views
+        return self._replace(factors=self.products.factors, operands=operands, results=results, products=None)
 
 
 def ask(
@@ -155,15 +129,18 @@ def ask(
     sharded = [(i, x) for i, x in enumerate(values) if type(x) is Sharded]
     copies = outcome.bases[0] is None and not fixed and outcome.kind is None
     return Question(
+        func=func,
         row=row,
-        operands=ordered,
+        positional=len(args),
+        names=tuple(kwargs),
+        places=[place for place, _ in ordered],
+        operands=specs,
         results=results,
         kind=outcome.kind,
         factors=factors,
         linear=_linearity(row, func, args, kwargs, specs, results[0]),
         fixed=fixed,
         viewed=viewed,
-        names=tuple(kwargs),
         products=viewed_call(row, factors, specs, results),
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
         made=frozenset([i for i, x in sharded if isinstance(x.form, Strided) and x.form.made]),

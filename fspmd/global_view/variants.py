@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fspmd.copies import refuse_copy
-from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.op_plan import OpPlan, opaque_plan, plan_of
 from fspmd.global_view.origins import noting_origin
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import refuse_shared_memory, refuse_write, shown
+from fspmd.global_view.strategies import Strategy, best_strategy
 from fspmd.ops.signatures import Place, at
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.redistribute import ended, redistribute
@@ -27,18 +27,20 @@ from fspmd.torch_internals import transforms_active
 _NONE: Final = frozenset[int]()
 
 
-def propagate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], question: Question) -> OpPlan | None:
+def propagate(question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan | None:
     """Plan a call by its question, or return None if the graph of the function decides it."""
-    must_move = question.fixed and question.best() is None  # the write has no strategy that leaves its operand in place
-    if must_move and question.operands[0][1].partition.unreduced:
-        return opaque_plan(functools.partial(_write_sum, func))
+    must_move = (
+        question.fixed and best_strategy(question) is None
+    )  # the write has no strategy that leaves its operand in place
+    if must_move and question.operands[0].partition.unreduced:
+        return opaque_plan(functools.partial(_write_sum, question.func))
     numbers = _scales(question, (*args, *kwargs.values())) if question.linear else []
     if question.fixed and question.row.sets and (must_move or numbers):
         return None  # the graph computes the new value, which is then written in any layout
     if numbers:
-        by_numbers = _PlansByNumbers(func, len(args), question._replace(made=_NONE), numbers)
+        by_numbers = _PlansByNumbers(question._replace(made=_NONE), numbers)
         return _chosen(by_numbers.of_terms, by_numbers.plan)
-    return _propagate(func, len(args), question)
+    return _propagate(question)
 
 
 def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,27 +57,27 @@ def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call_torch(Tensor.copy_, (x, new))
 
 
-def _propagate(func: Any, positional: int, question: Question) -> OpPlan:
+def _propagate(question: Question) -> OpPlan:
     known: list[Any] = []
-    best = question.best(known)
+    best = best_strategy(question, known)
     if best is None:
-        refuse_write(func, [spec for _, spec in question.operands])
-    plan = plan_of(func, positional, question, best)
-    empty = True in [0 in spec.shape for _, spec in question.operands]
-    floating = frozenset([i for i, (_, spec) in enumerate(question.operands) if is_float(spec.dtype)])
+        refuse_write(question.func, question.operands)
+    plan = plan_of(question, best)
+    empty = True in [0 in spec.shape for spec in question.operands]
+    floating = frozenset([i for i, spec in enumerate(question.operands) if is_float(spec.dtype)])
     pends = _pending(question)
     pending = () if question.viewed is not None or question.fixed else tuple(pends)
     followed = question._replace(gradients=floating)
     ends = bool(pends) and followed.passes_on != question.passes_on
     weighed = plan.needs_redistribute or best.by_body or empty or (bool(plan.casts) and question.weighs) or ends
     if weighed and not (plan.needs_redistribute or ends):
-        weighed = bool(floating) and not _same(best, followed.best(known))
+        weighed = bool(floating) and not _same(best, best_strategy(followed, known))
     if not (pending or (weighed and floating)):
-        return _with_origin(func, positional, question, best, plan)
-    return _chosen(plan, _ByBlocks(func, positional, question, plan, weighed, pending).plan)
+        return _with_origin(question, best, plan)
+    return _chosen(plan, _ByBlocks(question, plan, weighed, pending).plan)
 
 
-def _with_origin(func: Any, positional: int, question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
+def _with_origin(question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
     """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result.
 
     Operands that are ``made`` of less themselves do not count, if the result is not much smaller. Other operands that
@@ -83,7 +85,7 @@ def _with_origin(func: Any, positional: int, question: Question, best: Strategy,
     """
     if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
         return plan
-    result, specs, made = plan.results, [spec for _, spec in question.operands], question.made
+    result, specs, made = plan.results, question.operands, question.made
     if any(casts and is_float(spec.dtype) for spec, casts in zip(specs, best.casts, strict=True)):
         return plan
     floating = [spec for spec in specs if is_float(spec.dtype)]
@@ -95,17 +97,18 @@ def _with_origin(func: Any, positional: int, question: Question, best: Strategy,
         return plan
     if made and 2 * result.block_bytes < max(specs[i].block_bytes for i in made):
         return plan
-    if func in (Tensor.clone, torch.clone):  # its gradient is gathered, for those who ask for it
+    if question.func in (Tensor.clone, torch.clone):  # its gradient is gathered, for those who ask for it
         return plan
     if any(spec.partition.unreduced or spec.partition.reduced for spec in (*specs, result)):
         return plan
     if all(n == 1 or axis in result.partition.mentioned for axis, n in result.mesh.shape.items()):
         return plan
-    return noting_origin(func, positional, question, plan, result)
+    return noting_origin(question, plan, result)
 
 
 def _pending(question: Question) -> list[tuple[int, Place, TensorSpec]]:
-    return [(i, place, spec) for i, (place, spec) in enumerate(question.operands) if spec.partition.unreduced]
+    rows = enumerate(zip(question.places, question.operands, strict=True))
+    return [(i, place, spec) for i, (place, spec) in rows if spec.partition.unreduced]
 
 
 def _chosen(plan: OpPlan, choose: Any) -> OpPlan:
@@ -127,16 +130,14 @@ class _ByBlocks:
 
     def __init__(
         self,
-        func: Any,
-        positional: int,
         question: Question,
         plan: OpPlan,
         weighed: bool,
         pending: Sequence[tuple[int, Place, TensorSpec]],
     ) -> None:
-        self.func, self.positional, self.question, self.pending = func, positional, question, pending
-        self.weighed = weighed
-        self.floating = [(i, place) for i, (place, spec) in enumerate(question.operands) if is_float(spec.dtype)]
+        self.question, self.weighed, self.pending = question, weighed, pending
+        rows = enumerate(zip(question.places, question.operands, strict=True))
+        self.floating = [(i, place) for i, (place, spec) in rows if is_float(spec.dtype)]
         self.first = plan
         self.plans: dict[Any, OpPlan] = {(_NONE, ()): plan}
 
@@ -168,11 +169,11 @@ class _ByBlocks:
 
     def _plan(self, followed: frozenset[int], settled: dict[int, TensorSpec]) -> OpPlan:
         question = self.question._replace(gradients=followed)
-        lie = [settled.get(i, spec) for i, (_, spec) in enumerate(question.operands)]
-        best = (question.at(lie) if settled else question).best()
+        lie = [settled.get(i, spec) for i, spec in enumerate(question.operands)]
+        best = best_strategy(question.at(lie) if settled else question)
         if best is None:
-            refuse_write(self.func, [spec for _, spec in question.operands])
-        return plan_of(self.func, self.positional, question, best, lie)
+            refuse_write(question.func, question.operands)
+        return plan_of(question, best, lie)
 
 
 # --- numbers that multiply a pending sum: infinity times a term is not a term of the result ---------------------------
@@ -180,7 +181,7 @@ class _ByBlocks:
 
 def _scales(question: Question, arguments: Sequence[Any]) -> list[int]:
     """Return the places of numbers that would multiply or divide each term of a pending sum."""
-    pends = question.factors.summed or True in [bool(spec.partition.unreduced) for _, spec in question.operands]
+    pends = question.factors.summed or True in [bool(spec.partition.unreduced) for spec in question.operands]
     if not pends:
         return []
     kinds = (int, float, complex) if question.row.divides else (float, complex)
@@ -190,9 +191,9 @@ def _scales(question: Question, arguments: Sequence[Any]) -> list[int]:
 class _PlansByNumbers:
     """Two plans: one multiplies the terms of a pending sum. The other, for infinity and nan, settles the sum first."""
 
-    def __init__(self, func: Any, positional: int, question: Question, numbers: Sequence[int]) -> None:
-        self.func, self.positional, self.question, self.numbers = func, positional, question, numbers
-        self.of_terms = _propagate(func, positional, question)
+    def __init__(self, question: Question, numbers: Sequence[int]) -> None:
+        self.question, self.numbers = question, numbers
+        self.of_terms = _propagate(question)
         self.of_sum: OpPlan | None = None
 
     def plan(self, blocks: list[Any]) -> OpPlan:
@@ -206,5 +207,5 @@ class _PlansByNumbers:
     def _of_sum(self) -> OpPlan:
         question, factors = self.question, self.question.factors
         whole = factors._replace(summed=frozenset(), whole=factors.whole | factors.summed, others=())
-        ended = question._replace(linear="", factors=whole).at([spec for _, spec in question.operands])
-        return _propagate(self.func, self.positional, ended)
+        ended = question._replace(linear="", factors=whole).at(question.operands)
+        return _propagate(ended)
