@@ -115,7 +115,7 @@ def as_they_lie(question: Question) -> Strategy | None:
     casts = [tuple([axis for axis in order if used[axis] not in dims]) for dims in factors.operands]
     first, lead = factors.operands[0], operands[0].partition
     laid = [
-        spec.with_partition(lead if dims == first else P(*map(entries.get, dims)))
+        spec.with_partition(lead if dims == first else lead.with_entries(map(entries.get, dims)))
         for spec, dims in zip(results, factors.results, strict=True)
     ]
     if question.fixed and (casts[0] or laid[0].partition is not lead):
@@ -146,15 +146,17 @@ def layouts_of(question: Question, factors: Factors, choices: dict[str, Choice])
         cast, pending, gradients = _states(i, dims, choices, factors)
         if spec.partition.reduced:
             gradients |= spec.partition.reduced.intersection(cast)
-        needs.append(spec.with_partition(P(*entries_of(dims, entries), unreduced=pending, reduced=gradients)))
+        needs.append(spec.with_partition(spec.partition.with_entries(_entries(dims, entries), pending, gradients)))
         casts.append(cast)
-    outs = [P(*entries_of(dims, entries), unreduced=unreduced, reduced=reduced) for dims in factors.results]
     by_body = factors.whole.intersection(axes_of) if body is not None else _NONE
     if by_body and any(isinstance(choice, str) and {"U", "R"} <= set(choice) for choice in choices.values()):
         return None  # a body takes pending sums in all its operands, not in one operand of a product
     if not aligned(factors, axes_of, [*operands, *results], question.row.empty, by_body):
         return None
-    laid = [spec.with_partition(out) for spec, out in zip(results, outs, strict=True)]
+    laid = [
+        spec.with_partition(spec.partition.with_entries(_entries(dims, entries), unreduced, reduced))
+        for spec, dims in zip(results, factors.results, strict=True)
+    ]
     within = back = 0.0
     if by_body and body is not None:
         specs, needed = [*needs, *results], dict.fromkeys(factors.whole)
@@ -198,7 +200,7 @@ def aligned(
     return True
 
 
-def entries_of(dims: Dims, entries: dict[int, Entry]) -> list[Entry]:
+def _entries(dims: Dims, entries: dict[int, Entry]) -> list[Entry]:
     """Return the entry of each dim, given the entries of the factors."""
     return [None if factor is None else entries.get(factor) for factor in dims]
 
@@ -426,4 +428,4 @@ def cast_where_gathered(spec: TensorSpec, need: TensorSpec, casts: tuple[str, ..
     """Return the layout of an operand of a body: reduced over gathered axes, so that backward is a reduce-scatter."""
     gone = frozenset(casts) & {axis for entry in spec.partition for axis in axes_within(entry)}
     lies = need.partition
-    return need.with_partition(P(*lies, unreduced=lies.unreduced, reduced=lies.reduced | gone)) if gone else need
+    return need.with_partition(lies.with_entries(lies, reduced=lies.reduced | gone)) if gone else need
