@@ -20,11 +20,12 @@ from fspmd.forms import Laid, Strided, as_made, packed
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, FLOATING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
 from fspmd.global_view.op_plan import OpPlan, cast_operands, move_operands
-from fspmd.global_view.planning import plan_call, tell_call
+from fspmd.global_view.planning import plan_call
 from fspmd.global_view.question import sharded_values
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import memory_of
 from fspmd.global_view.results import with_strides
+from fspmd.global_view.spellings import tell_call
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.ops.signatures import at

@@ -64,6 +64,8 @@ def outcome_of(row: Row, call: GlobalCall, values: Sequence[Any]) -> tuple[Outco
     """
     outcome, factors = _outcome_and_factors(row, call, values)
     specs = [spec for _, spec in call.operands]
+    if factors is not None and specs[0].dtype is torch.float32:  # of all operands, and every kernel takes it
+        return outcome, factors
     _check_dtypes(call.func, specs)
     if outcome is not None and outcome.bases[0] is None and row.rule is not elementwise and not writes(call.func):
         complaint = dtype_complaint(call)
@@ -76,7 +78,7 @@ def _outcome_and_factors(row: Row, call: GlobalCall, values: Sequence[Any]) -> t
     """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them."""
     func, args, kwargs, ordered = call
     specs, written = [spec for _, spec in ordered], writes(func)
-    if all(map(_lies_as_new, values)) and kwargs.get("memory_format") is None:
+    if all(map(_lies_as_new, values)) and kwargs.get("memory_format") is None and not autocasts():
         if row.kept and (outcome := _like_first(args, kwargs, specs)) is not None:
             return outcome, None
         if row.sized and not (row.kept or written):
@@ -120,7 +122,7 @@ def _on_one_element(call: GlobalCall) -> Outcome | None:
     It is far quicker than a run on the meta device.
     """
     shape = _broadcast([spec.shape for _, spec in call.operands])
-    if shape is None or autocasts():
+    if shape is None:
         return None
     storages: list[torch.UntypedStorage] = []
 
@@ -172,10 +174,9 @@ def _by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> tuple[
 
 
 def _of_one_float(specs: Sequence[TensorSpec]) -> bool:
-    """Whether all operands have one floating dtype, and autocast is off."""
+    """Whether all operands have one floating dtype."""
     first = specs[0].dtype
-    alike = first.is_floating_point and {spec.dtype for spec in specs} == {first}
-    return alike and not autocasts()
+    return first.is_floating_point and {spec.dtype for spec in specs} == {first}
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:
