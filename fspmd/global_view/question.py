@@ -77,8 +77,7 @@ class Question(NamedTuple):
     @property
     def on_views(self) -> Question:
         """The question of the call on views, where dims are `Flat`."""
-        if self.products is None:
-            return self
+        assert self.products is not None
         operands, results = self.products.views
         return self._replace(factors=self.products.factors, operands=operands, results=results, products=None)
 

@@ -61,7 +61,7 @@ def best_strategy(question: Question, known: list[Combination] | None = None) ->
     if views is not None and views.regrouped is not None:
         stays = tuple(question.operands)
         return Strategy(stays, ((),), (question.results[0].with_partition(views.regrouped),), False, {})
-    call = question.on_views
+    call = question if views is None else question.on_views
     best = None if question.gradients else as_they_lie(call)
     if best is None:
         best = _searched(call, [] if known is None else known)
@@ -73,7 +73,8 @@ def best_strategy(question: Question, known: list[Combination] | None = None) ->
 
 def strategies(question: Question) -> list[Strategy]:
     """Return all strategies of a call."""
-    call, views = question.on_views, question.products
+    views = question.products
+    call = question if views is None else question.on_views
     every = ((each.factors, layouts_of(call, each.factors, each.choices)) for each in combinations(call))
     priced = [
         _Pricing(reading, laid, _MovePrices(call)).strategy()
