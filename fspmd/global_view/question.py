@@ -97,36 +97,35 @@ def ask(
     if ordered is None:
         return None
     specs = [spec for _, spec in ordered]
-    shapes = [spec.shape for spec in specs]
-    plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     given = [*args, *kwargs.values()]
     values = [given[place] if type(place) is int else at(given, place) for place, _ in ordered]
     call = GlobalCall(func, args, kwargs, ordered)
-    outcome, known_factors = outcome_of(row, call, values)
+    outcome, factors = outcome_of(row, call, values)
     if outcome is None:
         return None
-    after = [shape for shape, _ in outcome.results]
     results = [_undecided_spec(shape, dtype, specs[0]) for shape, dtype in outcome.results]
-    whole = Whole(shapes, plain, kwargs, after)
-    try:
-        factors = row.rule(whole) if known_factors is None else known_factors
-    except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
-        refuse_global(func, specs, error)
-    if fixed := writes(func):
+    fixed, as_is, may_alias = writes(func), False, False
+    if fixed:
         refuse_shared_memory(func, values[0], at_once=not row.sets)
-    # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
-    cuts = factors.whole or factors.summed
-    as_is = outcome.same and not fixed and row.as_is and all(map(strides_known, values))
-    if as_is or (outcome.same and not fixed and cuts):
-        local = functools.partial(untouched, outcome.kind, len(results))
-        row = replace(row, rule=elementwise, linear="first", local=local, body=None, blocks=None)
-        factors = elementwise(whole)
-    free = factors.scaled if row.body is None else factors.scaled | factors.whole
-    if known_factors is None and not _fits(factors, shapes, after, free, resized=row.blocks is not None):
-        return None
+    if factors is None:
+        plain = [None if isinstance(arg, Tensor) else arg for arg in args]
+        sizes = Whole([spec.shape for spec in specs], plain, kwargs, [shape for shape, _ in outcome.results])
+        try:
+            factors = row.rule(sizes)
+        except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
+            refuse_global(func, specs, error)
+        if outcome.same and not fixed:  # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
+            as_is = row.as_is and all(map(strides_known, values))
+            if as_is or factors.whole or factors.summed:
+                local = functools.partial(untouched, outcome.kind, len(results))
+                row = replace(row, rule=elementwise, linear="first", local=local, body=None, blocks=None)
+                factors = elementwise(sizes)
+        if not _fits(factors, sizes, row):
+            return None
+        is_copy = outcome.bases[0] is None and not fixed and outcome.kind is None
+        may_alias = is_copy and results[0].dtype is specs[0].dtype and may_view(func)
     viewed = None if fixed else outcome.bases[0]
     sharded = [(i, x) for i, x in enumerate(values) if type(x) is Sharded]
-    copies = outcome.bases[0] is None and not fixed and outcome.kind is None
     return Question(
         func=func,
         row=row,
@@ -144,7 +143,7 @@ def ask(
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
         made=frozenset([i for i, x in sharded if isinstance(x.form, Strided) and x.form.made]),
         memory=outcome.memory,
-        may_alias=copies and known_factors is None and results[0].dtype is specs[0].dtype and may_view(func),
+        may_alias=may_alias,
         loose=viewed is not None and not as_is and not views_any(call),
         weighs=_weighs(row, factors, specs),
     )
@@ -216,18 +215,18 @@ def _narrows(before: torch.dtype, after: torch.dtype) -> bool:
     return new.eps > old.eps or new.max < old.max
 
 
-def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: frozenset[int], *, resized: bool) -> bool:
+def _fits(factors: Factors, call: Whole, row: Row) -> bool:
     """Whether each factor has one size in all dims. A rule that does not fit a call is not used.
 
-    Args:
-        free: Factors that may have several sizes.
-        resized: Dims of the result may have other sizes; the strategy checks that their blocks are the same shares.
+    Where the row has ``blocks``, dims of the result may have other sizes. The strategy checks that their blocks are the
+    same shares.
     """
-    rows, shapes = (*factors.operands, *factors.results), (*before, *after)
+    rows, shapes = (*factors.operands, *factors.results), (*call.shapes, *call.results)
+    free = factors.scaled if row.body is None else factors.scaled | factors.whole  # may have several sizes
     if [*map(len, rows)] != [*map(len, shapes)]:
         return False
     sizes: dict[int | None, int] = {}
-    known = zip(factors.operands, before, strict=True) if resized else zip(rows, shapes, strict=True)
+    known = zip(rows, shapes, strict=True) if row.blocks is None else zip(factors.operands, call.shapes, strict=True)
     for dims, shape in {*known}:
         if tuple(map(sizes.setdefault, dims, shape)) != shape and any(
             sizes[f] != size and f is not None and f not in free for f, size in zip(dims, shape, strict=True)
