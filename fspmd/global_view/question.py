@@ -29,7 +29,7 @@ from fspmd.global_view.result_types import (
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
-from fspmd.rules import Factors, Row, Whole, row_of, writes
+from fspmd.rules import Factors, Row, ShapedCall, row_of, writes
 from fspmd.rules.factors import elementwise
 from fspmd.rules.views import reshaped
 from fspmd.sharded import Sharded
@@ -109,9 +109,9 @@ def ask(
         refuse_shared_memory(func, values[0], at_once=not row.sets)
     if factors is None:
         plain = [None if isinstance(arg, Tensor) else arg for arg in args]
-        sizes = Whole([spec.shape for spec in specs], plain, kwargs, [shape for shape, _ in outcome.results])
+        shaped = ShapedCall([spec.shape for spec in specs], plain, kwargs, [shape for shape, _ in outcome.results])
         try:
-            factors = row.rule(sizes)
+            factors = row.rule(shaped)
         except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
             refuse_global(func, specs, error)
         if outcome.same and not fixed:  # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
@@ -119,8 +119,8 @@ def ask(
             if as_is or factors.whole or factors.summed:
                 local = functools.partial(untouched, outcome.kind, len(results))
                 row = replace(row, rule=elementwise, linear="first", local=local, body=None, blocks=None)
-                factors = elementwise(sizes)
-        if not _fits(factors, sizes, row):
+                factors = elementwise(shaped)
+        if not _fits(factors, shaped, row):
             return None
         is_copy = outcome.bases[0] is None and not fixed and outcome.kind is None
         may_alias = is_copy and results[0].dtype is specs[0].dtype and may_view(func)
@@ -215,7 +215,7 @@ def _narrows(before: torch.dtype, after: torch.dtype) -> bool:
     return new.eps > old.eps or new.max < old.max
 
 
-def _fits(factors: Factors, call: Whole, row: Row) -> bool:
+def _fits(factors: Factors, call: ShapedCall, row: Row) -> bool:
     """Whether each factor has one size in all dims. A rule that does not fit a call is not used.
 
     Where the row has ``blocks``, dims of the result may have other sizes. The strategy checks that their blocks are the
