@@ -303,8 +303,8 @@ def _choices(
     for dims, spec in stay:
         if any(axis in axes for f, axes in zip(dims, spec.partition.dim_axes, strict=True) if f is not None):
             return choices
-    whole = "I" * len(operands)
-    return [whole, *choices] if True in [0 in spec.shape for spec in operands] else [*choices, whole]
+    invariant = "I" * len(operands)
+    return [invariant, *choices] if True in [0 in spec.shape for spec in operands] else [*choices, invariant]
 
 
 def passed_on(factors: Factors, linear: str, operands: int) -> Iterator[tuple[frozenset[int], str]]:

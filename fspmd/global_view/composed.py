@@ -65,10 +65,10 @@ class Calls:
     def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallParts:
         """Return the parts of a call."""
         leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
-        whole = [as_replicated(x) if isinstance(x, Sharded) else x for x in leaves]
-        key = (func, treedef, tuple(map(hashable, whole)))
+        replicated = [as_replicated(x) if isinstance(x, Sharded) else x for x in leaves]
+        key = (func, treedef, tuple(map(hashable, replicated)))
         if key not in self._known:
-            plain: Any = treedef.unflatten(whole)
+            plain: Any = treedef.unflatten(replicated)
             self._known[key] = self._ask(func, *plain)
         return self._known[key]
 
@@ -273,8 +273,8 @@ class _Reckoner:
             self._cast.add((id(x), axes if spec is need else None))
         self.time += best.body + (best.back if followed else 0.0)
         self.time += passes * working(question.factors, best.operands, best.results)
-        whole = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, best.results)]
-        self.alone += passes * working(question.factors, whole[0], whole[1])
+        uncut = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, best.results)]
+        self.alone += passes * working(question.factors, uncut[0], uncut[1])
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of a draw, or new values: laid out as the first operand if they have its shape."""

@@ -172,8 +172,8 @@ def _local_run(question: Question, best: Strategy, copies: Place | None) -> Call
     if row.local is not None:
         local = functools.partial(row.local, first.shape)
     elif row.blocks is not None:
-        whole = functools.partial(row.blocks, question.factors, first.shape, question.results[0].shape)
-        local = functools.partial(of_first, whole)
+        of_blocks = functools.partial(row.blocks, question.factors, first.shape, question.results[0].shape)
+        local = functools.partial(of_first, of_blocks)
     if question.products is not None and question.products.regrouped is not None:
         local = functools.partial(as_even_block, final[0].block_shape)
         if not final[0].even:

@@ -354,6 +354,6 @@ class _PlansByNumbers:
 
     def _of_sum(self) -> OpPlan:
         question, factors = self.question, self.question.factors
-        whole = factors._replace(summed=frozenset(), whole=factors.whole | factors.summed, others=())
-        ended = question._replace(linear="", factors=whole).at(question.operands)
+        sums_first = factors._replace(summed=frozenset(), whole=factors.whole | factors.summed, others=())
+        ended = question._replace(linear="", factors=sums_first).at(question.operands)
         return _of_question(ended)
