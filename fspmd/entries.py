@@ -88,12 +88,6 @@ def checked_entry(entry: object, what: str) -> Entry:
     )
 
 
-def checked_entries(entries: Iterable[object]) -> tuple[tuple[Entry, ...], tuple[Axes, ...]]:
-    """Return the entries of a ``P`` in their normal form, and the axes that each names."""
-    normal = tuple([checked_entry(entry, "P") for entry in entries])
-    return normal, tuple(map(axes_within, normal))
-
-
 def entry_axes(entry: Entry) -> Axes:
     """Return the axes of an entry, major first.
 
@@ -110,6 +104,7 @@ def entry_axes(entry: Entry) -> Axes:
     return (entry,) if isinstance(entry, str) else entry
 
 
+@cached
 def axes_within(entry: Entry) -> Axes:
     """Return the axes that an entry names, `Flat` or not."""
     return entry.axes if isinstance(entry, Flat) else entry_axes(entry)

@@ -21,10 +21,12 @@ from fspmd.entries import (
     Entry,
     Factors,
     Flat,
+    axes_within,
     block_at,
     blocks,
-    checked_entries,
+    checked_entry,
     entry_axes,
+    entry_of,
     factors_of,
     joined,
     sized,
@@ -67,14 +69,8 @@ class P:
             spec = None
         if spec is not None:
             return spec
-        normal, dims = checked_entries(entries)
-        key = (normal, _names("unreduced", unreduced), _names("reduced", reduced))
-        spec = _PARTITIONS.get(key)
-        if spec is None:
-            spec = object.__new__(cls)
-            _fill(spec, dims, *key)
-            spec = _PARTITIONS.intern(key, spec)
-        return spec
+        normal = tuple([checked_entry(entry, "P") for entry in entries])
+        return _interned(normal, _names("unreduced", unreduced), _names("reduced", reduced))
 
     @property
     def shortened(self) -> P:
@@ -86,9 +82,16 @@ class P:
         kept = max((i + 1 for i, entry in enumerate(self.entries) if entry is not None), default=0)
         return self.with_entries(self.entries[:kept])
 
-    def with_entries(self, entries: Iterable[Entry]) -> P:
-        """Return a spec with other entries, and with the same ``unreduced`` and ``reduced`` axes."""
-        return P(*entries, unreduced=self.unreduced, reduced=self.reduced)
+    def with_entries(
+        self, entries: Iterable[Entry], unreduced: frozenset[str] | None = None, reduced: frozenset[str] | None = None
+    ) -> P:
+        """Return a spec with other entries, in their normal form; None: with the axes of this one.
+
+        Raises:
+            SpecError: An axis is named more than once.
+        """
+        unreduced = self.unreduced if unreduced is None else unreduced
+        return _interned(tuple(entries), unreduced, self.reduced if reduced is None else reduced)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"P is immutable; write a new spec instead of setting {name!r}")
@@ -125,22 +128,33 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(listed)
 
 
-def _fill(
-    spec: P, dims: tuple[Axes, ...], entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]
-) -> None:
+def _interned(entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> P:
+    """Return the spec of parts in their normal form."""
+    key = (entries, unreduced, reduced)
+    spec = _PARTITIONS.get(key)
+    if spec is None:
+        spec = object.__new__(P)
+        _fill(spec, *key)
+        spec = _PARTITIONS.intern(key, spec)
+    return spec
+
+
+def _fill(spec: P, entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> None:
     put = object.__setattr__
+    dims = tuple(map(axes_within, entries))
     sharding = [name for axes in dims for name in axes]
     named = [*sharding, *unreduced, *reduced]
-    repeated = sorted(name for name, count in Counter(named).items() if count > 1)
+    mentioned = frozenset(named)
     put(spec, "entries", entries)
     put(spec, "unreduced", unreduced)
     put(spec, "reduced", reduced)
     put(spec, "axes", frozenset(sharding))
-    put(spec, "mentioned", frozenset(named))
+    put(spec, "mentioned", mentioned)
     put(spec, "flat", Flat in map(type, entries))
     if not spec.flat:
         put(spec, "dim_axes", dims)
-    if repeated:
+    if len(mentioned) < len(named):
+        repeated = sorted(name for name, count in Counter(named).items() if count > 1)
         raise SpecError(
             f"{spec!r} names the axis {quoted(repeated)} more than once; an axis shards one dim, or is unreduced, "
             "or is reduced"
@@ -271,7 +285,7 @@ class TensorSpec:
 
     def viewed(self, sizes: Sequence[Sequence[int]], axes: Sequence[Sequence[tuple[str, ...]]]) -> TensorSpec:
         """Return the layout with each dim viewed as dims of ``sizes``, cut by ``axes``. Pending sums stay."""
-        entries = [dim_axes for dim in axes for dim_axes in dim]
+        entries = [entry_of(dim_axes) for dim in axes for dim_axes in dim]
         partition = self.partition.with_entries(entries)
         return TensorSpec(self.mesh, partition, [n for dim in sizes for n in dim], self.dtype)
 

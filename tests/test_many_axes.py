@@ -13,6 +13,7 @@ from full import FULL
 from fspmd import Mesh, P, TensorSpec, device_get, device_put, explain, make_mesh, reshard
 from fspmd.global_view.axis_choices import combinations
 from fspmd.global_view.question import ask
+from fspmd.global_view.strategies import best_strategy
 from fspmd.messages import micros
 from fspmd.redistribution import straight
 from fspmd.redistribution.cost import topology
@@ -69,7 +70,7 @@ def test_plans_on_five_axes_take_no_long_search(monkeypatch: pytest.MonkeyPatch)
             ask(function, tuple(torch.empty(s, device="meta") for s in shapes), {}, [*enumerate(specs)]),
             0,
         )
-        if question is not None and (best := question.best()) is not None:
+        if question is not None and (best := best_strategy(question)) is not None:
             for spec, need, casts in zip(specs, best.operands, best.casts, strict=True):
                 moves(spec, need, casts, topology())
         assert count < 800, specs
@@ -88,9 +89,9 @@ def test_of_many_combinations_few_are_looked_at() -> None:
     args = [torch.empty(spec.shape, device="meta") for spec in specs]
     question = ask(F.scaled_dot_product_attention, tuple(args), {}, [*enumerate(specs)])
     assert question is not None
-    count = sum(1 for _ in combinations(question.problem))
+    count = sum(1 for _ in combinations(question))
     assert count <= 512
-    assert question.best() is not None
+    assert best_strategy(question) is not None
 
 
 def test_routes_on_five_axes_lead_where_they_should() -> None:

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Any, Final, NamedTuple
 
-from fspmd.global_view.layouts import Choice, LayoutProblem, Strategy, state_of
+from fspmd.global_view.question import Question
 from fspmd.redistribution.cost import Topology, links_differ, native_time, price, topology, work
 from fspmd.redistribution.straight import are_many
 from fspmd.rules.factors import Dims, Factors
 from fspmd.spec import P, TensorSpec
 
+#: the choice of one axis: the factor that it shards (int), or a letter per operand, "U", "R" or "I" (neither)
+Choice = int | str
 #: operand -> bounds (µs, lower and upper) of the move that a choice requires; a slice has no entry
 Changes = dict[int, tuple[float, float]]
 _Option = tuple[str, Choice, Changes, bool]  # axis, its choice, the moves of operands, whether sums are left pending
@@ -32,13 +34,13 @@ class Combination:
     place: int  # in the order of preference
     factors: Factors
     choices: dict[str, Choice]
-    layouts: Strategy | None = None
+    layouts: Any = None  # its `Strategy`, once ``made``; None if blocks do not fit together
     made: bool = False
     computed: bool = False
 
-    def compute(self, problem: LayoutProblem) -> None:
+    def compute(self, question: Question) -> None:
         """Add the time of the computation, and of settling pending sums, to the bounds."""
-        operands, results, machine = problem.operands, problem.results, topology()
+        operands, results, machine = question.operands, question.results, topology()
         mesh, parts, pending = operands[0].mesh, dict[int | None, int](), list[str]()
         factors, self.computed = self.factors, True
         for axis, choice in self.choices.items():
@@ -62,20 +64,20 @@ class Combination:
             self.most += len(results) * price("reduce", mesh, tuple(pending), size, size, machine).time / 2
 
 
-def combinations(problem: LayoutProblem) -> Iterator[Combination]:
+def combinations(question: Question) -> Iterator[Combination]:
     """Yield the combinations of the axes' choices, for each reading of the call.
 
     The largest operand of an elementwise function is not gathered, unless the result is fixed.
     """
-    factors, operands, machine, bodied = problem.factors, problem.operands, topology(), problem.body is not None
-    mesh, place = operands[0].mesh, itertools.count()
+    factors, operands, linear, bodied = question.factors, question.operands, question.passes_on, bool(question.row.body)
+    mesh, machine, place = operands[0].mesh, topology(), itertools.count()
     plain = _are_plain(operands, machine)
     idle = not plain and True in [0 in spec.shape for spec in operands]  # there is nothing to move
     for reading in (factors, *factors.others):
-        stay = _STAY if problem.fixed else _leading(reading, operands, problem.results)
+        stay = _STAY if question.fixed else _leading(reading, operands, question.results)
         options: list[list[_Option]] = []
         for axis, n in mesh.shape.items():
-            choices = _choices(axis, reading, problem.linear, operands, bodied, stay)
+            choices = _choices(axis, reading, linear, operands, bodied, stay)
             if n == 1 or idle:
                 options.append([(axis, choice, _NOTHING, False) for choice in choices])
             else:
@@ -301,8 +303,8 @@ def _choices(
     for dims, spec in stay:
         if any(axis in axes for f, axes in zip(dims, spec.partition.dim_axes, strict=True) if f is not None):
             return choices
-    whole = "I" * len(operands)
-    return [whole, *choices] if True in [0 in spec.shape for spec in operands] else [*choices, whole]
+    invariant = "I" * len(operands)
+    return [invariant, *choices] if True in [0 in spec.shape for spec in operands] else [*choices, invariant]
 
 
 def passed_on(factors: Factors, linear: str, operands: int) -> Iterator[tuple[frozenset[int], str]]:
@@ -326,3 +328,15 @@ def _free(axis: str, factors: Factors, operands: Sequence[TensorSpec]) -> Iterat
         for factor, size in zip(dims, spec.shape, strict=True):
             if factor is not None and factor not in factors.whole and size >= spec.mesh.shape[axis]:
                 yield factor
+
+
+def state_of(choice: Choice, operand: int, dims: Dims, factors: Factors) -> str:
+    """Return the state of an operand over an axis: "I", "U", "R", "V" (it has the factor), or "cast".
+
+    An operand without the factor is cast to varying, since the operands that have it vary.
+    """
+    if isinstance(choice, str):
+        return choice[operand]
+    if choice in dims:
+        return "V"
+    return "U" if choice in factors.summed and operand in factors.added else "cast"

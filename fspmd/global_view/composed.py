@@ -19,13 +19,12 @@ from fspmd.copies import refuse_copy
 from fspmd.global_view.call_keys import hashable
 from fspmd.global_view.interceptors import intercept_dispatch
 from fspmd.global_view.kernels import GlobalCall
-from fspmd.global_view.layouts import Strategy, working
 from fspmd.global_view.op_plan import OpPlan, opaque_plan
 from fspmd.global_view.planning import plan_call
 from fspmd.global_view.question import Question, ask, places_of, spec_of
 from fspmd.global_view.refusals import refuse_shared_memory, shown
 from fspmd.global_view.result_types import joined, on_meta
-from fspmd.global_view.strategies import PASSES
+from fspmd.global_view.strategies import PASSES, Strategy, best_strategy, working
 from fspmd.global_view.unruled import Run, gathered
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.signatures import Place, at
@@ -66,10 +65,10 @@ class Calls:
     def ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallParts:
         """Return the parts of a call."""
         leaves, treedef = optree.tree_flatten((args, kwargs), none_is_leaf=True)
-        whole = [as_replicated(x) if isinstance(x, Sharded) else x for x in leaves]
-        key = (func, treedef, tuple(map(hashable, whole)))
+        replicated = [as_replicated(x) if isinstance(x, Sharded) else x for x in leaves]
+        key = (func, treedef, tuple(map(hashable, replicated)))
         if key not in self._known:
-            plain: Any = treedef.unflatten(whole)
+            plain: Any = treedef.unflatten(replicated)
             self._known[key] = self._ask(func, *plain)
         return self._known[key]
 
@@ -98,7 +97,7 @@ def as_replicated(x: Sharded) -> Sharded:
 def operands_of(question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the tensors of a call in the order of its rule."""
     given = (*args, *kwargs.values())
-    return [at(given, place) for place, _ in question.operands]
+    return [at(given, place) for place in question.places]
 
 
 def replaced(
@@ -248,7 +247,7 @@ class _Reckoner:
         follows = torch.is_grad_enabled() and name_of(func) != "detach"
         followed = frozenset([i for i, x in enumerate(values) if follows and id(x) in self._followed])
         laid = question.at(specs)._replace(gradients=followed)
-        best = laid.best()
+        best = best_strategy(laid)
         if best is None:
             raise _Unknown
         self._add(laid, best, values)
@@ -265,7 +264,7 @@ class _Reckoner:
     def _add(self, question: Question, best: Strategy, values: Sequence[Any]) -> None:
         """Add the moves, forward and backward, and the computation. Uses of a value share the sum of its gradient."""
         followed, passes = question.gradients, PASSES if question.gradients else 1
-        for i, (x, (_, spec)) in enumerate(zip(values, question.operands, strict=True)):
+        for i, (x, spec) in enumerate(zip(values, question.operands, strict=True)):
             need, axes = best.operands[i], best.casts[i]
             cost = moves(spec, need, axes, topology(), i in followed)
             self.time += cost.forward
@@ -274,8 +273,8 @@ class _Reckoner:
             self._cast.add((id(x), axes if spec is need else None))
         self.time += best.body + (best.back if followed else 0.0)
         self.time += passes * working(question.factors, best.operands, best.results)
-        whole = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, best.results)]
-        self.alone += passes * working(question.factors, whole[0], whole[1])
+        uncut = [[spec.with_partition(P()) for spec in specs] for specs in (best.operands, best.results)]
+        self.alone += passes * working(question.factors, uncut[0], uncut[1])
 
     def _like(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of a draw, or new values: laid out as the first operand if they have its shape."""

@@ -5,7 +5,6 @@ All of this runs above autograd, which follows the call on the blocks.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import MethodType
 from typing import Any, Final, NoReturn
 
@@ -21,11 +20,12 @@ from fspmd.forms import Laid, Strided, as_made, packed
 from fspmd.global_view.call_keys import CONSTANT, COUNTING, FLOATING, add_argument, forget_functions, keyed
 from fspmd.global_view.composed import cheaper
 from fspmd.global_view.op_plan import OpPlan, cast_operands, move_operands
-from fspmd.global_view.planning import plan_call, tell_call
+from fspmd.global_view.planning import plan_call
 from fspmd.global_view.question import sharded_values
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import memory_of
 from fspmd.global_view.results import with_strides
+from fspmd.global_view.spellings import tell_call
 from fspmd.local_view.modes import leave_to_python
 from fspmd.messages import described
 from fspmd.ops.signatures import at
@@ -36,22 +36,11 @@ from fspmd.remembered import wrote
 from fspmd.rules import IN_C
 from fspmd.sharded import Sharded, formed, held_as, is_sharded, laid, pair, shell
 from fspmd.spec import TensorSpec, is_float
-from fspmd.tracing import hidden, is_jit_traced, untraceable
-
-
-@hidden
-def _plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    plan = plan_call(func, args, kwargs)
-    if plan.whole is None:
-        return plan
-    return with_strides(cheaper(plan, func, args, kwargs), func, args, kwargs)
+from fspmd.tracing import is_jit_traced, untraceable
 
 
 def _plan(key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
-    """Plan a call that is not in the cache.
-
-    Planning leaves inference mode, in which torch does not say which results are views.
-    """
+    """Plan a call that is not in the cache."""
     by_default = (torch.get_default_dtype(), *key)
     plan = _plans.get(by_default)
     if plan is not None:
@@ -59,8 +48,9 @@ def _plan(key: tuple[Any, ...], func: Any, args: tuple[Any, ...], kwargs: dict[s
         return plan
     if is_jit_traced():  # sizes are tensors then
         raise untraceable(sharded_values(args, kwargs)[0])
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        plan = _plan_call(func, args, kwargs)
+    plan = plan_call(func, args, kwargs)
+    if plan.whole is not None:
+        plan = with_strides(cheaper(plan, func, args, kwargs), func, args, kwargs)
     _plans.misses += 1
     _plans[by_default if _by_default_dtype(plan, key) else key] = plan
     return plan

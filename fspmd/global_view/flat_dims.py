@@ -58,7 +58,7 @@ def _together(view: P, sizes: Sequence[Sizes]) -> P:
     for dim_sizes in sizes:
         of_dim = [next(of_view) for _ in dim_sizes]
         entries.append(of_dim[0] if len(dim_sizes) == 1 else Flat(*zip(dim_sizes, of_dim, strict=True)))
-    return P(*entries, unreduced=view.unreduced, reduced=view.reduced)
+    return view.with_entries(entries)
 
 
 # --- reshapes ---------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def regrouped(spec: TensorSpec, result: TensorSpec) -> ViewedCall | None:
     names: dict[int | None, int] = {group[0]: d for d, group in enumerate(dims) if group[0] is not None}
     dims, new = ([tuple(names.get(f, f) for f in group) for group in side] for side in (dims, new))
     of_atoms = Factors((_flattened(dims),), (_flattened(new),))
-    lies = P(*entries, unreduced=spec.partition.unreduced, reduced=spec.partition.reduced)
+    lies = spec.partition.with_entries(entries)
     return ViewedCall(of_atoms, [spec], [result], [before], [after], lies)
 
 
@@ -173,9 +173,8 @@ def _is_of_one_size(
 
 
 def _with_entry(spec: TensorSpec, dim: int, entry: Entry) -> TensorSpec:
-    like = spec.partition
-    entries = (*like.entries[:dim], entry, *like.entries[dim + 1 :])
-    return spec.with_partition(P(*entries, unreduced=like.unreduced, reduced=like.reduced))
+    entries = spec.partition.entries
+    return spec.with_partition(spec.partition.with_entries((*entries[:dim], entry, *entries[dim + 1 :])))
 
 
 def _agreed(factor: int, factors: Factors, specs: list[TensorSpec]) -> Sizes:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from fspmd.forms import Form, Laid, as_made, form_of, packed
-from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.local_calls import (
     as_block,
     as_even_block,
@@ -30,6 +29,7 @@ from fspmd.global_view.local_calls import (
 from fspmd.global_view.question import Question
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import ResultMemory
+from fspmd.global_view.strategies import Strategy
 from fspmd.local_view.empty_blocks import call_with_empty_blocks
 from fspmd.local_view.hooks import completing
 from fspmd.ops.operators import SOONER
@@ -94,25 +94,18 @@ class OpPlan:
             self.parts = tuple((form_of(spec, laid), laid) for spec, (laid, _) in pairs)
 
 
-def plan_of(
-    func: Any, positional: int, question: Question, best: Strategy, lie: Sequence[TensorSpec] | None = None
-) -> OpPlan:
-    """Return the plan of a strategy.
-
-    Args:
-        positional: The number of positional arguments of the call.
-        lie: The layouts to which blocks were moved before. Moves start there.
-    """
-    row, operands, final = question.row, question.operands, best.results
+def plan_of(question: Question, best: Strategy, lie: Sequence[TensorSpec] | None = None) -> OpPlan:
+    """Return the plan of a strategy. ``lie``: the layouts to which blocks were moved before, where moves start."""
+    func, row, positional, final = question.func, question.row, question.positional, best.results
     written = bool(writes(func))
     moves, casts = _moves(question, best, lie)
     copies = next((place for place, _ in moves if place == question.viewed), None)
     by_body = best.by_body and row.body is not None
     if by_body:
         casts, copies = (), question.viewed
-        local = _body(func, question, best)
+        local = _body(question, best)
     else:
-        local = _local_run(func, question, best, copies)
+        local = _local_run(question, best, copies)
     if written and row.sets:
         local = functools.partial(set_in, local)
     return OpPlan(
@@ -122,7 +115,7 @@ def plan_of(
         casts,
         local,
         in_order=not question.names or (not by_body and stand_in_order(local, positional, question.names)),
-        by_name=bool(question.names) and any(argument_of(place) >= positional for place, _ in operands),
+        by_name=bool(question.names) and any(argument_of(place) >= positional for place in question.places),
         writes=written,
         name=shown(func) if written or copies is not None else "",
         copies=copies,
@@ -137,8 +130,9 @@ def _moves(
     operands = question.operands
     moves: list[tuple[Place, tuple[Leg, ...]]] = []
     casts: list[tuple[Place, tuple[Call, ...]]] = []
-    moving = [*map(id, best.operands)] != [id(spec) for _, spec in operands]  # then gradients decide between plans
-    for i, ((place, spec), need, cast_axes) in enumerate(zip(operands, best.operands, best.casts, strict=True)):
+    moving = [*map(id, best.operands)] != [*map(id, operands)]  # then gradients decide between plans
+    rows = zip(question.places, operands, best.operands, best.casts, strict=True)
+    for i, (place, spec, need, cast_axes) in enumerate(rows):
         axes = cast_axes if i in question.gradients or not moving else ()
         if spec is need and not axes:
             continue
@@ -156,19 +150,21 @@ def _moves(
     return tuple(moves), tuple(casts)
 
 
-def _body(func: Any, question: Question, best: Strategy) -> Callable[..., Any]:
+def _body(question: Question, best: Strategy) -> Callable[..., Any]:
     """Return the sharded body of a row as the local call of a plan."""
     assert question.row.body is not None  # the strategy uses it
     names = question.factors.names
     named = {name: best.axes[factor] for name, factor in names.items() if factor in best.axes}
     site = Site(named or best.axes, best.operands, best.results)
-    places = [(place, need) for (place, _), need in zip(question.operands, best.operands, strict=True)]
-    return as_local_call(question.row.body, shown(func), site, places, best.results, linear=bool(question.linear))
+    places = list(zip(question.places, best.operands, strict=True))
+    return as_local_call(
+        question.row.body, shown(question.func), site, places, best.results, linear=bool(question.linear)
+    )
 
 
-def _local_run(func: Any, question: Question, best: Strategy, copies: Place | None) -> Callable[..., Any]:
+def _local_run(question: Question, best: Strategy, copies: Place | None) -> Callable[..., Any]:
     """Return the local call of a strategy without a body; ``copies`` is the operand that is copied, not viewed."""
-    row, first, final = question.row, question.operands[0][1], best.results
+    func, row, first, final = question.func, question.row, question.operands[0], best.results
     writes_blocks = bool(writes(func)) and not row.sets
     local: Callable[..., Any] = functools.partial(completing, func) if row.registered else SOONER.get(func, func)
     if writes(func) and row.sets:
@@ -176,8 +172,8 @@ def _local_run(func: Any, question: Question, best: Strategy, copies: Place | No
     if row.local is not None:
         local = functools.partial(row.local, first.shape)
     elif row.blocks is not None:
-        whole = functools.partial(row.blocks, question.factors, first.shape, question.results[0].shape)
-        local = functools.partial(of_first, whole)
+        of_blocks = functools.partial(row.blocks, question.factors, first.shape, question.results[0].shape)
+        local = functools.partial(of_first, of_blocks)
     if question.products is not None and question.products.regrouped is not None:
         local = functools.partial(as_even_block, final[0].block_shape)
         if not final[0].even:
@@ -201,7 +197,7 @@ def _merged(question: Question) -> tuple[tuple[int, int], ...]:
 
     For torch the stride of a dim of size 0 or 1 is arbitrary.
     """
-    (_, spec), result = question.operands[0], question.results[0]
+    spec, result = question.operands[0], question.results[0]
     if spec.even or 0 in spec.shape:
         return ()
     runs = [[*range(spec.ndim)]]

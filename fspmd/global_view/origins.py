@@ -18,10 +18,9 @@ from torch import Tensor
 
 from fspmd.entries import Entry
 from fspmd.global_view.flat_dims import regrouped
-from fspmd.global_view.layouts import Strategy, working
 from fspmd.global_view.op_plan import OpPlan, cast_operands, move_operands, plan_of
 from fspmd.global_view.question import Question
-from fspmd.global_view.strategies import PASSES
+from fspmd.global_view.strategies import PASSES, Strategy, best_strategy, working
 from fspmd.ops.signatures import at
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.cost import topology
@@ -34,9 +33,9 @@ from fspmd.rules.views import repeated, reshaped
 from fspmd.spec import P, TensorSpec, is_float
 
 
-def noting_origin(func: Any, positional: int, question: Question, plan: OpPlan, result: TensorSpec) -> OpPlan:
+def noting_origin(question: Question, plan: OpPlan, result: TensorSpec) -> OpPlan:
     """Return the plan of a call that enlarges its operands. It notes the origin of the result."""
-    again = _Again(func, positional, question, result)
+    again = _Again(question, result)
     return replace(plan, made=True, local=functools.partial(_noted, plan.local, again))
 
 
@@ -52,10 +51,10 @@ def _noted(local: Callable[..., Tensor], again: _Again, *args: Any, **kwargs: An
 class _Again:
     """A call that is planned again, for a cut result."""
 
-    def __init__(self, func: Any, positional: int, question: Question, result: TensorSpec) -> None:
-        self.func, self.positional, self.result = func, positional, result
-        self.operands, self.question, self.grown = question.operands, question, list[tuple[int, int]]()
-        if question.row.rule is repeated and prod(result.shape) != prod(question.operands[0][1].shape):
+    def __init__(self, question: Question, result: TensorSpec) -> None:
+        self.places, self.result = question.places, result
+        self.question, self.grown = question, list[tuple[int, int]]()
+        if question.row.rule is repeated and prod(result.shape) != prod(question.operands[0].shape):
             self.question, self.grown = _by_places(question, result)
         self.plans: dict[Any, _Remake | None] = {}
 
@@ -63,7 +62,7 @@ class _Again:
         """Return the arguments of the call that is planned again."""
         if not self.grown:
             return list(blocks)
-        x: Tensor = at(blocks, self.operands[0][0])
+        x: Tensor = at(blocks, self.places[0])
         return [x, *[torch.arange(after, device=x.device) % before for before, after in self.grown]]
 
     def run(self, blocks: Sequence[Any], need: TensorSpec) -> Tensor | None:
@@ -75,7 +74,7 @@ class _Again:
         plan = remake.plan
         casts = move_operands(plan, given)
         casts += cast_operands(plan, given)
-        n, names = (len(given), ()) if plan.in_order else (self.positional, self.question.names)
+        n, names = (len(given), ()) if plan.in_order else (self.question.positional, self.question.names)
         out: Tensor = plan.local(*given[:n], **dict(zip(names, given[n:], strict=True)))
         keep(casts, out)
         return out
@@ -92,14 +91,15 @@ class _Again:
     def _time(self, remake: _Remake, given: list[Any], counted: set[tuple[int, TensorSpec]]) -> float:
         time = remake.time
         for i, leg in remake.legs.items():
-            x = at(given, self.question.operands[i][0])
+            x = at(given, self.question.places[i])
             if isinstance(origin := origin_of(x), _Origin) and (id(x), leg.reached) not in counted:
                 counted.add((id(x), leg.reached))
                 time += origin.time(x, leg, counted)
         return time
 
     def _remake(self, given: list[Any], need: TensorSpec) -> _Remake | None:
-        values = [(i, at(given, place), spec) for i, (place, spec) in enumerate(self.question.operands)]
+        rows = enumerate(zip(self.question.places, self.question.operands, strict=True))
+        values = [(i, at(given, place), spec) for i, (place, spec) in rows]
         followed = frozenset([i for i, x, spec in values if _is_followed(x, spec)])
         made = frozenset([i for i, x, _ in values if i in followed and origin_of(x)])
         key = need, followed, made, topology()
@@ -112,7 +112,7 @@ class _Again:
         if (laid := _cut_for(question, need)) is None:
             return None
         time, legs = PASSES * working(question.factors, laid.operands, laid.results), {}
-        for i, ((_, spec), to, axes) in enumerate(zip(question.operands, laid.operands, laid.casts, strict=True)):
+        for i, (spec, to, axes) in enumerate(zip(question.operands, laid.operands, laid.casts, strict=True)):
             move = moves(spec, to, axes, topology(), i in followed)
             if i in made and to is not spec and not axes:
                 legs[i] = move.leg
@@ -121,12 +121,12 @@ class _Again:
         if time >= moves(self.result, need, (), topology(), True).time:
             return None
         question = question._replace(products=question.at(laid.operands).products)
-        return _Remake(plan_of(self.func, self.positional, question, laid), time, legs)
+        return _Remake(plan_of(question, laid), time, legs)
 
 
 def _cut_for(question: Question, need: TensorSpec) -> Strategy | None:
     """Return the strategy that cuts the operands so that the call gives its result as needed, or None."""
-    factors, specs = question.factors, [spec for _, spec in question.operands]
+    factors, specs = question.factors, question.operands
     if question.row.rule is reshaped:
         back = regrouped(need, specs[0])
         if back is None or back.regrouped is None:
@@ -139,7 +139,7 @@ def _cut_for(question: Question, need: TensorSpec) -> Strategy | None:
             return None
         partitions = [P(*map(cut.get, dims)) for dims in factors.operands]
     lie = [spec.with_partition(partition) for spec, partition in zip(specs, partitions, strict=True)]
-    laid = question.at(lie)._replace(gradients=frozenset()).best()
+    laid = best_strategy(question.at(lie)._replace(gradients=frozenset()))
     if laid is None or laid.by_body or laid.results[0] is not need or list(laid.operands) != lie:
         return None
     return laid
@@ -150,7 +150,7 @@ def _by_places(question: Question, result: TensorSpec) -> tuple[Question, list[t
 
     The places along each of them are one more operand. A rank looks up its own, wherever its block begins.
     """
-    ((_, spec),) = question.operands
+    (spec,) = question.operands
     new = result.ndim - spec.ndim
     sizes = [*zip((*(1,) * new, *spec.shape), result.shape, strict=True)]
     grown = [d for d, (before, after) in enumerate(sizes) if before != after]
@@ -158,7 +158,8 @@ def _by_places(question: Question, result: TensorSpec) -> tuple[Question, list[t
     places = [TensorSpec(spec.mesh, P(None), (result.shape[d],), torch.int64) for d in grown]
     looked_up = question._replace(
         row=Row(elementwise, local=functools.partial(_look_up, new, grown)),
-        operands=[*enumerate((spec, *places))],
+        places=range(1 + len(grown)),
+        operands=[spec, *places],
         factors=Factors((kept[new:], *[(d,) for d in grown]), (tuple(range(result.ndim)),)),
         names=(),
         plain=frozenset(range(1, 1 + len(grown))),
@@ -200,7 +201,7 @@ class _Origin:
         self.nodes = [x.grad_fn for x in operands]
 
     def _operands(self) -> list[Tensor]:
-        return [] if self.again is None else [at(self.blocks, place) for place, _ in self.again.operands]
+        return [] if self.again is None else [at(self.blocks, place) for place in self.again.places]
 
     def __call__(self, out: Tensor, leg: Leg) -> Tensor | None:
         """Make the value ``out`` anew, cut as at the end of a leg, or return None."""

@@ -1,4 +1,4 @@
-"""The plan of a call that is not in the cache.
+"""The plan of a call that is not in the cache, or its plans, where facts that no key holds choose: gradients, numbers.
 
 A call runs by a handler, a composite, a gather, a rule, or the graph of its function: the first of these that applies.
 """
@@ -6,10 +6,8 @@ A call runs by a handler, a composite, a gather, a rule, or the graph of its fun
 from __future__ import annotations
 
 import functools
-import inspect
-import operator
-from numbers import Integral, Number, Real
-from types import FunctionType
+from cmath import isfinite
+from collections.abc import Sequence
 from typing import Any, Final
 
 import optree
@@ -17,31 +15,48 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fspmd.body import check_member
 from fspmd.copies import refuse_copy
 from fspmd.errors import ArgumentError, MeshError, VarianceError
 from fspmd.foreign import refuse_misfit
-from fspmd.global_view.op_plan import OpPlan, opaque_plan
-from fspmd.global_view.question import ask, places_of, sharded_values, tensors_of
-from fspmd.global_view.refusals import PASSING, refuse_global, refuse_higher_order, shown
+from fspmd.global_view.op_plan import OpPlan, opaque_plan, plan_of
+from fspmd.global_view.origins import noting_origin
+from fspmd.global_view.question import Question, ask, places_of, sharded_values, tensors_of
+from fspmd.global_view.refusals import refuse_higher_order, refuse_shared_memory, refuse_write, shown
 from fspmd.global_view.results import outs_of, written_into
+from fspmd.global_view.spellings import (
+    INDEXING,
+    as_composite,
+    in_place,
+    is_index,
+    respelled,
+    says_inplace,
+    to_kind_of,
+    tried,
+    with_numbers,
+)
+from fspmd.global_view.strategies import Strategy, best_strategy
 from fspmd.global_view.unruled import gathered, unruled
-from fspmd.global_view.variants import propagate
-from fspmd.messages import described
 from fspmd.ops.operators import BINARY, REFLECTED
-from fspmd.ops.signatures import by_own_names, parameters
+from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import name_of
+from fspmd.pairs import is_transformed
+from fspmd.redistribution.redistribute import ended, redistribute
+from fspmd.remembered import has_moves
 from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, is_ruled
 from fspmd.sharded import Sharded, call_torch, is_sharded
-from fspmd.torch_internals import HigherOrderOperator
+from fspmd.spec import P, TensorSpec, is_float
+from fspmd.torch_internals import HigherOrderOperator, transforms_active
+from fspmd.tracing import hidden
 from fspmd.transport.local_tensor import is_simulated
 
-_NUMBERS: Final = ("alpha", "beta")
-_INDEXING: Final = (Tensor.__getitem__, Tensor.__setitem__)
+_NONE: Final = frozenset[int]()
 
 
+@hidden
 def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     """Decide how a call with `Sharded` values runs.
+
+    This leaves inference mode too, in which torch does not say which results are views.
 
     Raises:
         ArgumentError: The call cannot run, or it fails on the global tensors too.
@@ -49,23 +64,17 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPla
     """
     if isinstance(func, HigherOrderOperator):
         refuse_higher_order(func, [x.spec for x in sharded_values(args, kwargs)])
-    if kwargs:
-        if any(isinstance(kwargs.get(name), Tensor) for name in _numbers_of(func)):
-            return opaque_plan(functools.partial(_with_numbers, func))
-        if not isinstance(func, FunctionType) and by_own_names(func, args, kwargs) != (args, kwargs):
-            return opaque_plan(lambda args, kwargs: call_torch(func, *by_own_names(func, args, kwargs)))
     leaves = optree.tree_leaves((*args, *kwargs.values()), none_is_leaf=True)
-    if any(map(_is_of_numpy, leaves)):
-        return opaque_plan(functools.partial(_with_own_numbers, func))
-    if func in _INDEXING and any(map(_is_truth, tensors_of(_indices(args[1]), {}))):
-        return opaque_plan(functools.partial(_with_index_values, func))
-    if func in _INDEXING and any(map(_has_bounds, _indices(args[1]))):
-        return opaque_plan(functools.partial(_with_index_values, func))
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if kwargs or len(tensors) < len(leaves) or func in INDEXING:
+        run = respelled(func, args, kwargs, leaves)
+        if run is not None:
+            return opaque_plan(run)
     try:
-        return _plan(func, args, kwargs, [x for x in leaves if isinstance(x, Tensor)])
+        return _plan(func, args, kwargs, tensors)
     except ArgumentError:
-        if any(map(_is_index, tensors_of(args[1:], kwargs))):
-            return opaque_plan(functools.partial(_with_numbers, func))
+        if any(map(is_index, tensors_of(args[1:], kwargs))):
+            return opaque_plan(functools.partial(with_numbers, func))
         raise
     except VarianceError:
         if is_sharded(args[0]):  # if the operand is a copy in place of a view, this error says more
@@ -91,7 +100,7 @@ def _plan(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: lis
             return plan
     operands = places_of(args, kwargs, mesh)
     question = ask(func, args, kwargs, operands) if len(operands) == len(tensors) else None
-    plan = None if question is None else propagate(func, args, kwargs, question)
+    plan = None if question is None else _by_rule(question, args, kwargs)
     if plan is not None:
         return plan
     run, in_parts = unruled(func, specs, args, kwargs)
@@ -116,61 +125,24 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return opaque_plan(lambda args, kwargs: NotImplemented)
     registered = is_registered(func)
     if not registered and (handler := handler_of(func)) is not None:
-        return opaque_plan(functools.partial(_tried, func, handler))
-    if args and type(args[0]) is Sharded and _says_inplace(func, args, kwargs):
-        return opaque_plan(functools.partial(_in_place, func))
+        return opaque_plan(functools.partial(tried, func, handler))
+    if args and type(args[0]) is Sharded and says_inplace(func, args, kwargs):
+        return opaque_plan(functools.partial(in_place, func))
     if registered:
         return None
     if name_of(func) in ("to", "type_as") and isinstance(args[1] if len(args) > 1 else kwargs.get("other"), Tensor):
-        return opaque_plan(_to_kind_of)
+        return opaque_plan(to_kind_of)
     if (composite := composite_of(func, args, kwargs)) is not None:
-        if isinstance(func, FunctionType) and not _names_all(composite, kwargs):
-            return opaque_plan(functools.partial(_by_place, composite, inspect.signature(func)), in_parts=True)
-        return opaque_plan(functools.partial(_tried, func, composite), in_parts=True)
+        return opaque_plan(as_composite(func, composite, kwargs), in_parts=True)
     if is_ragged(func, tensors, args):
-        by_tensor = name_of(func) == "narrow" and any(map(_is_index, tensors_of(args[1:], kwargs)))
-        return opaque_plan(functools.partial(_with_numbers if by_tensor else gathered, func))
+        by_tensor = name_of(func) == "narrow" and any(map(is_index, tensors_of(args[1:], kwargs)))
+        return opaque_plan(functools.partial(with_numbers if by_tensor else gathered, func))
     return None
 
 
 def _takes_meshes(func: Any) -> bool:
     """Whether operands may lie on several meshes, since the function treats each by itself."""
     return func in ENGINE or name_of(func).startswith("_foreach_")
-
-
-def _tried(func: Any, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``instead`` in place of a function. If it fails and torch fails too, raise with torch's message."""
-    try:
-        return instead(*args, **kwargs)
-    except PASSING:
-        raise
-    except Exception as error:
-        if func in ENGINE and isinstance(error, RuntimeError):  # about the graph, which tensors without data lack
-            raise
-        tree: Any = (args, kwargs)
-        whole: Any = optree.tree_map(_without_data, tree, none_is_leaf=True)
-        try:
-            func(*whole[0], **whole[1])
-        except Exception as complaint:
-            if func not in ENGINE or not isinstance(complaint, RuntimeError):  # else the error is that of a backward
-                refuse_global(func, [x.spec for x in sharded_values(args, kwargs)], complaint)
-        tell_call(error, func, args, kwargs)
-        raise
-
-
-def _without_data(x: Any) -> Any:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
-
-
-def _names_all(composite: Any, kwargs: dict[str, Any]) -> bool:
-    names = inspect.signature(composite).parameters
-    return kwargs.keys() <= names.keys() or any(name.kind is name.VAR_KEYWORD for name in names.values())
-
-
-def _by_place(composite: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a composite that has other parameter names, with positional arguments where possible."""
-    given = signature.bind(*args, **kwargs)
-    return composite(*given.args, **given.kwargs)
 
 
 def _is_not_defined(func: Any, args: tuple[Any, ...]) -> bool:
@@ -202,114 +174,186 @@ def _check_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         )
 
 
-def _is_of_numpy(x: Any) -> bool:
-    return isinstance(x, Number) and not isinstance(x, (int, float, complex)) and hasattr(x, "dtype")
+# --- the plan, or the plans, of a call that a rule decides ------------------------------------------------------------
 
 
-def _with_own_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeat the call with Python numbers for those of NumPy: ``x.sum(np.int64(0))``."""
-
-    def number(x: Any) -> Any:
-        if not _is_of_numpy(x):
-            return x
-        return int(x) if isinstance(x, Integral) else float(x) if isinstance(x, Real) else complex(x)
-
-    args, kwargs = optree.tree_map(number, (args, kwargs), none_is_leaf=True)
-    return call_torch(func, args, kwargs)
-
-
-def _with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeat the call with Python numbers for 0-d tensors: ``x[i]``, ``x.roll(i)``, ``alpha=t``."""
-
-    def number(x: Any) -> Any:
-        return x.item() if _is_index(x) else x
-
-    rest: Any = optree.tree_map(number, (args[1:], kwargs), none_is_leaf=True)
-    named = (name for name in _numbers_of(func) if isinstance(kwargs.get(name), Tensor))
-    numbers = {name: kwargs[name].item() for name in named}
-    return _again(func, (args[0], *rest[0]), {**rest[1], **numbers})
+def _by_rule(question: Question, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan | None:
+    """Plan a call by its question, or return None if the graph of the function decides it."""
+    must_move = question.fixed and best_strategy(question) is None  # no strategy leaves the operand in place
+    if must_move and question.operands[0].partition.unreduced:
+        return opaque_plan(functools.partial(_write_sum, question.func))
+    numbers = _scales(question, (*args, *kwargs.values())) if question.linear else []
+    if question.fixed and question.row.sets and (must_move or numbers):
+        return None  # the graph computes the new value, which is then written in any layout
+    if numbers:
+        by_numbers = _PlansByNumbers(question._replace(made=_NONE), numbers)
+        return _chosen(by_numbers.of_terms, by_numbers.plan)
+    return _of_question(question)
 
 
-def _with_index_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Repeat ``x[mask]`` and ``x[:n]`` with Python values for 0-d masks and bounds, which decide the result's shape.
+def _write_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Write a value that is not a sum of terms into a pending sum: as the term of one rank, with zeros on the others.
 
-    A bool adds a dim of size 1 if it is True, and of size 0 if not.
+    The operand keeps its layout, and its views see the write.
     """
-    index = tuple(map(_index_value, _indices(args[1])))
-    return _again(func, (args[0], index if isinstance(args[1], tuple) else index[0], *args[2:]), kwargs)
-
-
-def _index_value(x: Any) -> Any:
-    if _has_bounds(x):
-        return slice(*(operator.index(i) if isinstance(i, Tensor) else i for i in (x.start, x.stop, x.step)))
-    return x.item() if _is_truth(x) else x
-
-
-def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a call with other arguments, of which perhaps none is a `Sharded`."""
-    has_sharded = any(map(is_sharded, tensors_of(args, kwargs)))
-    return call_torch(func, args, kwargs) if has_sharded else func(*args, **kwargs)
-
-
-def _has_bounds(x: Any) -> bool:
-    return type(x) is slice and any(isinstance(i, Tensor) for i in (x.start, x.stop, x.step))
-
-
-def _indices(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
-
-
-def _is_truth(x: Any) -> bool:
-    return isinstance(x, Tensor) and not x.ndim and x.dtype is torch.bool
-
-
-def _numbers_of(func: Any) -> tuple[str, ...]:
-    """Return the names of keyword arguments that are numbers, for which torch also takes tensors."""
-    return (*_NUMBERS, "value") if name_of(func).rstrip("_") in ("addcmul", "addcdiv") else _NUMBERS
-
-
-def _is_index(x: Any) -> bool:
-    kind = x.dtype if isinstance(x, Tensor) and not x.ndim else torch.bool
-    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
-
-
-def _says_inplace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an activation has ``inplace=True``, as a keyword or as its last positional argument."""
-    if "inplace" in kwargs or not isinstance(func, FunctionType):
-        return kwargs.get("inplace") is True
-    return args[-1] is True and parameters(func)[len(args) - 1 :] == ["inplace"]
-
-
-def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded:
-    """Run an activation with ``inplace=True`` on a copy of its operand, since backward may need the old values."""
-    args = args if "inplace" in kwargs else args[:-1]
     x: Sharded = args[0]
     refuse_copy(x.local, shown(func))
-    copy = call_torch(Tensor.clone, (x,), {})
-    new: Sharded = call_torch(func, (copy, *args[1:]), {**kwargs, "inplace": False})
-    call_torch(Tensor.copy_, (x, new), {})
-    return x
+    refuse_shared_memory(func, x, at_once=False)
+    lies = x.spec.partition
+    value = x.spec.with_partition(P(*lies, reduced=lies.reduced))
+    new = call_torch(func, (Sharded(redistribute(x.local, x.spec, value), value), *args[1:]), kwargs)
+    return call_torch(Tensor.copy_, (x, new))
 
 
-def _to_kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``x.to(y)`` or ``x.type_as(y)``: the dtype and the device of y count, its layout does not."""
-    if "other" in kwargs:
-        args, kwargs = (*args, kwargs["other"]), {name: value for name, value in kwargs.items() if name != "other"}
-    x, like, *others = args
-    device = () if x.device == like.device else (like.device,)
-    return x.to(*device, like.dtype, *others, **kwargs)
+def _of_question(question: Question) -> OpPlan:
+    known: list[Any] = []
+    best = best_strategy(question, known)
+    if best is None:
+        refuse_write(question.func, question.operands)
+    plan = plan_of(question, best)
+    empty = True in [0 in spec.shape for spec in question.operands]
+    floating = frozenset([i for i, spec in enumerate(question.operands) if is_float(spec.dtype)])
+    pends = _pending(question)
+    pending = () if question.viewed is not None or question.fixed else tuple(pends)
+    followed = question._replace(gradients=floating)
+    ends = bool(pends) and followed.passes_on != question.passes_on
+    weighed = plan.needs_redistribute or best.by_body or empty or (bool(plan.casts) and question.weighs) or ends
+    if weighed and not (plan.needs_redistribute or ends):
+        weighed = bool(floating) and not _same(best, best_strategy(followed, known))
+    if not (pending or (weighed and floating)):
+        return _with_origin(question, best, plan)
+    return _chosen(plan, _ByBlocks(question, plan, weighed, pending).plan)
 
 
-def tell_call(error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Add the call to an error that torch raised for blocks. Only torch knows errors in values, such as an index."""
-    if isinstance(error, PASSING) or getattr(error, "__notes__", None):
-        return
-    if "convert all Tensors to FakeTensors" in str(error):
-        given = ", ".join(map(repr, sharded_values(args, kwargs)))
-        raise ArgumentError(
-            f"{shown(func)} of {given} was called under torch's FakeTensorMode, but its blocks are not fake tensors; "
-            "call it outside of the mode, or for shapes without values write fspmd.jit(f).lower(spec)"
-        ) from error
-    check_member(sharded_values(args, kwargs)[0].spec.mesh, shown(func), error)
-    given = ", ".join(repr(x) if is_sharded(x) else described(x) for x in tensors_of(args, kwargs))
-    error.add_note(f"raised by {shown(func)} of {given}; sizes and places are those of a rank's block")
+def _with_origin(question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
+    """Return the plan. If the call enlarges its operands, the returned plan notes the origin of the result.
+
+    Operands that are ``made`` of less themselves do not count, if the result is not much smaller. Other operands that
+    are as large as the result do: if it is cut, their gradients are gathered.
+    """
+    if plan.needs_redistribute or best.by_body or question.kind is not None or question.products:
+        return plan
+    result, specs, made = plan.results, question.operands, question.made
+    if any(casts and is_float(spec.dtype) for spec, casts in zip(specs, best.casts, strict=True)):
+        return plan
+    floating = [spec for spec in specs if is_float(spec.dtype)]
+    assert isinstance(result, TensorSpec)
+    if question.fixed or not floating or not is_float(result.dtype):
+        return plan
+    others = [spec for i, spec in enumerate(specs) if is_float(spec.dtype) and i not in made]
+    if sum(spec.block_bytes for spec in others) >= result.block_bytes:
+        return plan
+    if made and 2 * result.block_bytes < max(specs[i].block_bytes for i in made):
+        return plan
+    if question.func in (Tensor.clone, torch.clone):  # its gradient is gathered, for those who ask for it
+        return plan
+    if any(spec.partition.unreduced or spec.partition.reduced for spec in (*specs, result)):
+        return plan
+    if all(n == 1 or axis in result.partition.mentioned for axis, n in result.mesh.shape.items()):
+        return plan
+    return noting_origin(question, plan, result)
+
+
+def _pending(question: Question) -> list[tuple[int, Place, TensorSpec]]:
+    rows = enumerate(zip(question.places, question.operands, strict=True))
+    return [(i, place, spec) for i, (place, spec) in rows if spec.partition.unreduced]
+
+
+def _chosen(plan: OpPlan, choose: Any) -> OpPlan:
+    return OpPlan(plan.results, True, plan.moves, plan.casts, plan.local, choose=choose)
+
+
+def _same(strategy: Strategy, other: Strategy | None) -> bool:
+    alike = ("operands", "results", "by_body")
+    return other is not None and all(getattr(strategy, name) == getattr(other, name) for name in alike)
+
+
+class _ByBlocks:
+    """The plans of a call whose cheapest strategy depends on the blocks of its operands.
+
+    Args:
+        weighed: It depends on which operands will have a gradient.
+        pending: Operands that are pending sums. It depends on the layouts in which other calls have settled them.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        plan: OpPlan,
+        weighed: bool,
+        pending: Sequence[tuple[int, Place, TensorSpec]],
+    ) -> None:
+        self.question, self.weighed, self.pending = question, weighed, pending
+        rows = enumerate(zip(question.places, question.operands, strict=True))
+        self.floating = [(i, place) for i, (place, spec) in rows if is_float(spec.dtype)]
+        self.first = plan
+        self.plans: dict[Any, OpPlan] = {(_NONE, ()): plan}
+
+    def plan(self, blocks: list[Any]) -> OpPlan:
+        """Return the plan of a call on these blocks."""
+        settled: tuple[tuple[int, TensorSpec], ...] = ()
+        for _, place, _ in self.pending:
+            if has_moves(blocks[place] if type(place) is int else at(blocks, place)):
+                settled = self._settled(blocks)
+                break
+        if not (settled or self.weighed):
+            return self.first
+        followed = _NONE
+        if transforms_active():
+            followed = frozenset([i for i, _ in self.floating])
+        elif torch.is_grad_enabled():
+            followed = frozenset([i for i, place in self.floating if at(blocks, place).requires_grad])
+        plan = self.plans.get((followed, settled))
+        if plan is None:
+            plan = self.plans[followed, settled] = self._plan(followed, dict(settled))
+        return plan
+
+    def _settled(self, blocks: list[Any]) -> tuple[tuple[int, TensorSpec], ...]:
+        """Return the operands whose sums were settled before, with the layouts of the sums."""
+        if is_transformed():
+            return ()
+        specs = [(i, ended(at(blocks, place), spec)) for i, place, spec in self.pending]
+        return tuple([(i, spec) for i, spec in specs if spec is not None])
+
+    def _plan(self, followed: frozenset[int], settled: dict[int, TensorSpec]) -> OpPlan:
+        question = self.question._replace(gradients=followed)
+        lie = [settled.get(i, spec) for i, spec in enumerate(question.operands)]
+        best = best_strategy(question.at(lie) if settled else question)
+        if best is None:
+            refuse_write(question.func, question.operands)
+        return plan_of(question, best, lie)
+
+
+# --- numbers that multiply a pending sum: infinity times a term is not a term of the result ---------------------------
+
+
+def _scales(question: Question, arguments: Sequence[Any]) -> list[int]:
+    """Return the places of numbers that would multiply or divide each term of a pending sum."""
+    pends = question.factors.summed or True in [bool(spec.partition.unreduced) for spec in question.operands]
+    if not pends:
+        return []
+    kinds = (int, float, complex) if question.row.divides else (float, complex)
+    return [i for i, arg in enumerate(arguments) if isinstance(arg, kinds) and not isinstance(arg, bool)]
+
+
+class _PlansByNumbers:
+    """Two plans: one multiplies the terms of a pending sum. The other, for infinity and nan, settles the sum first."""
+
+    def __init__(self, question: Question, numbers: Sequence[int]) -> None:
+        self.question, self.numbers = question, numbers
+        self.of_terms = _of_question(question)
+        self.of_sum: OpPlan | None = None
+
+    def plan(self, blocks: list[Any]) -> OpPlan:
+        """Return the plan of a call on these blocks and numbers."""
+        plan = self.of_terms
+        for i in self.numbers:
+            if not isfinite(blocks[i]) or (self.question.row.divides and blocks[i] == 0):
+                plan = self.of_sum = self.of_sum or self._of_sum()
+        return plan if plan.choose is None else plan.choose(blocks)
+
+    def _of_sum(self) -> OpPlan:
+        question, factors = self.question, self.question.factors
+        sums_first = factors._replace(summed=frozenset(), whole=factors.whole | factors.summed, others=())
+        ended = question._replace(linear="", factors=sums_first).at(question.operands)
+        return _of_question(ended)

@@ -16,7 +16,6 @@ from fspmd.forms import Strided
 from fspmd.global_view.call_keys import keyed
 from fspmd.global_view.flat_dims import ViewedCall, regrouped, with_flat_dims_split
 from fspmd.global_view.kernels import GlobalCall
-from fspmd.global_view.layouts import LayoutProblem, Strategy, as_they_lie
 from fspmd.global_view.local_calls import untouched
 from fspmd.global_view.refusals import refuse_global, refuse_shared_memory
 from fspmd.global_view.result_types import (
@@ -27,11 +26,10 @@ from fspmd.global_view.result_types import (
     strides_known,
     views_any,
 )
-from fspmd.global_view.strategies import best_strategy
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
-from fspmd.rules import Factors, Row, Whole, row_of, writes
+from fspmd.rules import Factors, Row, ShapedCall, row_of, writes
 from fspmd.rules.factors import elementwise
 from fspmd.rules.views import reshaped
 from fspmd.sharded import Sharded
@@ -41,23 +39,26 @@ from fspmd.spec import P, TensorSpec, is_float
 class Question(NamedTuple):
     """A call before a strategy is chosen: its operands in the order of the rule, its results, its factors."""
 
+    func: Any
     row: Row
-    operands: Sequence[tuple[Place, TensorSpec]]
-    results: list[TensorSpec]  # their layouts are arbitrary as yet
+    positional: int  # the number of positional arguments
+    names: tuple[str, ...]  # of the keyword arguments
+    places: Sequence[Place]  # of the operands
+    operands: Sequence[TensorSpec]
+    results: Sequence[TensorSpec]  # their layouts are arbitrary as yet
     kind: Kind | None  # the container of the results; None for a single result
     factors: Factors
-    linear: str
-    fixed: bool  # the call writes into its first operand
-    viewed: Place | None  # the operand that the results view
-    names: tuple[str, ...]  # of the keyword arguments
-    products: ViewedCall | None  # where dims are `Flat`: the call on views, for which strategies are found
+    linear: str  # see `Row.linear`
+    fixed: bool = False  # the call writes into its first operand, which is not moved, and lies as it does
+    viewed: Place | None = None  # the operand that the results view
+    products: ViewedCall | None = None  # where dims are `Flat`: the call on views, for which strategies are found
     plain: frozenset[int] = frozenset()  # operands that are plain tensors
     made: frozenset[int] = frozenset()  # operands that are made of less (`forms.py`)
     memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
     may_alias: bool = False  # a block may be viewed where torch copies the global tensor
     loose: bool = False  # gives a view of a block, or a copy if its strides allow no view
     gradients: frozenset[int] = frozenset()  # operands that will have a gradient
-    weighs: bool = False  # sums of gradients of whole operands count
+    weighs: bool = False  # sums of gradients of whole operands are a part of the price
 
     @property
     def passes_on(self) -> str:
@@ -70,43 +71,15 @@ class Question(NamedTuple):
 
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """Return the question for other layouts of the operands."""
-        operands = [(place, spec) for (place, _), spec in zip(self.operands, specs, strict=True)]
         products = viewed_call(self.row, self.factors, specs, self.results)
-        return self._replace(operands=operands, products=products, weighs=_weighs(self.row, self.factors, specs))
+        return self._replace(operands=specs, products=products, weighs=_weighs(self.row, self.factors, specs))
 
     @property
-    def problem(self) -> LayoutProblem:
-        """The facts that decide the layouts of this call; where dims are `Flat`, those of the call on views."""
-        factors, operands, results = self.factors, [spec for _, spec in self.operands], self.results
-        if self.products is not None:
-            factors, (operands, results) = self.products.factors, self.products.views
-        row, gradients = self.row, self.gradients
-        return LayoutProblem(
-            *(factors, self.passes_on, operands, results, self.fixed, row.empty, row.body),
-            gradients=gradients,
-            weighs=self.weighs,
-        )
-
-    def together(self, strategy: Strategy) -> Strategy:
-        """Turn a strategy for views into one for the operands and results themselves."""
-        if self.products is None:
-            return strategy
-        operands, results = self.products.together(strategy.operands, strategy.results)
-        return strategy._replace(operands=operands, results=results)
-
-    def best(self, known: list[Any] | None = None) -> Strategy | None:
-        """Return the cheapest strategy, or None if there is none; ``known`` is that of `best_strategy`."""
-        if self.products is not None and self.products.regrouped is not None:
-            stays = tuple(spec for _, spec in self.operands)
-            return Strategy(stays, ((),), (self.results[0].with_partition(self.products.regrouped),), False, {})
-        problem = self.problem
-        best = None if self.gradients else as_they_lie(problem)
-        if best is None:
-            best = best_strategy(problem, known)
-        if best is not None and self.products is not None:
-            best = self.together(best)
-        moved = best is not None and self.fixed and best.operands[0] is not self.operands[0][1]
-        return None if moved else best  # a write into a moved operand would be lost
+    def on_views(self) -> Question:
+        """The question of the call on views, where dims are `Flat`."""
+        assert self.products is not None
+        operands, results = self.products.views
+        return self._replace(factors=self.products.factors, operands=operands, results=results, products=None)
 
 
 def ask(
@@ -124,51 +97,53 @@ def ask(
     if ordered is None:
         return None
     specs = [spec for _, spec in ordered]
-    shapes = [spec.shape for spec in specs]
-    plain = [None if isinstance(arg, Tensor) else arg for arg in args]
     given = [*args, *kwargs.values()]
     values = [given[place] if type(place) is int else at(given, place) for place, _ in ordered]
     call = GlobalCall(func, args, kwargs, ordered)
-    outcome, known_factors = outcome_of(row, call, values)
+    outcome, factors = outcome_of(row, call, values)
     if outcome is None:
         return None
-    after = [shape for shape, _ in outcome.results]
     results = [_undecided_spec(shape, dtype, specs[0]) for shape, dtype in outcome.results]
-    whole = Whole(shapes, plain, kwargs, after)
-    try:
-        factors = row.rule(whole) if known_factors is None else known_factors
-    except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
-        refuse_global(func, specs, error)
-    if fixed := writes(func):
+    fixed, as_is, may_alias = writes(func), False, False
+    if fixed:
         refuse_shared_memory(func, values[0], at_once=not row.sets)
-    # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
-    cuts = factors.whole or factors.summed
-    as_is = outcome.same and not fixed and row.as_is and all(map(strides_known, values))
-    if as_is or (outcome.same and not fixed and cuts):
-        local = functools.partial(untouched, outcome.kind, len(results))
-        row = replace(row, rule=elementwise, linear="first", local=local, body=None, blocks=None)
-        factors = elementwise(whole)
-    free = factors.scaled if row.body is None else factors.scaled | factors.whole
-    if known_factors is None and not _fits(factors, shapes, after, free, resized=row.blocks is not None):
-        return None
+    if factors is None:
+        plain = [None if isinstance(arg, Tensor) else arg for arg in args]
+        shaped = ShapedCall([spec.shape for spec in specs], plain, kwargs, [shape for shape, _ in outcome.results])
+        try:
+            factors = row.rule(shaped)
+        except (IndexError, TypeError) as error:  # a dim that is out of range, or is not an int
+            refuse_global(func, specs, error)
+        if outcome.same and not fixed:  # x[:, 0:], or x.split(8) of 8 rows, gives all of x: then no dim need be whole
+            as_is = row.as_is and all(map(strides_known, values))
+            if as_is or factors.whole or factors.summed:
+                local = functools.partial(untouched, outcome.kind, len(results))
+                row = replace(row, rule=elementwise, linear="first", local=local, body=None, blocks=None)
+                factors = elementwise(shaped)
+        if not _fits(factors, shaped, row):
+            return None
+        is_copy = outcome.bases[0] is None and not fixed and outcome.kind is None
+        may_alias = is_copy and results[0].dtype is specs[0].dtype and may_view(func)
     viewed = None if fixed else outcome.bases[0]
     sharded = [(i, x) for i, x in enumerate(values) if type(x) is Sharded]
-    copies = outcome.bases[0] is None and not fixed and outcome.kind is None
     return Question(
+        func=func,
         row=row,
-        operands=ordered,
+        positional=len(args),
+        names=tuple(kwargs),
+        places=[place for place, _ in ordered],
+        operands=specs,
         results=results,
         kind=outcome.kind,
         factors=factors,
         linear=_linearity(row, func, args, kwargs, specs, results[0]),
         fixed=fixed,
         viewed=viewed,
-        names=tuple(kwargs),
         products=viewed_call(row, factors, specs, results),
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
         made=frozenset([i for i, x in sharded if isinstance(x.form, Strided) and x.form.made]),
         memory=outcome.memory,
-        may_alias=copies and known_factors is None and results[0].dtype is specs[0].dtype and may_view(func),
+        may_alias=may_alias,
         loose=viewed is not None and not as_is and not views_any(call),
         weighs=_weighs(row, factors, specs),
     )
@@ -240,18 +215,18 @@ def _narrows(before: torch.dtype, after: torch.dtype) -> bool:
     return new.eps > old.eps or new.max < old.max
 
 
-def _fits(factors: Factors, before: list[Shape], after: list[Shape], free: frozenset[int], *, resized: bool) -> bool:
+def _fits(factors: Factors, call: ShapedCall, row: Row) -> bool:
     """Whether each factor has one size in all dims. A rule that does not fit a call is not used.
 
-    Args:
-        free: Factors that may have several sizes.
-        resized: Dims of the result may have other sizes; the strategy checks that their blocks are the same shares.
+    Where the row has ``blocks``, dims of the result may have other sizes. The strategy checks that their blocks are the
+    same shares.
     """
-    rows, shapes = (*factors.operands, *factors.results), (*before, *after)
+    rows, shapes = (*factors.operands, *factors.results), (*call.shapes, *call.results)
+    free = factors.scaled if row.body is None else factors.scaled | factors.whole  # may have several sizes
     if [*map(len, rows)] != [*map(len, shapes)]:
         return False
     sizes: dict[int | None, int] = {}
-    known = zip(factors.operands, before, strict=True) if resized else zip(rows, shapes, strict=True)
+    known = zip(rows, shapes, strict=True) if row.blocks is None else zip(factors.operands, call.shapes, strict=True)
     for dims, shape in {*known}:
         if tuple(map(sizes.setdefault, dims, shape)) != shape and any(
             sizes[f] != size and f is not None and f not in free for f, size in zip(dims, shape, strict=True)

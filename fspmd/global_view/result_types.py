@@ -21,7 +21,7 @@ from fspmd.global_view.refusals import refuse_global, shown
 from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
 from fspmd.ops.traits import autocasts, name_of
-from fspmd.rules import Factors, Row, Rule, Whole, row_of, writes
+from fspmd.rules import Factors, Row, Rule, ShapedCall, row_of, writes
 from fspmd.rules.factors import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
@@ -64,6 +64,8 @@ def outcome_of(row: Row, call: GlobalCall, values: Sequence[Any]) -> tuple[Outco
     """
     outcome, factors = _outcome_and_factors(row, call, values)
     specs = [spec for _, spec in call.operands]
+    if factors is not None and specs[0].dtype is torch.float32:  # of all operands, and every kernel takes it
+        return outcome, factors
     _check_dtypes(call.func, specs)
     if outcome is not None and outcome.bases[0] is None and row.rule is not elementwise and not writes(call.func):
         complaint = dtype_complaint(call)
@@ -76,12 +78,12 @@ def _outcome_and_factors(row: Row, call: GlobalCall, values: Sequence[Any]) -> t
     """Return the outcome of a call, found in the quickest way; and its factors, if the outcome follows from them."""
     func, args, kwargs, ordered = call
     specs, written = [spec for _, spec in ordered], writes(func)
-    if all(map(_lies_as_new, values)) and kwargs.get("memory_format") is None:
+    if all(map(_lies_as_new, values)) and kwargs.get("memory_format") is None and not autocasts():
         if row.kept and (outcome := _like_first(args, kwargs, specs)) is not None:
             return outcome, None
         if row.sized and not (row.kept or written):
             plain = [None if isinstance(arg, Tensor) else arg for arg in args]
-            sized = _by_factors(row.rule, Whole([spec.shape for spec in specs], plain, kwargs, [()]), specs)
+            sized = _by_factors(row.rule, ShapedCall([spec.shape for spec in specs], plain, kwargs, [()]), specs)
             if sized is not None:
                 return sized
         if row.rule is elementwise and not written:
@@ -120,7 +122,7 @@ def _on_one_element(call: GlobalCall) -> Outcome | None:
     It is far quicker than a run on the meta device.
     """
     shape = _broadcast([spec.shape for _, spec in call.operands])
-    if shape is None or autocasts():
+    if shape is None:
         return None
     storages: list[torch.UntypedStorage] = []
 
@@ -150,32 +152,31 @@ def _like_first(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[T
     return Outcome([(specs[0].shape, specs[0].dtype)])
 
 
-def _by_factors(rule: Rule, whole: Whole, specs: Sequence[TensorSpec]) -> tuple[Outcome, Factors] | None:
+def _by_factors(rule: Rule, call: ShapedCall, specs: Sequence[TensorSpec]) -> tuple[Outcome, Factors] | None:
     """Return the outcome and the factors of a function that keeps the dtype of its two operands.
 
     The sizes of the factors give the shape. The second operand may be a number. None if sizes do not agree, or if other
     arguments bear on the result.
     """
-    others = [arg for arg in whole.args if arg is not None]
-    if len(whole.args) != 2 or whole.kwargs or not _of_one_float(specs) or len(specs) + len(others) != 2:
+    others = [arg for arg in call.args if arg is not None]
+    if len(call.args) != 2 or call.kwargs or not _of_one_float(specs) or len(specs) + len(others) != 2:
         return None
     if others and not (rule is elementwise and type(others[0]) in (float, int)):
         return None
-    factors = rule(whole)
+    factors = rule(call)
     sizes: dict[int | None, int] = {None: 1}
-    if [*map(len, factors.operands)] != [*map(len, whole.shapes)]:
+    if [*map(len, factors.operands)] != [*map(len, call.shapes)]:
         return None
-    for dims, shape in zip(factors.operands, whole.shapes, strict=True):
+    for dims, shape in zip(factors.operands, call.shapes, strict=True):
         if [*map(sizes.setdefault, dims, shape)] != [*shape]:
             return None
     return Outcome([(tuple([sizes[factor] for factor in factors.results[0]]), specs[0].dtype)]), factors
 
 
 def _of_one_float(specs: Sequence[TensorSpec]) -> bool:
-    """Whether all operands have one floating dtype, and autocast is off."""
+    """Whether all operands have one floating dtype."""
     first = specs[0].dtype
-    alike = first.is_floating_point and {spec.dtype for spec in specs} == {first}
-    return alike and not autocasts()
+    return first.is_floating_point and {spec.dtype for spec in specs} == {first}
 
 
 def _broadcast(shapes: Sequence[Shape]) -> Shape | None:

@@ -33,6 +33,7 @@ from fspmd.torch_internals import DisableTorchFunction, OpOverload, plain_apply,
 from fspmd.tracing import hidden, outside_transforms
 
 
+@hidden
 def with_strides(plan: OpPlan, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpPlan:
     """Return the plan, with results that have the strides of torch."""
     if plan.whole is None or (outcome := _outcome(func, args, kwargs)) is None:

@@ -23,8 +23,8 @@ from fspmd.rules import (
     Factors,
     Row,
     Rule,
+    ShapedCall,
     Site,
-    Whole,
     match,
     parse,
     reducing,
@@ -138,10 +138,10 @@ def _fitting(name: str, pattern: str, bodied: bool) -> Rule:
     """Return the rule of a pattern. It checks each call; a dim in brackets may change its size if there is a body."""
     parsed = parse(pattern)
 
-    def fitting(whole: Whole) -> Factors:
-        factors = match(parsed, whole.shapes)
-        if wrong := next(_misfits(whole, factors, factors.whole if bodied else frozenset()), None):
-            sides = (", ".join(str(tuple(shape)) for shape in shapes) for shapes in (whole.shapes, whole.results))
+    def fitting(call: ShapedCall) -> Factors:
+        factors = match(parsed, call.shapes)
+        if wrong := next(_misfits(call, factors, factors.whole if bodied else frozenset()), None):
+            sides = (", ".join(str(tuple(shape)) for shape in shapes) for shapes in (call.shapes, call.results))
             raise ArgumentError(
                 f"{name} does not fit its rule {pattern!r}: of shapes {' it made '.join(sides)}, and {wrong}; name "
                 "each dim of operands and results, the same dim by the same name, and a dim that stands alone 1"
@@ -190,13 +190,13 @@ def _checked(body: Callable[..., Any], name: str) -> Callable[..., Any]:
     return checked
 
 
-def _misfits(whole: Whole, factors: Factors, free: frozenset[int]) -> Iterator[str]:
+def _misfits(call: ShapedCall, factors: Factors, free: frozenset[int]) -> Iterator[str]:
     """Yield the differences of a rule and a call: in the number of tensors, of dims, or in the sizes of a factor."""
     names = {number: name for name, number in factors.names.items()}
     sizes: dict[int, int] = {}
     for role, shapes, sides in (
-        ("operand", whole.shapes, factors.operands),
-        ("result", whole.results, factors.results),
+        ("operand", call.shapes, factors.operands),
+        ("result", call.results, factors.results),
     ):
         if len(shapes) != len(sides):
             yield f"the rule has {counted(len(sides), role)}"

@@ -20,11 +20,10 @@ from fspmd.errors import ArgumentError, FspmdError
 from fspmd.global_view.axis_choices import passed_on
 from fspmd.global_view.dispatch import dispatch
 from fspmd.global_view.interceptors import intercept_dispatch
-from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.question import Question, ask, places_of
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.rule import is_dispatched
-from fspmd.global_view.strategies import strategies
+from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.inspection.communication_log import communication_log
 from fspmd.meshes.mesh import Mesh, make_mesh
 from fspmd.ops.signatures import required
@@ -134,7 +133,7 @@ def _of_call(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     operands = _operands(mesh, args, kwargs)
     question = _question(func, args, kwargs, operands)
     if question is not None:
-        return _explained(func, question)
+        return _explained(question)
     given = ", ".join(spec.text for _, spec in operands)
     if parts := _parts(mesh, func, args, kwargs) if operands and is_dispatched(func) else []:
         return "\n".join([f"{shown(func).removesuffix('()')}({given}) is made of", *parts])
@@ -192,7 +191,7 @@ def _parts(mesh: Mesh, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     def explain(inner: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if (question := _question(inner, args, named, _operands(mesh, args, named))) is not None:
-            texts[_explained(inner, question)] = None
+            texts[_explained(question)] = None
         return dispatch(Sharded, inner, types, args, kwargs)
 
     def without_data(x: Any) -> Any:
@@ -222,10 +221,10 @@ def _operands(mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return [(place, TensorSpec(mesh, P(), x.shape, x.dtype)) for place, x in places_of(args, kwargs, mesh)]
 
 
-def _explained(func: Any, question: Question) -> str:
+def _explained(question: Question) -> str:
     """The factors of a call, and a line for each strategy."""
-    name = shown(func).removesuffix("()")
-    factors, specs = question.factors, [spec for _, spec in question.operands]
+    name = shown(question.func).removesuffix("()")
+    factors, specs = question.factors, question.operands
     letters = _letters(question)
 
     def notation(dims: Sequence[int | None]) -> str:
@@ -235,8 +234,7 @@ def _explained(func: Any, question: Question) -> str:
     lines = [f"{name}({', '.join(repr(spec).partition(' on ')[0] for spec in specs)}): {sides[0]} -> {sides[1]}"]
     for case in _cases(question, letters):
         given = [spec.with_partition(partition) for spec, partition in zip(specs, case.operands, strict=True)]
-        example = question.at(given)
-        candidates = map(example.together, strategies(example.problem))
+        candidates = strategies(question.at(given))
         strategy = next((strategy for strategy in candidates if _matches(case, strategy, given)), None)
         if strategy is not None:
             layouts = ", ".join(repr(spec.partition.shortened) for spec in strategy.operands)

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.global_view.kernels import GlobalCall
-from fspmd.global_view.layouts import Strategy
 from fspmd.global_view.question import ask
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import differentiated
-from fspmd.global_view.strategies import strategies
+from fspmd.global_view.strategies import Strategy, strategies
 from fspmd.inspection.causes import Cause, Trace, expression_at, operands_of
 from fspmd.inspection.watch import communicates, price_of
 from fspmd.meshes.mesh import Mesh, current_mesh
@@ -176,9 +175,9 @@ def _findings(
         rows = ["it runs on global tensors, since its result depends on values"]
         rows += [f"{move.operand.name}: {move}" for move in gathers]
         return _Findings(rows, [(move.operand, move.need) for move in gathers])
-    ordered = [operands[place] for place, _ in question.operands]
+    ordered = [operands[place] for place in question.places]
     question = question._replace(gradients=frozenset(i for i, operand in enumerate(ordered) if operand.has_gradient))
-    cheapest, *others = sorted(map(question.together, strategies(question.problem)), key=lambda strategy: strategy.time)
+    cheapest, *others = sorted(strategies(question), key=lambda strategy: strategy.time)
     implied = _moves(ordered, cheapest)
     rows = [row for move in implied for row in move.rows()]
     bodiless: Needs = ()

@@ -124,8 +124,7 @@ class _Guide:
         operands = operands_of(asked.question, args, kwargs)
         step = self._next(shown(func), [tuple(x.shape) for x in operands])
         if step is not None:
-            places = [place for place, _ in asked.question.operands]
-            rows = zip(places, operands, step.needs, step.casts, strict=True)
+            rows = zip(asked.question.places, operands, step.needs, step.casts, strict=True)
             moved = {place: _moved(x, need, axes) for place, x, need, axes in rows if isinstance(x, Sharded)}
             args, kwargs = replaced(args, kwargs, moved)
         return self._run(func, types, args, kwargs)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fspmd.cache import cached
 from fspmd.entries import entry_of
-from fspmd.global_view.axis_choices import passed_on
-from fspmd.global_view.layouts import Choice, layouts_of, working
+from fspmd.global_view.axis_choices import Choice, passed_on
 from fspmd.global_view.question import Question, viewed_call
+from fspmd.global_view.strategies import layouts_of, working
 from fspmd.layout_search.move_counts import ONCE, Trips
 from fspmd.layout_search.op_graph import Op
 from fspmd.redistribution.bounds import least_times
@@ -124,7 +124,7 @@ def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips,
     """The strategies of a reshape in which the blocks of the result are those of the operand."""
     if question.row.rule is not reshaped:
         return
-    for spec in layouts(question.operands[0][1], True):
+    for spec in layouts(question.operands[0], True):
         products = viewed_call(question.row, question.factors, [spec], question.results)
         if products is not None and products.regrouped is not None and not products.regrouped.flat:
             result = question.results[0].with_partition(products.regrouped)
@@ -133,10 +133,10 @@ def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips,
 
 def _by_axes(question: Question, followed: frozenset[int], trips: tuple[Trips, ...]) -> Iterator[CallChoice]:
     """The strategies for each combination of choices of the axes."""
-    operands, results, row = [spec for _, spec in question.operands], question.results, question.row
+    operands, results, row = question.operands, question.results, question.row
     saves = question.linear in ("", "product") and question.viewed is None
-    problem = question._replace(gradients=followed).problem
-    linear = problem.linear
+    question = question._replace(gradients=followed)
+    linear = question.passes_on
     body, most_trips = row.body, max([trips[i] for i in followed], default=Trips(1, 0))
     for factors in (question.factors, *question.factors.others):
         sizes = _sizes(factors, operands, results)
@@ -149,7 +149,7 @@ def _by_axes(question: Question, followed: frozenset[int], trips: tuple[Trips, .
             choices: dict[str, Choice] = dict(zip(mesh.axis_names, combination, strict=True))
             if any(prod(mesh.shape[a] for a, c in choices.items() if c == f) > max(n, 1) for f, n in sizes.items()):
                 continue
-            specs = layouts_of(problem, factors, choices)
+            specs = layouts_of(question, factors, choices)
             if specs is None:
                 continue
             time = 0.0 if question.viewed is not None else working(factors, specs.operands, specs.results)

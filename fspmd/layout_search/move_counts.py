@@ -134,8 +134,8 @@ class Counting:
                 f"auto_spec cannot record gradients of gradients through {shown(func)}, which writes into its operand; "
                 "write the function that returns a new tensor"
             )
-        rows = enumerate(zip(question.operands, operands_of(question, args, kwargs), numbers, strict=True))
-        moved = {place: self.read(x, number, op, k) for k, ((place, _), x, number) in rows}
+        rows = enumerate(zip(question.places, operands_of(question, args, kwargs), numbers, strict=True))
+        moved = {place: self.read(x, number, op, k) for k, (place, x, number) in rows}
         args, kwargs = replaced(args, kwargs, moved)
         try:
             out = func(*args, **kwargs)

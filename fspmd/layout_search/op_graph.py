@@ -276,8 +276,9 @@ class Recorder(DispatchMode):
         dims = tuple(range(first.ndim))
         results = [TensorSpec(first.mesh, P(), shape, dtype) for shape, dtype in outcome.results]
         factors = Factors((dims,), (dims,) * len(results))
+        names = tuple(kwargs)
         question = Question(
-            Row(elementwise), [(place, first)], results, outcome.kind, factors, "", False, False, (), None
+            func, Row(elementwise), len(args), names, [place], [first], results, outcome.kind, factors, ""
         )
         return self._row(func, question, args, kwargs)
 

@@ -15,7 +15,7 @@ from fspmd.body import Body
 from fspmd.cache import Cache
 from fspmd.collectives.measured_layouts import spec_of_blocks
 from fspmd.collectives.steps import Handle
-from fspmd.entries import Flat, entry_axes
+from fspmd.entries import Flat, entry_axes, entry_of
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
 from fspmd.foreign import misfit
 from fspmd.local_view.entry import manual_complaint
@@ -211,7 +211,7 @@ _EQUAL = {
 
 def _with_axes(partition: P, axes: list[str], ndim: int) -> P:
     entries = [*partition.entries, *(None,) * (ndim - len(partition))]
-    entries[0] = (*entry_axes(entries[0]), *axes)
+    entries[0] = entry_of((*entry_axes(entries[0]), *axes))
     return partition.with_entries(entries)
 
 

@@ -16,7 +16,7 @@ from fspmd.random.counter import Block, Distribution, draw
 from fspmd.random.distributions import integers, normal, uniform
 from fspmd.redistribution.redistribute import redistribute, viewed
 from fspmd.sharded import Sharded, pair
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import TensorSpec
 from fspmd.torch_internals import running_transforms, transforms_active
 from fspmd.tracing import outside_transforms
 from fspmd.transport import known_values
@@ -35,9 +35,8 @@ def fill(spec: TensorSpec, make: Callable[[Block], Tensor], device: torch.device
     Of a pending sum the first rank has the value, and the other ranks have zeros.
     """
     if spec.flat:  # a block has several places
-        partition = spec.partition
-        entries = (None if isinstance(entry, Flat) else entry for entry in partition)
-        uncut = spec.with_partition(P(*entries, unreduced=partition.unreduced, reduced=partition.reduced))
+        entries = (None if isinstance(entry, Flat) else entry for entry in spec.partition)
+        uncut = spec.with_partition(spec.partition.with_entries(entries))
         return Sharded(redistribute(fill(uncut, make, device).local, uncut, spec), spec)
     if not transforms_active():
         return pair(_local(spec, make, device), spec)

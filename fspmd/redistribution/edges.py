@@ -86,13 +86,7 @@ def moved(
     new: list[Entry] = list(partition.entries)
     for dim, axes in entries.items():
         new[dim] = entry_of(axes)
-    return spec.with_partition(
-        P(
-            *new,
-            unreduced=partition.unreduced if unreduced is None else unreduced,
-            reduced=partition.reduced if reduced is None else reduced,
-        )
-    )
+    return spec.with_partition(partition.with_entries(new, unreduced, reduced))
 
 
 def is_cut_evenly(spec: TensorSpec, dim: int, axes: Axes) -> bool:

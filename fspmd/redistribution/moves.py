@@ -13,7 +13,7 @@ from fspmd.redistribution.cost import moves as is_moving
 from fspmd.redistribution.edges import Step, back
 from fspmd.redistribution.routes import Route, route
 from fspmd.redistribution.straight import are_many
-from fspmd.spec import P, TensorSpec
+from fspmd.spec import TensorSpec
 
 
 class Leg(NamedTuple):
@@ -46,7 +46,7 @@ class Moves(NamedTuple):
         """The collectives, without the casts."""
         partition = self.route.target.partition
         gathered = {axis for step in self.calls if step.pair.name == "all_gather_reduced" for axis in step.axes}
-        reached = P(*partition, unreduced=partition.unreduced, reduced=partition.reduced | gathered)
+        reached = partition.with_entries(partition, reduced=partition.reduced | gathered)
         moving = [step for step in self.calls if is_moving(step.pair.kernel)]
         communicates = any(prod(step.mesh.shape[axis] for axis in step.axes) > 1 for step in moving)
         return Leg(self.route.source, self.route.target.with_partition(reached), self.calls, communicates)

@@ -374,7 +374,7 @@ def _twin(leg: Leg) -> Leg | None:
         return None
     (gather,), partition = leg.calls, leg.reached.partition
     reduced = partition.reduced ^ set(gather.axes)
-    reached = leg.reached.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))
+    reached = leg.reached.with_partition(partition.with_entries(partition, reduced=reduced))
     twin = call(_TWINS[gather.pair.name], gather.mesh, gather.axes, gather.options)
     return leg._replace(reached=reached, calls=(twin,))
 

@@ -91,8 +91,7 @@ def _by_views(source: TensorSpec, target: TensorSpec, topology: Topology, direct
     views = [_common_factors(source, target, dim) for dim in range(source.ndim)]
     if None in views:
         entries = [None if view is None else entry for view, entry in zip(views, target.partition, strict=True)]
-        after = target.partition
-        middle = target.with_partition(P(*entries, unreduced=after.unreduced, reduced=after.reduced))
+        middle = target.with_partition(target.partition.with_entries(entries))
         halves = route(source, middle, topology, directly), route(middle, target, topology, directly)
         incomplete = any(half.bound is not None for half in halves)
         least = sum(half.price.time if half.bound is None else half.bound for half in halves)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fspmd.ops.signatures import FLOATS, NONE, Free
 from fspmd.rules.bodies import Bodied, BodyLayout, Site, reducing
 from fspmd.rules.composites import composite_of
-from fspmd.rules.factors import Factors, Rule, Whole, match, parse
+from fspmd.rules.factors import Factors, Rule, ShapedCall, match, parse
 from fspmd.rules.handlers import ENGINE, handler_of
 from fspmd.rules.table import (
     IN_C,
@@ -31,8 +31,8 @@ __all__ = [
     "Free",
     "Row",
     "Rule",
+    "ShapedCall",
     "Site",
-    "Whole",
     "composite_of",
     "free_numbers",
     "handler_of",

@@ -21,7 +21,7 @@ from fspmd.entries import entry_axes
 from fspmd.ops.traits import autocasts
 from fspmd.redistribution.cost import work
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Whole, match, parse
+from fspmd.rules.factors import NO_RULE, Dims, Factors, ShapedCall, match, parse
 from fspmd.rules.windows import block_places, per_rank
 
 _PATTERNS = {
@@ -31,23 +31,23 @@ _PATTERNS = {
 }
 
 
-def attention(whole: Whole) -> Factors:
+def attention(call: ShapedCall) -> Factors:
     """The rule of attention. A body shards keys (``s``), causal queries (``l``), or both alike (``t``)."""
-    if whole.argument(4, "dropout_p", 0.0) or min(map(len, whole.shapes)) < 2 or len(whole.shapes) < 3:
+    if call.argument(4, "dropout_p", 0.0) or min(map(len, call.shapes)) < 2 or len(call.shapes) < 3:
         return NO_RULE
-    grouped = bool(whole.argument(7, "enable_gqa", False))
-    query, key, value = whole.shapes[:3]
-    if grouped and min(len(shape) for shape in whole.shapes[:3]) < 3:
+    grouped = bool(call.argument(7, "enable_gqa", False))
+    query, key, value = call.shapes[:3]
+    if grouped and min(len(shape) for shape in call.shapes[:3]) < 3:
         return NO_RULE
-    factors = match(_PATTERNS[0, "h " if grouped else ""], whole.shapes[:3])
+    factors = match(_PATTERNS[0, "h " if grouped else ""], call.shapes[:3])
     names = {name: factors.names[name] for name in ("l", "s")}
     rows, s = names["l"], names["s"]
     t = names["t"] = len(factors.names)
-    masks = tuple(_mask(factors.results[0], shape, whole, s) for shape in whole.shapes[3:])
+    masks = tuple(_mask(factors.results[0], shape, call, s) for shape in call.shapes[3:])
     separate = factors._replace(
         operands=(*factors.operands, *masks),
         summed=frozenset(),
-        whole=frozenset({s, rows} if whole.argument(5, "is_causal", False) else {s}),
+        whole=frozenset({s, rows} if call.argument(5, "is_causal", False) else {s}),
         scaled=frozenset({factors.names["h"]} if grouped else ()),
         names=names,
         products=query[-1] + value[-1],
@@ -64,9 +64,9 @@ def attention(whole: Whole) -> Factors:
     return separate._replace(others=(alike,))
 
 
-def _mask(result: Dims, shape: Sequence[int], whole: Whole, s: int) -> Dims:
+def _mask(result: Dims, shape: Sequence[int], call: ShapedCall, s: int) -> Dims:
     """Return the dims of a mask ``[..., l, s]``, in which any size may be 1."""
-    sizes = (*whole.results[0][:-1], whole.shapes[1][-2])
+    sizes = (*call.results[0][:-1], call.shapes[1][-2])
     factors = (*result[:-1], s)
     rows = zip(factors[len(factors) - len(shape) :], sizes[len(sizes) - len(shape) :], shape, strict=True)
     return tuple(f if n == size and n != 1 else None for f, size, n in rows)

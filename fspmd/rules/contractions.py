@@ -7,53 +7,53 @@ from typing import Any, Final
 
 import torch
 
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, Whole, match, parse
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, ShapedCall, match, parse
 from fspmd.rules.halos import near
 
 
-def einsum(whole: Whole) -> Factors:
+def einsum(call: ShapedCall) -> Factors:
     """The rule of ``einsum``, given by its equation. An ellipsis, or another form of the call, has no rule."""
-    if not isinstance(whole.args[0], str) or "." in whole.args[0]:
+    if not isinstance(call.args[0], str) or "." in call.args[0]:
         return NO_RULE
-    operands, arrow, result = whole.args[0].replace(" ", "").partition("->")
+    operands, arrow, result = call.args[0].replace(" ", "").partition("->")
     if not arrow:  # the result has the letters that stand once, in alphabetical order
         result = "".join(sorted(c for c in operands if c != "," and operands.count(c) == 1))
-    return match(parse(f"{', '.join(map(' '.join, operands.split(',')))} -> {' '.join(result)}"), whole.shapes)
+    return match(parse(f"{', '.join(map(' '.join, operands.split(',')))} -> {' '.join(result)}"), call.shapes)
 
 
-def distances(whole: Whole) -> Factors:
+def distances(call: ShapedCall) -> Factors:
     """The rule of ``cdist``. Columns may be sharded by a body that sums powers of differences, if ``p`` is finite."""
-    return match(_DISTANCES[whole.argument(2, "p", 2.0) == inf], whole.shapes)
+    return match(_DISTANCES[call.argument(2, "p", 2.0) == inf], call.shapes)
 
 
 _DISTANCES: Final = {False: parse("... m [k], ... n [k] -> ... m n"), True: parse("... m 1, ... n 1 -> ... m n")}
 
 
-def distances_within(whole: Whole) -> Factors:
+def distances_within(call: ShapedCall) -> Factors:
     """The rule of ``pdist``, the distances between the rows of one matrix."""
-    return match(_WITHIN[whole.argument(1, "p", 2.0) == inf], whole.shapes)
+    return match(_WITHIN[call.argument(1, "p", 2.0) == inf], call.shapes)
 
 
 _WITHIN: Final = {False: parse("1 [k] -> 1"), True: parse("1 1 -> 1")}
 
 
-def convolution(whole: Whole) -> Factors:
+def convolution(call: ShapedCall) -> Factors:
     """The rule of aten's convolution of x ``[n, i, ...]``, weight ``[o, i, ...]`` and bias ``[o]``.
 
     The weight of a transposed convolution is ``[i, o, ...]``. With several groups, channels of operand and result are
     cut alike, between groups.
     """
-    window = " ".join("1" for _ in whole.shapes[0][2:])
-    kernel = "i o" if whole.args[6] else "o i"
-    space = " ".join(f"[{d}]" for d in range(2, whole.ndim))
-    groups = whole.args[8]
+    window = " ".join("1" for _ in call.shapes[0][2:])
+    kernel = "i o" if call.args[6] else "o i"
+    space = " ".join(f"[{d}]" for d in range(2, call.ndim))
+    groups = call.args[8]
     if groups == 1:
-        factors = match(parse(f"n i {space}, {kernel} {window}, o -> n o {space}"), whole.shapes)
+        factors = match(parse(f"n i {space}, {kernel} {window}, o -> n o {space}"), call.shapes)
     else:
-        factors = match(parse(f"n c {space}, c 1 {window}, c -> n c {space}"), whole.shapes)
+        factors = match(parse(f"n c {space}, c 1 {window}, c -> n c {space}"), call.shapes)
         channels = factors.names["c"]
         factors = factors._replace(scaled=frozenset({channels}), pieces={channels: groups})
-    return factors._replace(added=frozenset({2}), near=near(factors, whole, whole.shapes[1][2:], *whole.args[3:7]))
+    return factors._replace(added=frozenset({2}), near=near(factors, call, call.shapes[1][2:], *call.args[3:7]))
 
 
 def convolution_of_blocks(shape: Shape, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
@@ -69,14 +69,14 @@ def with_added(text: str, place: int) -> Rule:
     """Return the rule of a contraction plus the operand at ``place``, which broadcasts."""
     pattern = parse(text)
 
-    def rule(whole: Whole) -> Factors:
-        shapes = list(whole.shapes)
+    def rule(call: ShapedCall) -> Factors:
+        shapes = list(call.shapes)
         if place >= len(shapes):
             return match(pattern, shapes)
         bias = shapes.pop(place)
         factors = match(pattern, shapes)
         result = factors.results[0]
-        sizes = whole.results[0][len(result) - len(bias) :]
+        sizes = call.results[0][len(result) - len(bias) :]
         trailing = result[len(result) - len(bias) :]
         added = tuple(f if size == n else None for f, size, n in zip(trailing, bias, sizes, strict=True))
         operands = (*factors.operands[:place], added, *factors.operands[place:])
@@ -91,35 +91,35 @@ def batched(*trailing: int) -> Rule:
     The last number also holds for all further operands.
     """
 
-    def rule(whole: Whole) -> Factors:
-        counts = [*trailing, *(trailing[-1],) * len(whole.shapes)][: len(whole.shapes)]
-        if any(len(shape) < count for shape, count in zip(whole.shapes, counts, strict=True)):
+    def rule(call: ShapedCall) -> Factors:
+        counts = [*trailing, *(trailing[-1],) * len(call.shapes)][: len(call.shapes)]
+        if any(len(shape) < count for shape, count in zip(call.shapes, counts, strict=True)):
             return NO_RULE
         text = ", ".join("... " + " ".join(f"[{i}.{k}]" for k in range(n)) for i, n in enumerate(counts))
-        batch = match(parse(f"{text} -> ..."), whole.shapes)
-        return batch._replace(results=tuple((*batch.results[0], *_whole_dims(whole, i, batch)) for i in _each(whole)))
+        batch = match(parse(f"{text} -> ..."), call.shapes)
+        return batch._replace(results=tuple((*batch.results[0], *_whole_dims(call, i, batch)) for i in _each(call)))
 
     return rule
 
 
-def solved(whole: Whole) -> Factors:
+def solved(call: ShapedCall) -> Factors:
     """The rule of ``linalg.solve``: the columns of the right-hand side may be sharded (rows if ``left=False``)."""
-    left, (a, b) = whole.argument(2, "left", True), whole.shapes
+    left, (a, b) = call.argument(2, "left", True), call.shapes
     vectors = len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
     out, given = ("... 1", "... [p]") if vectors else ("... 1 k", "... [p] k") if left else ("... k 1", "... k [p]")
-    return match(parse(f"... [n] [m], {given} -> {out}, ... 1 1, ... 1, ..."), whole.shapes)
+    return match(parse(f"... [n] [m], {given} -> {out}, ... 1 1, ... 1, ..."), call.shapes)
 
 
-def _each(whole: Whole) -> range:
-    return range(len(whole.results))
+def _each(call: ShapedCall) -> range:
+    return range(len(call.results))
 
 
-def _whole_dims(whole: Whole, result: int, batch: Factors) -> Dims:
-    return (None,) * (len(whole.results[result]) - len(batch.results[0]))
+def _whole_dims(call: ShapedCall, result: int, batch: Factors) -> Dims:
+    return (None,) * (len(call.results[result]) - len(batch.results[0]))
 
 
-def gathered(whole: Whole) -> Factors:
+def gathered(call: ShapedCall) -> Factors:
     """The rule of a function that takes whole operands: no dim may be sharded."""
     return Factors(
-        tuple((None,) * len(shape) for shape in whole.shapes), tuple((None,) * len(shape) for shape in whole.results)
+        tuple((None,) * len(shape) for shape in call.shapes), tuple((None,) * len(shape) for shape in call.results)
     )

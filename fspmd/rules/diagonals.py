@@ -13,17 +13,17 @@ from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
-from fspmd.rules.factors import Dims, Factors, Whole
+from fspmd.rules.factors import Dims, Factors, ShapedCall
 from fspmd.rules.lookups import check_source
 from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
 from fspmd.spec import TensorSpec
 from fspmd.transport.carriers import as_words
 
 
-def diagonal(whole: Whole) -> Factors:
+def diagonal(call: ShapedCall) -> Factors:
     """The rule of ``diagonal``: the last dim of the result has the factor of the rows, or that of the columns."""
-    rows, columns = _two(whole, 2)
-    every: Dims = tuple(range(whole.ndim))
+    rows, columns = _two(call, 2)
+    every: Dims = tuple(range(call.ndim))
     rest = tuple(d for d in every if d not in (rows, columns))
     both = frozenset({rows, columns})
     by_rows = Factors((every,), ((*rest, rows),), summed=frozenset({columns}), whole=both)
@@ -31,26 +31,26 @@ def diagonal(whole: Whole) -> Factors:
     return by_rows._replace(others=(by_columns,))
 
 
-def diagonal_scattered(whole: Whole) -> Factors:
+def diagonal_scattered(call: ShapedCall) -> Factors:
     """The rule of ``diagonal_scatter``: the last dim of the source is the diagonal, and is whole."""
-    given = [whole.argument(*argument) for argument in ((2, "offset", 0), (3, "dim1", 0), (4, "dim2", 1))]
-    check_source(whole, lambda x: x.diagonal(*given))
-    dims = _two(whole, 3)
-    every: Dims = tuple(range(whole.ndim))
+    given = [call.argument(*argument) for argument in ((2, "offset", 0), (3, "dim1", 0), (4, "dim2", 1))]
+    check_source(call, lambda x: x.diagonal(*given))
+    dims = _two(call, 3)
+    every: Dims = tuple(range(call.ndim))
     return Factors((every, (*(d for d in every if d not in dims), None)), (every,), whole=frozenset(dims))
 
 
-def embedded(whole: Whole) -> Factors:
+def embedded(call: ShapedCall) -> Factors:
     """The rule of ``diag_embed``: the last dim becomes the diagonal of two dims; the first of them is cut as it was."""
-    n, last = len(whole.results[0]), whole.ndim - 1
-    rows, columns = (whole.argument(at, name, d) % n for at, name, d in ((2, "dim1", -2), (3, "dim2", -1)))
+    n, last = len(call.results[0]), call.ndim - 1
+    rows, columns = (call.argument(at, name, d) % n for at, name, d in ((2, "dim1", -2), (3, "dim2", -1)))
     rest = iter(range(last))
     result = tuple(last if d == rows else None if d == columns else next(rest) for d in range(n))
-    return Factors((tuple(range(whole.ndim)),), (result,), whole=frozenset({last}))
+    return Factors((tuple(range(call.ndim)),), (result,), whole=frozenset({last}))
 
 
-def _two(whole: Whole, place: int) -> tuple[int, int]:
-    return whole.argument(place, "dim1", 0) % whole.ndim, whole.argument(place + 1, "dim2", 1) % whole.ndim
+def _two(call: ShapedCall, place: int) -> tuple[int, int]:
+    return call.argument(place, "dim1", 0) % call.ndim, call.argument(place + 1, "dim2", 1) % call.ndim
 
 
 def _time(layout: BodyLayout) -> float:

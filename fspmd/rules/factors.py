@@ -124,8 +124,8 @@ def _matched(pattern: Pattern, shapes: Sequence[Shape]) -> Factors:
     return Factors(operands, results, frozenset(summed - whole), frozenset(whole), names=numbers)
 
 
-class Whole(NamedTuple):
-    """One call on global tensors."""
+class ShapedCall(NamedTuple):
+    """A call on tensors of known shapes."""
 
     shapes: Sequence[Shape]  # of the tensors, in the order of the parameters
     args: Sequence[Any]  # with None for each tensor
@@ -158,7 +158,7 @@ class Whole(NamedTuple):
         return tuple([d % n for d in given])
 
 
-Rule = Callable[[Whole], Factors]
+Rule = Callable[[ShapedCall], Factors]
 
 #: the answer of a rule to a call that it does not cover
 NO_RULE: Final = Factors((), ())
@@ -167,7 +167,7 @@ NO_RULE: Final = Factors((), ())
 def notation(text: str) -> Rule:
     """Return the rule of a text in factor notation."""
     pattern = parse(text)
-    return lambda whole: match(pattern, whole.shapes)
+    return lambda call: match(pattern, call.shapes)
 
 
 _PATTERNS: Final = {
@@ -177,12 +177,12 @@ _PATTERNS: Final = {
 }
 
 
-def elementwise(whole: Whole) -> Factors:
+def elementwise(call: ShapedCall) -> Factors:
     """The rule of an elementwise function of any number of operands."""
-    if all(shape == whole.shapes[0] for shape in whole.shapes):
-        every = tuple(range(whole.ndim))
-        return Factors((every,) * len(whole.shapes), (every,) * len(whole.results), names=dict(enumerate(every)))
-    return match(_PATTERNS[len(whole.shapes), len(whole.results)], whole.shapes)
+    if all(shape == call.shapes[0] for shape in call.shapes):
+        every = tuple(range(call.ndim))
+        return Factors((every,) * len(call.shapes), (every,) * len(call.results), names=dict(enumerate(every)))
+    return match(_PATTERNS[len(call.shapes), len(call.results)], call.shapes)
 
 
 _MATMUL: Final = {
@@ -193,14 +193,14 @@ _MATMUL: Final = {
 }
 
 
-def matmul(whole: Whole) -> Factors:
+def matmul(call: ShapedCall) -> Factors:
     """The rule of ``matmul``, by the number of dims of both operands."""
-    a, b = (min(len(shape), 2) for shape in whole.shapes)
-    return match(_MATMUL[a, b], whole.shapes) if a and b else NO_RULE
+    a, b = (min(len(shape), 2) for shape in call.shapes)
+    return match(_MATMUL[a, b], call.shapes) if a and b else NO_RULE
 
 
-def cross(whole: Whole) -> Factors:
+def cross(call: ShapedCall) -> Factors:
     """The rule of ``linalg.cross``: elementwise except along one dim of the result, which must be whole."""
-    factors = elementwise(whole)
-    factor = factors.results[0][whole.argument(2, "dim", -1)]
+    factors = elementwise(call)
+    factor = factors.results[0][call.argument(2, "dim", -1)]
     return factors._replace(whole=frozenset(() if factor is None else (factor,)))

@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fspmd.errors import ArgumentError
 from fspmd.rules.bodies import Site
-from fspmd.rules.factors import Factors, Rule, Whole, match, parse
+from fspmd.rules.factors import Factors, Rule, ShapedCall, match, parse
 from fspmd.rules.windows import block_places, per_rank, still
 from fspmd.sharded import call_torch
 
@@ -41,8 +41,8 @@ def pointing(text: str, cut: str) -> Rule:
     """Return a rule whose third operand has the ends of groups. Over a sharded dim ``cut`` the result is pending."""
     pattern = parse(text)
 
-    def rule(whole: Whole) -> Factors:
-        factors = match(pattern, whole.shapes)
+    def rule(call: ShapedCall) -> Factors:
+        factors = match(pattern, call.shapes)
         return factors._replace(summed=factors.summed | {factors.names[cut]}, places=frozenset({2}))
 
     return rule

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fspmd.collectives import pcast
 from fspmd.rules.bodies import Site
-from fspmd.rules.factors import Factors, Whole, match, parse
+from fspmd.rules.factors import Factors, ShapedCall, match, parse
 from fspmd.rules.windows import fetched, longer, passing, per_rank, still
 from fspmd.variance import get_variance
 
@@ -111,7 +111,7 @@ def convolution(
 
 def near(
     factors: Factors,
-    whole: Whole,
+    call: ShapedCall,
     kernel: Sequence[int],
     stride: Any,
     padding: Any,
@@ -120,23 +120,23 @@ def near(
 ) -> frozenset[int]:
     """Return the factors along which each window lies in one block, since no window overlaps the next one."""
     count, aligned = len(kernel), set[int]()
-    sizes, after = whole.shapes[0][-count:], whole.results[0][-count:]
+    sizes, after = call.shapes[0][-count:], call.results[0][-count:]
     if transposed:
         sizes, after = after, sizes
     window = zip(kernel, *(each(v, count) for v in (stride, padding, dilation)), strict=True)
-    for d, (length, step, pad, gap) in enumerate(window, whole.ndim - count):
-        at = d - whole.ndim + count
+    for d, (length, step, pad, gap) in enumerate(window, call.ndim - count):
+        at = d - call.ndim + count
         if not pad and gap * (length - 1) < step and after[at] * step == sizes[at]:
             factor = factors.operands[0][d]
             aligned |= set() if factor is None else {factor}
     return frozenset(aligned)
 
 
-def folded(whole: Whole) -> Factors:
+def folded(call: ShapedCall) -> Factors:
     """The rule of ``col2im``: it sums over windows (``l``). Channels are cut between channels, not within a window."""
-    factors = match(parse("... c [l] -> ... c 1 1"), whole.shapes)
+    factors = match(parse("... c [l] -> ... c 1 1"), call.shapes)
     channels, windows = factors.names["c"], factors.names["l"]
-    pieces = {channels: whole.results[0][-3]}
+    pieces = {channels: call.results[0][-3]}
     return factors._replace(summed=frozenset({windows}), scaled=frozenset({channels}), pieces=pieces)
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import argument
 from fspmd.rules.bodies import Bodied, Site
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Whole
+from fspmd.rules.factors import NO_RULE, Dims, Factors, ShapedCall
 from fspmd.rules.windows import still
 from fspmd.sharded import Sharded
 
@@ -255,21 +255,21 @@ def _attended(
     return shares @ v, shares if need_weights else None
 
 
-def sequences(whole: Whole) -> Factors:
+def sequences(call: ShapedCall) -> Factors:
     """The rule of a recurrent layer: only the batch may be sharded.
 
     Arguments are ``(input, hx, weights, biases, layers, dropout, train, bidirectional, batch_first)``. Dropout between
     layers, which draws random numbers, has no rule.
     """
-    if len(whole.args) != 9 or not isinstance(whole.args[1], (tuple, list, type(None))) or whole.ndim != 3:
+    if len(call.args) != 9 or not isinstance(call.args[1], (tuple, list, type(None))) or call.ndim != 3:
         return NO_RULE
-    if whole.args[4] > 1 and whole.args[5] and whole.args[6]:
+    if call.args[4] > 1 and call.args[5] and call.args[6]:
         return NO_RULE
-    batch = 0 if whole.args[8] else 1
+    batch = 0 if call.args[8] else 1
     values: Dims = tuple(0 if d == batch else None for d in range(3))
     states: Dims = (None, 0, None)
-    count = len(whole.results) - 1  # states: all results but the sequence of outputs
-    weights = tuple((None,) * len(shape) for shape in whole.shapes[1 + count :])
+    count = len(call.results) - 1  # states: all results but the sequence of outputs
+    weights = tuple((None,) * len(shape) for shape in call.shapes[1 + count :])
     operands = (values, *(states,) * count, *weights)
     return Factors(operands, (values, *(states,) * count), whole=frozenset({0}), names={"batch": 0})
 

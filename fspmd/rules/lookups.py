@@ -19,37 +19,37 @@ from torch.nn import functional as F
 
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.contractions import gathered
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Shape, Whole, match, parse
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Shape, ShapedCall, match, parse
 from fspmd.rules.windows import block_places, fetched, longer, moving, per_rank, still
 from fspmd.transport.carriers import as_words, nothing
 
 _SECOND: Final = frozenset({1})
 
 
-def embedding(whole: Whole) -> Factors:
+def embedding(call: ShapedCall) -> Factors:
     """The rule of ``F.embedding``. Options that need all indices at once, or write into the table, have no rule."""
     others = zip((3, 5, 6), ("max_norm", "scale_grad_by_freq", "sparse"), strict=True)
-    return _table("..., v d -> ... d", whole, others)
+    return _table("..., v d -> ... d", call, others)
 
 
-def torch_embedding(whole: Whole) -> Factors:
+def torch_embedding(call: ShapedCall) -> Factors:
     """The rule of ``torch.embedding``, which takes the table first."""
-    return _table("v d, ... -> ... d", whole, zip((3, 4), ("scale_grad_by_freq", "sparse"), strict=True))
+    return _table("v d, ... -> ... d", call, zip((3, 4), ("scale_grad_by_freq", "sparse"), strict=True))
 
 
-def _table(text: str, whole: Whole, others: Iterable[tuple[int, str]]) -> Factors:
-    if any(whole.argument(place, name) for place, name in others):
+def _table(text: str, call: ShapedCall, others: Iterable[tuple[int, str]]) -> Factors:
+    if any(call.argument(place, name) for place, name in others):
         return NO_RULE
-    factors = match(parse(text), whole.shapes)
+    factors = match(parse(text), call.shapes)
     return factors._replace(whole=frozenset({factors.names["v"]}))
 
 
-def gather(whole: Whole) -> Factors:
+def gather(call: ShapedCall) -> Factors:
     """The rule of ``gather``: one element of x per element of the index, which may be sharded along ``dim`` too."""
-    x, index = whole.shapes[:2]
+    x, index = call.shapes[:2]
     if not x or len(index) != len(x):
-        return gathered(whole)._replace(places=_SECOND)
-    dim = whole.argument(1, "dim") % len(x)
+        return gathered(call)._replace(places=_SECOND)
+    dim = call.argument(1, "dim") % len(x)
     place = len(x)  # the factor of the index along ``dim``
     along: Dims = tuple(place if d == dim else d if size == x[d] else None for d, size in enumerate(index))
     operand: Dims = tuple(d if d in along or d == dim else None for d in range(len(x)))
@@ -57,48 +57,48 @@ def gather(whole: Whole) -> Factors:
     return Factors((operand, along), (along,), summed=looked_up, whole=looked_up, places=_SECOND)
 
 
-def scatter(whole: Whole) -> Factors:
+def scatter(call: ShapedCall) -> Factors:
     """The rule of ``scatter``: along dims other than ``dim``, index and source are cut as x, if they are as long."""
-    x, *others = whole.shapes
+    x, *others = call.shapes
     if not x:
-        return gathered(whole)._replace(places=_SECOND)
-    dim = whole.argument(1, "dim") % len(x)
+        return gathered(call)._replace(places=_SECOND)
+    dim = call.argument(1, "dim") % len(x)
     shared = {d for d in range(len(x)) if d != dim and all(len(s) == len(x) and s[d] == x[d] for s in others)}
     dims: Dims = tuple(d if d in shared else None for d in range(len(x)))
     operand: Dims = tuple(d if d in shared or d == dim else None for d in range(len(x)))
     return Factors((operand, *(dims if s else () for s in others)), (operand,), whole=frozenset({dim}), places=_SECOND)
 
 
-def select(whole: Whole) -> Factors:
+def select(call: ShapedCall) -> Factors:
     """The rule of ``index_select``: slices of x by a vector of indices, which may be sharded."""
-    x = whole.shapes[0]
-    if not x or len(whole.shapes[1]) != 1:
-        return gathered(whole)._replace(places=_SECOND)
-    dim = whole.argument(1, "dim") % len(x)
+    x = call.shapes[0]
+    if not x or len(call.shapes[1]) != 1:
+        return gathered(call)._replace(places=_SECOND)
+    dim = call.argument(1, "dim") % len(x)
     result: Dims = tuple(len(x) if d == dim else d for d in range(len(x)))
     looked_up = frozenset({dim})
     return Factors((tuple(range(len(x))), (len(x),)), (result,), summed=looked_up, whole=looked_up, places=_SECOND)
 
 
-def put_slices(whole: Whole) -> Factors:
+def put_slices(call: ShapedCall) -> Factors:
     """The rule of ``index_add`` and related functions: the source is cut as x, except along ``dim``."""
-    x, _, *sources = whole.shapes
+    x, _, *sources = call.shapes
     if not x:
-        return gathered(whole)._replace(places=_SECOND)
-    dim = whole.argument(1, "dim") % len(x)
+        return gathered(call)._replace(places=_SECOND)
+    dim = call.argument(1, "dim") % len(x)
     kept: Dims = tuple(None if d == dim else d for d in range(len(x)))
     every: Dims = tuple(range(len(x)))
     return Factors(
-        (every, (None,) * len(whole.shapes[1]), *(kept if len(s) == len(x) else (None,) * len(s) for s in sources)),
+        (every, (None,) * len(call.shapes[1]), *(kept if len(s) == len(x) else (None,) * len(s) for s in sources)),
         (every,),
         whole=frozenset({dim}),
         places=_SECOND,
     )
 
 
-def index(whole: Whole) -> Factors:
+def index(call: ShapedCall) -> Factors:
     """The rule of ``x[..., i, j, ...]`` with tensors of indices, which broadcast and may be sharded."""
-    parts = _indexed(whole)
+    parts = _indexed(call)
     if parts is None:
         return NO_RULE
     kept, places, at, shapes = parts
@@ -109,38 +109,38 @@ def index(whole: Whole) -> Factors:
     return Factors((kept, *each), (tuple(result),), summed=indexed, whole=indexed, places=others)
 
 
-def index_put(whole: Whole) -> Factors:
+def index_put(call: ShapedCall) -> Factors:
     """The rule of ``index_put``: dims that are not indexed may be sharded; with masks no dim may."""
-    parts = _indexed(whole)
+    parts = _indexed(call)
     if parts is None:
-        return gathered(whole)._replace(places=frozenset(range(1, len(whole.shapes) - 1)))
+        return gathered(call)._replace(places=frozenset(range(1, len(call.shapes) - 1)))
     kept, places, at, shapes = parts
     joint = max((len(s) for s in shapes), default=0)
     rest = [factor for d, factor in enumerate(kept) if d not in places]
     values: list[int | None] = [*rest[:at], *(None,) * joint, *rest[at:]]
-    given = whole.shapes[-1]
+    given = call.shapes[-1]
     values[:0] = [None] * (len(given) - len(values))  # torch itself refuses values with more dims
-    sizes = [1 if factor is None else whole.shapes[0][factor] for factor in values]
+    sizes = [1 if factor is None else call.shapes[0][factor] for factor in values]
     values, sizes = values[len(values) - len(given) :], sizes[len(sizes) - len(given) :]
     source = tuple(f if size == n else None for f, size, n in zip(values, given, sizes, strict=True))
     others = frozenset(range(1, 1 + len(shapes)))
     return Factors((kept, *((None,) * len(s) for s in shapes), source), (kept,), whole=frozenset(places), places=others)
 
 
-def _indexed(whole: Whole) -> tuple[Dims, list[int], int, Sequence[Shape]] | None:
+def _indexed(call: ShapedCall) -> tuple[Dims, list[int], int, Sequence[Shape]] | None:
     """Return the dims of x, the indexed dims, the place of the indices' dims in the result, and the indices' shapes.
 
     None if there are masks, or if no dim is indexed.
     """
-    indices = whole.argument(1, "indices")
+    indices = call.argument(1, "indices")
     if not isinstance(indices, (list, tuple)):
         return None
     places = [d for d, index in enumerate(indices) if index is not None]
-    if any(_is_mask(indices[d]) for d in places) or len(whole.shapes) < 1 + len(places) or not places:
+    if any(_is_mask(indices[d]) for d in places) or len(call.shapes) < 1 + len(places) or not places:
         return None
-    kept: Dims = tuple(range(whole.ndim))
+    kept: Dims = tuple(range(call.ndim))
     adjacent = places[-1] - places[0] == len(places) - 1
-    return kept, places, places[0] if adjacent else 0, whole.shapes[1 : 1 + len(places)]
+    return kept, places, places[0] if adjacent else 0, call.shapes[1 : 1 + len(places)]
 
 
 def _is_mask(x: Any) -> bool:
@@ -159,36 +159,36 @@ def _broadcast(shapes: Sequence[Shape], first: int) -> tuple[Dims, list[Dims]]:
     return tuple(range(first, first + n)), each
 
 
-def take_by_element(whole: Whole) -> Factors:
+def take_by_element(call: ShapedCall) -> Factors:
     """The rule of ``take``: x must be whole; the index may have any shape."""
-    dims = tuple(range(len(whole.shapes[1])))
-    return Factors(((None,) * whole.ndim, dims), (dims,), places=_SECOND)
+    dims = tuple(range(len(call.shapes[1])))
+    return Factors(((None,) * call.ndim, dims), (dims,), places=_SECOND)
 
 
-def searched(whole: Whole) -> Factors:
+def searched(call: ShapedCall) -> Factors:
     """The rule of ``searchsorted``. Without a sorter, the place in a row is the sum of the places in its blocks."""
-    sorter = whole.kwargs.get("sorter") is not None
+    sorter = call.kwargs.get("sorter") is not None
     row = "[b]" if sorter else "b"
-    number = isinstance(whole.argument(1, "input", whole.kwargs.get("self")), (int, float))
+    number = isinstance(call.argument(1, "input", call.kwargs.get("self")), (int, float))
     if number:
         text = f"{row}, {row} -> " if sorter else f"{row} -> "
-    elif whole.ndim == 1:
+    elif call.ndim == 1:
         text = f"{row}, ..., {row} -> ..."
     else:
         text = f"... {row}, ... v, ... {row} -> ... v"
-    return match(parse(text), whole.shapes)
+    return match(parse(text), call.shapes)
 
 
-def embedding_bag(whole: Whole) -> Factors:
+def embedding_bag(call: ShapedCall) -> Factors:
     """The rule of ``F.embedding_bag``, with bags as rows or one after another.
 
     Options that need all indices at once, or write into the table, take whole operands.
     """
     others = zip((3, 5, 7), ("max_norm", "scale_grad_by_freq", "sparse"), strict=True)
-    if any(whole.argument(place, name) for place, name in others):
-        return gathered(whole)
-    text = "n [i], [v] d, n [i] -> n d" if whole.ndim == 2 else "[n], [v] d, [o], [n] -> 1 d"
-    return match(parse(text), whole.shapes)
+    if any(call.argument(place, name) for place, name in others):
+        return gathered(call)
+    text = "n [i], [v] d, n [i] -> n d" if call.ndim == 2 else "[n], [v] d, [o], [n] -> 1 d"
+    return match(parse(text), call.shapes)
 
 
 def in_block(
@@ -308,31 +308,31 @@ def index_put_body(
     return out
 
 
-def check_source(whole: Whole, part: Callable[[Tensor], Tensor]) -> None:
+def check_source(call: ShapedCall, part: Callable[[Tensor], Tensor]) -> None:
     """Raise IndexError if the source has another shape than the part that is set. torch's meta kernels do not check."""
-    expected = tuple(part(torch.empty(whole.shapes[0], device="meta")).shape)
-    if whole.shapes[1] != expected:
-        raise IndexError(f"expected src of the shape of that part, {expected}, got {whole.shapes[1]}")
+    expected = tuple(part(torch.empty(call.shapes[0], device="meta")).shape)
+    if call.shapes[1] != expected:
+        raise IndexError(f"expected src of the shape of that part, {expected}, got {call.shapes[1]}")
 
 
-def slice_scattered(whole: Whole) -> Factors:
+def slice_scattered(call: ShapedCall) -> Factors:
     """The rule of ``slice_scatter``: the dim must be whole; the source is whole along it, or cut as the operand."""
     names = ((2, "dim", 0), (3, "start", None), (4, "end", None), (5, "step", 1))
-    given = [whole.argument(*argument) for argument in names]
-    check_source(whole, lambda x: torch.ops.aten.slice.Tensor(x, *given))
-    dim = given[0] % whole.ndim
-    every: Dims = tuple(range(whole.ndim))
+    given = [call.argument(*argument) for argument in names]
+    check_source(call, lambda x: torch.ops.aten.slice.Tensor(x, *given))
+    dim = given[0] % call.ndim
+    every: Dims = tuple(range(call.ndim))
     beside: Dims = tuple(None if d == dim else d for d in every)
     factors = Factors((every, beside), (every,), whole=frozenset({dim}))
     return factors._replace(others=(factors._replace(operands=(every, every)),))
 
 
-def select_scattered(whole: Whole) -> Factors:
+def select_scattered(call: ShapedCall) -> Factors:
     """The rule of ``select_scatter``: the dim must be whole."""
-    dim = whole.argument(2, "dim", 0)
-    check_source(whole, lambda x: x.select(dim, whole.argument(3, "index", 0)))
-    dim %= whole.ndim
-    every: Dims = tuple(range(whole.ndim))
+    dim = call.argument(2, "dim", 0)
+    check_source(call, lambda x: x.select(dim, call.argument(3, "index", 0)))
+    dim %= call.ndim
+    every: Dims = tuple(range(call.ndim))
     return Factors((every, tuple(d for d in every if d != dim)), (every,), whole=frozenset({dim}))
 
 

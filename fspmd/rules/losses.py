@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fspmd.errors import ShapeError
 from fspmd.rules.contractions import gathered
-from fspmd.rules.factors import Factors, Whole, match, parse
+from fspmd.rules.factors import Factors, ShapedCall, match, parse
 from fspmd.rules.reductions import along
 from fspmd.rules.softmaxes import reduction_of
 from fspmd.rules.value_checks import check_values
@@ -70,9 +70,9 @@ def alike(*values: Any) -> Any:
     return values
 
 
-def of_rows(whole: Whole) -> Factors:
+def of_rows(call: ShapedCall) -> Factors:
     """The rule of `alike`."""
-    return along(whole, [whole.ndim - 1], kept=True)
+    return along(call, [call.ndim - 1], kept=True)
 
 
 def _alike(*values: Any) -> Any:
@@ -177,10 +177,10 @@ def ctc(x: Any, target: Any, lengths: Any, target_lengths: Any, blank: int, zero
     return F.ctc_loss(x, target, lengths, target_lengths, blank, "none", zero_infinity)
 
 
-def of_samples(whole: Whole) -> Factors:
+def of_samples(call: ShapedCall) -> Factors:
     """The rule of `ctc`. Concatenated targets, without a dim for the samples, take whole operands."""
-    padded = [*map(len, whole.shapes)] == [3, 2, 1, 1]
-    return match(parse("[t] n [c], n [s], n, n -> n"), whole.shapes) if padded else gathered(whole)
+    padded = [*map(len, call.shapes)] == [3, 2, 1, 1]
+    return match(parse("[t] n [c], n [s], n, n -> n"), call.shapes) if padded else gathered(call)
 
 
 def _ctc(

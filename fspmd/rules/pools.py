@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.rules.bodies import Bodied, Site, widened
 from fspmd.rules.extremes import limit
-from fspmd.rules.factors import NO_RULE, Factors, Rule, Whole, match, parse
+from fspmd.rules.factors import NO_RULE, Factors, Rule, ShapedCall, match, parse
 from fspmd.rules.halos import each, near, own_rows, window_rows, windows
 from fspmd.rules.windows import lacking, passing, per_rank, windowed
 
@@ -25,20 +25,20 @@ def pooled(count: int, *, added: bool = False, dilated: bool | None = None) -> R
         dilated: The call names its windows by size, stride and padding, and if true by dilation. None: it does not.
     """
 
-    def rule(whole: Whole) -> Factors:
-        if whole.ndim < count:
+    def rule(call: ShapedCall) -> Factors:
+        if call.ndim < count:
             return NO_RULE
-        summed = [added and size == 1 for size in whole.results[0][-count:]]
+        summed = [added and size == 1 for size in call.results[0][-count:]]
         after = "... " + " ".join("1" if summed[k] else f"[{k}]" for k in range(count))
         before = "... " + " ".join(f"[{k}]" for k in range(count))
-        factors = match(parse(f"{before} -> {', '.join([after] * len(whole.results))}"), whole.shapes)
+        factors = match(parse(f"{before} -> {', '.join([after] * len(call.results))}"), call.shapes)
         factors = factors._replace(summed=frozenset(factors.names[str(k)] for k in range(count) if summed[k]))
         if dilated is None:
             return factors
-        kernel = each(whole.argument(1, "kernel_size"), count)
-        stride, padding = whole.argument(2, "stride") or kernel, whole.argument(3, "padding", 0)
-        dilation = whole.argument(4, "dilation", 1) if dilated else 1
-        return factors._replace(near=near(factors, whole, kernel, stride, padding, dilation))
+        kernel = each(call.argument(1, "kernel_size"), count)
+        stride, padding = call.argument(2, "stride") or kernel, call.argument(3, "padding", 0)
+        dilation = call.argument(4, "dilation", 1) if dilated else 1
+        return factors._replace(near=near(factors, call, kernel, stride, padding, dilation))
 
     return rule
 

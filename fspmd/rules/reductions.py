@@ -30,27 +30,27 @@ from fspmd.rules.bodies import (
     widened,
 )
 from fspmd.rules.extremes import extreme
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, Whole, elementwise
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, ShapedCall, elementwise
 
 
-def _without(whole: Whole, dims: Sequence[int], shape: Shape) -> Dims:
+def _without(call: ShapedCall, dims: Sequence[int], shape: Shape) -> Dims:
     """Return the dims of a result in which ``dims`` are missing, or have another size; new dims may follow."""
-    if len(shape) >= whole.ndim:
-        return (*(None if d in dims else d for d in range(whole.ndim)), *(None,) * (len(shape) - whole.ndim))
-    kept = [d for d in range(whole.ndim) if d not in dims]
+    if len(shape) >= call.ndim:
+        return (*(None if d in dims else d for d in range(call.ndim)), *(None,) * (len(shape) - call.ndim))
+    kept = [d for d in range(call.ndim) if d not in dims]
     return (*kept, *(None,) * (len(shape) - len(kept)))
 
 
-def summed(whole: Whole) -> Factors:
+def summed(call: ShapedCall) -> Factors:
     """The rule of a sum over ``dim``: over sharded dims the results are pending sums."""
-    dims = whole.dims(1, "dim")
-    return Factors((tuple(range(whole.ndim)),), (_without(whole, dims, whole.results[0]),), summed=frozenset(dims))
+    dims = call.dims(1, "dim")
+    return Factors((tuple(range(call.ndim)),), (_without(call, dims, call.results[0]),), summed=frozenset(dims))
 
 
-def product_rule(whole: Whole) -> Factors:
+def product_rule(call: ShapedCall) -> Factors:
     """The rule of ``prod`` along whole dims. A product of one element is a sum, to which empty blocks add nothing."""
-    dims, shape = whole.dims(1, "dim"), whole.shapes[0]
-    return summed(whole) if not shape or prod(shape[d] for d in dims) == 1 else along(whole, dims)
+    dims, shape = call.dims(1, "dim"), call.shapes[0]
+    return summed(call) if not shape or prod(shape[d] for d in dims) == 1 else along(call, dims)
 
 
 def product_of_blocks(shape: Shape, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
@@ -60,11 +60,11 @@ def product_of_blocks(shape: Shape, x: Any, dim: Any = None, keepdim: bool = Fal
     return take(dtype=dtype) if dim is None else take(dim, keepdim, dtype=dtype)
 
 
-def histogram(whole: Whole) -> Factors:
+def histogram(call: ShapedCall) -> Factors:
     """The rule of ``histc``: a sum over all elements. If the bounds are equal, they are the extremes of whole dims."""
-    dims = frozenset(range(whole.ndim))
-    low, high = whole.argument(2, "min", 0), whole.argument(3, "max", 0)
-    factors = Factors((tuple(range(whole.ndim)),), ((None,),), summed=dims)
+    dims = frozenset(range(call.ndim))
+    low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
+    factors = Factors((tuple(range(call.ndim)),), ((None,),), summed=dims)
     return factors if low != high else factors._replace(whole=dims)
 
 
@@ -79,39 +79,39 @@ def over(place: int = 1, name: str = "dim", default: int | None = None, *, kept:
         default: The dim if it is missing; None means all dims.
         kept: The result has these dims too.
     """
-    return lambda whole: along(whole, whole.dims(place, name, default), kept=kept)
+    return lambda call: along(call, call.dims(place, name, default), kept=kept)
 
 
-def along(whole: Whole, dims: Sequence[int], *, kept: bool = False) -> Factors:
+def along(call: ShapedCall, dims: Sequence[int], *, kept: bool = False) -> Factors:
     """Return the factors of a function along ``dims``, which must be whole (see `over`)."""
-    every: Dims = tuple(range(whole.ndim))
-    first = whole.shapes[0]
-    operands = [every if shape == first else (None,) * len(shape) for shape in whole.shapes]
-    results = [every if kept and shape == first else _without(whole, dims, shape) for shape in whole.results]
+    every: Dims = tuple(range(call.ndim))
+    first = call.shapes[0]
+    operands = [every if shape == first else (None,) * len(shape) for shape in call.shapes]
+    results = [every if kept and shape == first else _without(call, dims, shape) for shape in call.results]
     return Factors(tuple(operands), tuple(results), whole=frozenset(dims))
 
 
-def renorm(whole: Whole) -> Factors:
+def renorm(call: ShapedCall) -> Factors:
     """The rule of ``renorm``: only the dim that the argument names may be sharded."""
-    return along(whole, [d for d in range(whole.ndim) if d != whole.argument(2, "dim") % whole.ndim])
+    return along(call, [d for d in range(call.ndim) if d != call.argument(2, "dim") % call.ndim])
 
 
-def max_or_min(whole: Whole) -> Factors:
+def max_or_min(call: ShapedCall) -> Factors:
     """The rule of ``max`` and ``min``: of all elements, along a dim, or elementwise of two operands."""
-    return along(whole, whole.dims(1, "dim")) if len(whole.shapes) == 1 else elementwise(whole)
+    return along(call, call.dims(1, "dim")) if len(call.shapes) == 1 else elementwise(call)
 
 
-def layer_norm_rule(whole: Whole) -> Factors:
+def layer_norm_rule(call: ShapedCall) -> Factors:
     """The rule of layer norms: of x, and of a weight and a bias with the normalised dims."""
-    shape = tuple(whole.argument(1, "normalized_shape"))
+    shape = tuple(call.argument(1, "normalized_shape"))
     normalised = len(shape)
-    if any(own[-normalised:] != shape for own in whole.shapes) or not shape:
+    if any(own[-normalised:] != shape for own in call.shapes) or not shape:
         return NO_RULE
-    dims = tuple(range(whole.ndim))
-    inner = dims[whole.ndim - normalised :]
-    outer = dims[: whole.ndim - normalised]
-    results = (dims, *((*outer, *(None,) * (len(shape) - len(outer))) for shape in whole.results[1:]))
-    return Factors((dims, *(inner for _ in whole.shapes[1:])), results, whole=frozenset(inner))
+    dims = tuple(range(call.ndim))
+    inner = dims[call.ndim - normalised :]
+    outer = dims[: call.ndim - normalised]
+    results = (dims, *((*outer, *(None,) * (len(shape) - len(outer))) for shape in call.results[1:]))
+    return Factors((dims, *(inner for _ in call.shapes[1:])), results, whole=frozenset(inner))
 
 
 def mean_of_blocks(shape: Shape, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fspmd.collectives import pmax, psum
 from fspmd.rules.bodies import Bodied, BodyLayout, Dim, Site, dims_of, padded, reducing, widened
-from fspmd.rules.factors import Factors, Whole
+from fspmd.rules.factors import Factors, ShapedCall
 from fspmd.rules.lookups import filled, in_block, own
 from fspmd.sharded import call_torch
 
@@ -93,11 +93,11 @@ def of_labels(x: Any, target: Any, ignore_index: int) -> Any:
     return F.cross_entropy(x, target, ignore_index=ignore_index, reduction="none")
 
 
-def labelled(whole: Whole) -> Factors:
+def labelled(call: ShapedCall) -> Factors:
     """The rule of `of_labels`."""
-    d = class_dim(whole.ndim)
-    rows = tuple(dim for dim in range(whole.ndim) if dim != d)
-    return Factors((tuple(range(whole.ndim)), rows), (rows,), whole=frozenset({d}))
+    d = class_dim(call.ndim)
+    rows = tuple(dim for dim in range(call.ndim) if dim != d)
+    return Factors((tuple(range(call.ndim)), rows), (rows,), whole=frozenset({d}))
 
 
 def class_dim(ndim: int) -> int:

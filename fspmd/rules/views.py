@@ -8,65 +8,65 @@ from typing import Any
 
 from torch import Tensor
 
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, Whole
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, ShapedCall
 
 
-def permuted(order: Callable[[Whole], Sequence[int | None]]) -> Rule:
+def permuted(order: Callable[[ShapedCall], Sequence[int | None]]) -> Rule:
     """Return the rule of a function that permutes dims."""
-    return lambda whole: Factors((tuple(range(whole.ndim)),), (tuple(order(whole)),))
+    return lambda call: Factors((tuple(range(call.ndim)),), (tuple(order(call)),))
 
 
-def transposed(whole: Whole) -> Dims:
+def transposed(call: ShapedCall) -> Dims:
     """The order of dims after ``transpose``."""
-    if not whole.ndim:
+    if not call.ndim:
         return ()
-    first = whole.argument(1, "dim0", whole.kwargs.get("axis0"))
-    second = whole.argument(2, "dim1", whole.kwargs.get("axis1"))
-    order = list(range(whole.ndim))
+    first = call.argument(1, "dim0", call.kwargs.get("axis0"))
+    second = call.argument(2, "dim1", call.kwargs.get("axis1"))
+    order = list(range(call.ndim))
     order[first], order[second] = order[second], order[first]
     return tuple(order)
 
 
-def in_order(whole: Whole) -> Dims:
+def in_order(call: ShapedCall) -> Dims:
     """The order of dims after ``permute``."""
-    return whole.dims(1, "dims")
+    return call.dims(1, "dims")
 
 
-def moved(whole: Whole) -> Dims:
+def moved(call: ShapedCall) -> Dims:
     """The order of dims after ``movedim``."""
-    if not whole.ndim:
+    if not call.ndim:
         return ()
-    sources, targets = whole.argument(1, "source"), whole.argument(2, "destination")
-    sources, targets = ([d % whole.ndim for d in ((v,) if isinstance(v, int) else v)] for v in (sources, targets))
-    order: list[int | None] = [None] * whole.ndim
+    sources, targets = call.argument(1, "source"), call.argument(2, "destination")
+    sources, targets = ([d % call.ndim for d in ((v,) if isinstance(v, int) else v)] for v in (sources, targets))
+    order: list[int | None] = [None] * call.ndim
     for s, t in zip(sources, targets, strict=True):
         order[t] = s
-    rest = iter(d for d in range(whole.ndim) if d not in sources)
+    rest = iter(d for d in range(call.ndim) if d not in sources)
     return tuple(next(rest) if d is None else d for d in order)
 
 
-def reversed_dims(whole: Whole) -> Dims:
+def reversed_dims(call: ShapedCall) -> Dims:
     """The dims in reversed order."""
-    return tuple(reversed(range(whole.ndim)))
+    return tuple(reversed(range(call.ndim)))
 
 
-def last_swapped(whole: Whole) -> Dims:
+def last_swapped(call: ShapedCall) -> Dims:
     """The order of dims with the last two exchanged."""
-    n = whole.ndim
+    n = call.ndim
     return (*range(n - 2), n - 1, n - 2) if n > 1 else tuple(range(n))
 
 
 # --- reshapes: the same elements in the same order --------------------------------------------------------------------
 
 
-def reshaped(whole: Whole) -> Factors:
+def reshaped(call: ShapedCall) -> Factors:
     """The rule of reshapes, by groups of dims whose sizes have equal products.
 
     The leading dim of a group may stay sharded, if its blocks are blocks of the result. So may a dim of size 1 that
     stands between the same dims before and after. With a body, any dim of one group may be sharded, as any dim of that
     group in the result.
     """
-    before, after = whole.shapes[0], whole.results[0]
+    before, after = call.shapes[0], call.results[0]
     operand: list[int | None] = [None] * len(before)
     result: list[int | None] = [None] * len(after)
     pairs: list[tuple[list[int], list[int]]] = []
@@ -105,24 +105,24 @@ def vanishing(before: Shape, after: Shape) -> list[int]:
     return [d for gap, ones in _ones(before).items() for d in ones[len(kept.get(gap, ())) :]]
 
 
-def squeezed(whole: Whole) -> Factors:
+def squeezed(call: ShapedCall) -> Factors:
     """The rule of ``squeeze``: the named dims of size 1 vanish."""
-    ones = [d for d, size in enumerate(whole.shapes[0]) if size == 1]
-    gone = set(ones) & set(whole.dims(1, "dim")) if whole.argument(1, "dim") != () else set[int]()
-    kept = tuple(None if d in gone else d for d in range(whole.ndim))
+    ones = [d for d, size in enumerate(call.shapes[0]) if size == 1]
+    gone = set(ones) & set(call.dims(1, "dim")) if call.argument(1, "dim") != () else set[int]()
+    kept = tuple(None if d in gone else d for d in range(call.ndim))
     return Factors((kept,), (tuple(d for d in kept if d is not None),))
 
 
-def unsqueezed(whole: Whole) -> Factors:
+def unsqueezed(call: ShapedCall) -> Factors:
     """The rule of ``unsqueeze``: the new dim of size 1 is not sharded."""
-    dim, every = whole.argument(1, "dim") % (whole.ndim + 1), range(whole.ndim)
+    dim, every = call.argument(1, "dim") % (call.ndim + 1), range(call.ndim)
     return Factors((tuple(every),), ((*every[:dim], None, *every[dim:]),))
 
 
-def bits(whole: Whole) -> Factors:
+def bits(call: ShapedCall) -> Factors:
     """The rule of ``view(dtype)``: if the dtypes differ in size, the last dim must be whole."""
-    dims: list[int | None] = list(range(whole.ndim))
-    if whole.shapes[0] != whole.results[0]:
+    dims: list[int | None] = list(range(call.ndim))
+    if call.shapes[0] != call.results[0]:
         dims[-1] = None
     return Factors((tuple(dims),), (tuple(dims),))
 
@@ -182,9 +182,9 @@ def of_sizes(x: Tensor, sizes: Sequence[Any]) -> Tensor:
         return x.reshape(sizes)
 
 
-def expanded(whole: Whole) -> Factors:
+def expanded(call: ShapedCall) -> Factors:
     """The rule of ``expand``: new leading dims, and dims of size 1 that grow, are whole."""
-    before, after = whole.shapes[0], whole.results[0]
+    before, after = call.shapes[0], call.results[0]
     new = len(after) - len(before)
     kept = [d if before[d] == after[d + new] else None for d in range(len(before))]
     return Factors((tuple(kept),), ((*(None,) * new, *kept),))
@@ -198,9 +198,9 @@ def expand_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> T
 # --- slices and joins -------------------------------------------------------------------------------------------------
 
 
-def indexed(whole: Whole) -> Factors:
+def indexed(call: ShapedCall) -> Factors:
     """The rule of ``x[...]`` with ints, slices, None and an ellipsis: dims that are not taken in full must be whole."""
-    index = whole.args[1] if isinstance(whole.args[1], tuple) else (whole.args[1],)
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     if not all(entry is None or entry is Ellipsis or type(entry) in (int, slice) for entry in index):
         return NO_RULE
     dims = sum(type(entry) in (int, slice) for entry in index)
@@ -214,8 +214,8 @@ def indexed(whole: Whole) -> Factors:
         if entry is None:
             result.append(None)
         elif entry is Ellipsis:
-            result += range(at, at + whole.ndim - dims)
-            at += whole.ndim - dims
+            result += range(at, at + call.ndim - dims)
+            at += call.ndim - dims
         else:
             if type(entry) is int:
                 picked.add(at)
@@ -225,68 +225,68 @@ def indexed(whole: Whole) -> Factors:
                     cut.add(at)
             at += 1
     ints = frozenset(picked)
-    return Factors((tuple(range(whole.ndim)),), (tuple(result),), summed=ints, whole=frozenset(cut) | ints, near=ints)
+    return Factors((tuple(range(call.ndim)),), (tuple(result),), summed=ints, whole=frozenset(cut) | ints, near=ints)
 
 
-def keeping(dims: Callable[[Whole], Iterable[int]]) -> Rule:
+def keeping(dims: Callable[[ShapedCall], Iterable[int]]) -> Rule:
     """Return the rule of a function of one operand whose result has the same dims. Those of ``dims`` must be whole."""
 
-    def rule(whole: Whole) -> Factors:
-        every = tuple(range(whole.ndim))
-        return Factors((every,), (every,), whole=frozenset(dims(whole)))
+    def rule(call: ShapedCall) -> Factors:
+        every = tuple(range(call.ndim))
+        return Factors((every,), (every,), whole=frozenset(dims(call)))
 
     return rule
 
 
-def _sliced_dims(whole: Whole) -> tuple[int, ...]:
-    return () if whole.results[0] == whole.shapes[0] else (whole.argument(1, "dim", 0) % whole.ndim,)
+def _sliced_dims(call: ShapedCall) -> tuple[int, ...]:
+    return () if call.results[0] == call.shapes[0] else (call.argument(1, "dim", 0) % call.ndim,)
 
 
-def _padded_dims(whole: Whole) -> list[int]:
-    return [whole.ndim - 1 - i // 2 for i, size in enumerate(whole.argument(1, "pad")) if size]
+def _padded_dims(call: ShapedCall) -> list[int]:
+    return [call.ndim - 1 - i // 2 for i, size in enumerate(call.argument(1, "pad")) if size]
 
 
-def _flipped_dims(whole: Whole) -> list[int]:
-    dims = whole.argument(1, "dims")
-    touched = whole.dims(1, "dims") if isinstance(dims, int) or dims else ()
-    return [d for d in touched if whole.ndim and whole.shapes[0][d] > 1]
+def _flipped_dims(call: ShapedCall) -> list[int]:
+    dims = call.argument(1, "dims")
+    touched = call.dims(1, "dims") if isinstance(dims, int) or dims else ()
+    return [d for d in touched if call.ndim and call.shapes[0][d] > 1]
 
 
 sliced, padded, flipped = keeping(_sliced_dims), keeping(_padded_dims), keeping(_flipped_dims)
 #: channels must be whole
 shuffled = keeping(lambda _: (1,))
 #: the rule of ``tril`` and ``triu``: the last two dims must be whole
-triangle = keeping(lambda whole: range(max(0, whole.ndim - 2), whole.ndim))
+triangle = keeping(lambda call: range(max(0, call.ndim - 2), call.ndim))
 
 
-def repeated(whole: Whole) -> Factors:
+def repeated(call: ShapedCall) -> Factors:
     """The rule of ``repeat``: dims that are repeated must be whole."""
-    before, after = whole.shapes[0], whole.results[0]
+    before, after = call.shapes[0], call.results[0]
     new, every = len(after) - len(before), tuple(range(len(before)))
     grown = frozenset(d for d in every if before[d] != after[d + new])
     return Factors((every,), ((*(None,) * new, *every),), whole=grown)
 
 
-def wrapped(whole: Whole) -> Factors:
+def wrapped(call: ShapedCall) -> Factors:
     """The rule of aten's ``pad`` in mode ``"circular"``; other modes have none."""
-    return padded(whole) if whole.argument(2, "mode") == "circular" else NO_RULE
+    return padded(call) if call.argument(2, "mode") == "circular" else NO_RULE
 
 
-def rolled(whole: Whole) -> Factors:
+def rolled(call: ShapedCall) -> Factors:
     """The rule of ``roll``: dims that roll must be whole.
 
     Without ``dims`` the flattened tensor rolls. Then no dim is sharded, except one at a time by a body.
     """
-    dims = whole.argument(2, "dims")
-    every: Dims = tuple(range(whole.ndim))
+    dims = call.argument(2, "dims")
+    every: Dims = tuple(range(call.ndim))
     if isinstance(dims, int) or dims:
-        moved = _shifts(whole.shapes[0], whole.argument(1, "shifts"), dims)
+        moved = _shifts(call.shapes[0], call.argument(1, "shifts"), dims)
         return Factors((every,), (every,), whole=frozenset(d for d, shift in moved.items() if shift))
-    if not any(_shifts((prod(whole.shapes[0]),), whole.argument(1, "shifts"), 0).values()):
+    if not any(_shifts((prod(call.shapes[0]),), call.argument(1, "shifts"), 0).values()):
         return Factors((every,), (every,))
-    no_dim: Dims = (None,) * whole.ndim
+    no_dim: Dims = (None,) * call.ndim
     others = []
-    for d in range(whole.ndim):
+    for d in range(call.ndim):
         one_dim: Dims = (*no_dim[:d], d, *no_dim[d + 1 :])
         others.append(Factors((one_dim,), (one_dim,), whole=frozenset({d})))
     return Factors((no_dim,), (no_dim,), others=tuple(others))
@@ -310,17 +310,17 @@ def roll_blocks(shape: Shape, x: Tensor, shifts: int | Sequence[int], dims: int 
     return x.roll([*moved.values()], [*moved]) if moved else x.clone()
 
 
-def unfolded(whole: Whole) -> Factors:
+def unfolded(call: ShapedCall) -> Factors:
     """The rule of ``unfold``: the dim of the windows must be whole. The elements of a window are a new dim."""
-    every: Dims = tuple(range(whole.ndim))
+    every: Dims = tuple(range(call.ndim))
     if not every:
         return Factors(((),), ((None,),))
-    if len(whole.results[0]) != whole.ndim + 1:
+    if len(call.results[0]) != call.ndim + 1:
         return NO_RULE  # another function with the same name
-    dim = whole.argument(1, "dimension") % whole.ndim
-    size, step = whole.results[0][-1], whole.argument(3, "step")
+    dim = call.argument(1, "dimension") % call.ndim
+    size, step = call.results[0][-1], call.argument(3, "step")
     windowed = frozenset({dim})
-    near = windowed if size <= step and whole.results[0][dim] * step == whole.shapes[0][dim] else frozenset[int]()
+    near = windowed if size <= step and call.results[0][dim] * step == call.shapes[0][dim] else frozenset[int]()
     return Factors((every,), ((*every, None),), whole=frozenset() if size == step == 1 else windowed, near=near)
 
 
@@ -339,15 +339,15 @@ def parts(place: int, name: str, *, gone: bool = False, copied: bool = False) ->
         copied: The pieces are not views.
     """
 
-    def rule(whole: Whole) -> Factors:
-        dim = whole.argument(place, name, 0) % whole.ndim
-        every = range(whole.ndim)
+    def rule(call: ShapedCall) -> Factors:
+        dim = call.argument(place, name, 0) % call.ndim
+        every = range(call.ndim)
         piece = tuple(d for d in every if d != dim) if gone else tuple(every)
         cut = frozenset({dim})
         summed = cut if gone else frozenset[int]()  # one rank has the piece; the terms of the others are zero
-        if copied and whole.results[0] == whole.shapes[0]:
+        if copied and call.results[0] == call.shapes[0]:
             cut = frozenset()  # there is one piece
-        return Factors((tuple(every),), (piece,) * len(whole.results), summed=summed, whole=cut, near=summed)
+        return Factors((tuple(every),), (piece,) * len(call.results), summed=summed, whole=cut, near=summed)
 
     return rule
 
@@ -355,20 +355,20 @@ def parts(place: int, name: str, *, gone: bool = False, copied: bool = False) ->
 def joined(*, new: bool = False) -> Rule:
     """Return the rule of ``cat``: the dim must be whole; with ``new`` that of ``stack``, where the dim is new."""
 
-    def rule(whole: Whole) -> Factors:
-        ndim = max(map(len, whole.shapes))
-        dim = whole.argument(1, "dim", 0) % (ndim + new)
+    def rule(call: ShapedCall) -> Factors:
+        ndim = max(map(len, call.shapes))
+        dim = call.argument(1, "dim", 0) % (ndim + new)
         every = range(ndim)
         if new:
-            return Factors((tuple(every),) * len(whole.shapes), ((*range(dim), None, *range(dim, ndim)),))
-        long = [shape for shape in whole.shapes if len(shape) == ndim and shape[dim]]
+            return Factors((tuple(every),) * len(call.shapes), ((*range(dim), None, *range(dim, ndim)),))
+        long = [shape for shape in call.shapes if len(shape) == ndim and shape[dim]]
         if len(long) == 1:  # all other operands are empty
             empty = tuple(None if d == dim else d for d in every)
             rows = (
-                tuple(every) if shape is long[0] else empty if len(shape) == ndim else (None,) for shape in whole.shapes
+                tuple(every) if shape is long[0] else empty if len(shape) == ndim else (None,) for shape in call.shapes
             )
             return Factors(tuple(rows), (tuple(every),))
-        operands = tuple(tuple(every) if len(shape) == ndim else (None,) for shape in whole.shapes)  # torch skips [0]
+        operands = tuple(tuple(every) if len(shape) == ndim else (None,) for shape in call.shapes)  # torch skips [0]
         return Factors(operands, (tuple(every),), whole=frozenset({dim}))
 
     return rule
