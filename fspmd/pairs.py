@@ -281,10 +281,15 @@ def watched(x: Any, call: Call) -> Call:
     return call if watch is None else watch(x, call)
 
 
-def apply(x: Tensor, call: Call) -> Tensor:
-    """Return ``call(x)``, differentiable any number of times, in reverse and forward mode, and under ``torch.func``."""
+def apply(x: Tensor, *calls: Call) -> Tensor:
+    """Return calls of ``x``, one after another.
+
+    They are differentiable any number of times, in reverse and forward mode, and under ``torch.func``.
+    """
     with DisableTorchFunction():
-        return applied(x, call)
+        for call in calls:
+            x = applied(x, call)
+    return x
 
 
 def applied(x: Tensor, call: Call) -> Tensor:

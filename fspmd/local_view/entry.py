@@ -159,7 +159,12 @@ def _plain_entry(
                     inherited.reduced | variance.reduced,
                 ),
             )
-        return set_variance(y, variance) if cut else y
+        if not cut:
+            return y
+        if transforms_active():
+            return set_variance(y, variance)
+        setattr(y, ATTRIBUTE, variance)  # a new tensor
+        return y
 
     return enter
 

@@ -7,7 +7,7 @@ moves and casts, forward and backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import prod
 from operator import itemgetter
 from typing import Any, Final
@@ -74,29 +74,20 @@ def begun(
     if wait or _kernels(calls) <= VIEWS or transforms_active():  # torch.func sees whole collectives only
         y = moved(x.to(forward), calls) if one_dtype else _Moved.apply(x, moved, calls, forward, backward)
         return lambda: y
-    flight = depart(_led((x if one_dtype else x.detach()).to(forward), calls[:-1]), calls[-1])
+    flight = depart(apply((x if one_dtype else x.detach()).to(forward), *calls[:-1]), calls[-1])
     if one_dtype:
-        return lambda: _owned(land(flight), calls)
+        return lambda: land(flight).clone() if _ends_in_slice(calls) else land(flight)
     return lambda: _Moved.apply(x, lambda *_: land(flight), calls, forward, backward)
 
 
-def _led(x: Tensor, calls: Sequence[Call]) -> Tensor:
-    for step in calls:
-        x = apply(x, step)
-    return x
-
-
 def moved(x: Tensor, calls: tuple[Call, ...]) -> Tensor:
-    """Apply calls to ``x``. The result has its own memory, or that of ``x`` as it is."""
-    return _owned(_led(x, calls), calls)
+    """Apply calls to ``x``. The result has its own memory, or that of ``x`` as it is.
 
-
-def _owned(y: Tensor, calls: tuple[Call, ...]) -> Tensor:
-    """Return the result of calls. A slice at their end is copied, since it may be written into.
-
-    A write into a slice of an operand would change the operand, elsewhere on each rank. Of another slice torch refuses
-    writes under autograd, and it would keep the memory of the whole.
+    A slice at their end is copied, since it may be written into. A write into a slice of an operand would change the
+    operand, elsewhere on each rank. Of another slice torch refuses writes under autograd, and it would keep the memory
+    of the whole.
     """
+    y = apply(x, *calls)
     return y.clone() if _ends_in_slice(calls) else y
 
 
@@ -129,12 +120,12 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        g = _led(g.to(ctx.backward_dtype), [step.transposed for step in reversed(ctx.calls)])
+        g = apply(g.to(ctx.backward_dtype), *[step.transposed for step in reversed(ctx.calls)])
         return g.to(ctx.dtype), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        y = _led(tangent.to(ctx.forward_dtype), ctx.calls)
+        y = apply(tangent.to(ctx.forward_dtype), *ctx.calls)
         return y.view_as(y)
 
 
@@ -166,7 +157,7 @@ def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
 def borrowed_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """Return the block as a view of the global tensor, for readers only."""
     refuse_misfit(x, "a global tensor was expected, but got")
-    return _led(x, cuts(spec, topology()))
+    return apply(x, *cuts(spec, topology()))
 
 
 @cached(maxsize=8192)
