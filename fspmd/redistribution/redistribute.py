@@ -9,21 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from math import prod
-from operator import itemgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fspmd.cache import cached
-from fspmd.entries import entry_axes
+from fspmd.entries import entry_axes, uneven_lengths
 from fspmd.errors import ArgumentError
 from fspmd.flights import depart, land
 from fspmd.foreign import refuse_misfit
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply, call, given, is_transformed, lend
 from fspmd.redistribution.cost import VIEWS, Topology, topology
-from fspmd.redistribution.edges import lengths
 from fspmd.redistribution.moves import Leg, moves
 from fspmd.redistribution.routes import route
 from fspmd.remembered import (
@@ -172,9 +170,11 @@ def cuts(spec: TensorSpec, topology: Topology) -> tuple[Call, ...]:
         views = Regroup(spec.with_partition(P()), unflattened.with_partition(P())), Regroup(unflattened, spec)
         first, last = (call("view", mesh, (), Options(dims=view)) for view in views)
         return (first, *cuts(unflattened, topology), last)
-    speeds = [topology.link(mesh, axes).bandwidth for _, axes, _ in spec.cuts]
-    dims = sorted(zip(speeds, spec.cuts, strict=True), key=itemgetter(0), reverse=True)
-    calls = [call("slice", mesh, axes, Options(dim=d, sizes=lengths(spec, d, axes))) for _, (d, axes, _) in dims]
+    quickest_first = sorted(spec.cuts, key=lambda cut: topology.link(mesh, cut[1]).bandwidth, reverse=True)
+    calls = [
+        call("slice", mesh, axes, Options(dim=d, sizes=uneven_lengths(spec.shape[d], parts)))
+        for d, axes, parts in quickest_first
+    ]
     for name, axes in (("invariant_to_reduced", partition.reduced), ("invariant_to_unreduced", partition.unreduced)):
         if axes:
             calls.append(call(name, mesh, mesh.ordered(axes)))
