@@ -20,16 +20,8 @@ from fspmd.collectives.checks import (
     check_source,
     check_tiles,
 )
-from fspmd.collectives.collective import Build, collective
-from fspmd.collectives.operands import (
-    AxisName,
-    Groups,
-    as_varying,
-    elementwise_step,
-    exchange_rows,
-    varying_operand,
-)
-from fspmd.collectives.steps import Handle, LeafCollective, Operand, Reshape, Rows, T
+from fspmd.collectives.collective import AxisName, Build, Groups, as_varying, collective, varying_operand
+from fspmd.collectives.steps import Handle, LeafCollective, Operand, Reshape, Rows, T, elementwise_step, exchange_rows
 from fspmd.errors import ShapeError
 from fspmd.pairs import call
 from fspmd.transport import Options

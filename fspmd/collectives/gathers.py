@@ -19,17 +19,8 @@ from fspmd.collectives.checks import (
     check_size_use,
     check_tiles,
 )
-from fspmd.collectives.collective import Build, collective
-from fspmd.collectives.operands import (
-    AxisName,
-    Groups,
-    as_varying,
-    gather_rows,
-    one_state,
-    scatter_rows,
-    varying_operand,
-)
-from fspmd.collectives.steps import Handle, LeafCollective, Operand, Rows, T
+from fspmd.collectives.collective import AxisName, Build, Groups, as_varying, collective, one_state, varying_operand
+from fspmd.collectives.steps import Handle, LeafCollective, Operand, Rows, T, gather_rows, scatter_rows
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.foreign import refuse_misfit
 from fspmd.messages import as_axis_name, quoted

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes
 from fspmd.collectives.checks import check_alike, check_index_groups, where
-from fspmd.collectives.operands import AxisName, Groups, as_varying, varying_operand
+from fspmd.collectives.collective import AxisName, Groups, as_varying, varying_operand
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.flights import depart, land

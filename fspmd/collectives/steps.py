@@ -1,12 +1,12 @@
 """Runs a collective over a pytree. Each leaf is a step; leaves of one dtype share a call.
 
 A step is a `Call` with the shape changes before and after it. Where the transport coalesces, steps that share a call
-in *row form* (``[rows, K]``, one row per rank of the group or one row in all) are joined along K.
+in *row form* (``[rows, K]``, one row per rank of the group or one row in all) are joined along K. Uneven blocks become
+padded rows of equal length.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn
@@ -20,7 +20,7 @@ from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, FspmdError
 from fspmd.flights import Flight, depart, land
 from fspmd.messages import Failure, described, refuse
-from fspmd.pairs import Call, applied
+from fspmd.pairs import Call, applied, call
 from fspmd.remembered import last_write
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.variance import ATTRIBUTE, INVARIANT, Variance, get_variance, set_variance, show, unwrapped
@@ -179,16 +179,13 @@ class Operand:
         if state.tracker is not None and not body.checked:  # an enclosing body tracks its own axes
             kept = [get_variance(x) if isinstance(x, Tensor) else INVARIANT for x in leaves]
         with DisableTorchFunction():
-            waiting: list[Callable[[], None]] = []
-            results = list(leaves)
-            for members in _packs(body, leaves, steps):
-                start = _start_packed if len(members) > 1 else _start_one
-                waiting.append(start(leaves, steps, members, results, wait))
+            begun = [(pack, *_begin(leaves, pack, wait)) for pack in _packs(body, leaves, steps)]
 
         def finish() -> Any:
+            results = list(leaves)
             with DisableTorchFunction():
-                for complete in waiting:
-                    complete()
+                for pack, widths, y in begun:
+                    _end(land(y) if isinstance(y, Flight) else y, widths, pack, results)
                 for i, step in enumerate(steps):
                     if step is not None:
                         set_variance(results[i], step.variance if kept is None else kept[i])
@@ -199,55 +196,126 @@ class Operand:
         return finish() if wait else Handle(finish, leaves)
 
 
-def _packs(body: Body, leaves: list[Any], steps: list[LeafCollective | None]) -> list[list[int]]:
-    packs: dict[Any, list[int]] = {}
+_Pack = list[tuple[int, LeafCollective]]  # the numbers and the steps of leaves that share a call
+
+
+def _packs(body: Body, leaves: list[Any], steps: list[LeafCollective | None]) -> list[_Pack]:
+    packs: dict[Any, _Pack] = {}
     for i, step in enumerate(steps):
-        if step is None:
-            continue
-        packable = body.transport.coalesces and step.rows is not None and step.call is not None
-        key = (step.rows.call, leaves[i].dtype, step.variance) if packable and step.rows is not None else i
-        packs.setdefault(key, []).append(i)
+        if step is not None:
+            packable = body.transport.coalesces and step.call is not None
+            key = (step.rows.call, leaves[i].dtype, step.variance) if packable and step.rows is not None else i
+            packs.setdefault(key, []).append((i, step))
     return list(packs.values())
 
 
-def _begin(x: Tensor, call: Call, wait: bool) -> Callable[[], Tensor]:
-    if wait:
-        result = applied(x, call)
-        return lambda: result
-    flight: Flight = depart(x, call)
-    return lambda: land(flight)
-
-
-def _start_one(
-    leaves: list[Any], steps: list[LeafCollective | None], members: list[int], results: list[Any], wait: bool
-) -> Callable[[], None]:
-    (i,) = members
-    step, x = steps[i], leaves[i]
-    assert step is not None
-    if step.before is not None:
+def _begin(leaves: list[Any], pack: _Pack, wait: bool) -> tuple[list[int], Tensor | Flight]:
+    """Begin the call of a pack. Returns the widths of its rows, and the result or the call under way."""
+    i, step = pack[0]
+    x, the_call, widths = leaves[i], step.call, list[int]()
+    if len(pack) > 1:
+        rows = [(leaves[i], step.rows) for i, step in pack if step.rows is not None]
+        parts = [row.into(leaf) for leaf, row in rows]
+        x, the_call, widths = torch.cat(parts, 1), rows[0][1].call, [part.shape[1] for part in parts]
+    elif step.before is not None:
         x = step.before(x)
-    landed: Callable[[], Tensor] = (lambda: x) if step.call is None else _begin(x, step.call, wait)
-
-    def complete() -> None:
-        y = landed()
-        results[i] = step.after(y) if step.after is not None else y
-
-    return complete
+    return widths, x if the_call is None else applied(x, the_call) if wait else depart(x, the_call)
 
 
-def _start_packed(
-    leaves: list[Any], steps: list[LeafCollective | None], members: list[int], results: list[Any], wait: bool
-) -> Callable[[], None]:
-    chosen = [(i, step.rows) for i in members if (step := steps[i]) is not None and step.rows is not None]
-    parts = [rows.into(leaves[i]) for i, rows in chosen]
-    landed = _begin(torch.cat(parts, 1), chosen[0][1].call, wait)
-    ends = list(itertools.accumulate(part.shape[1] for part in parts))
+def _end(y: Tensor, widths: list[int], pack: _Pack, results: list[Any]) -> None:
+    """Put the result of a pack into the places of its leaves."""
+    if not widths:
+        ((i, step),) = pack
+        results[i] = y if step.after is None else step.after(y)
+        return
+    start = 0
+    for (i, step), width in zip(pack, widths, strict=True):
+        assert step.rows is not None
+        results[i] = step.rows.back(y.narrow(1, start, width))  # torch forbids writes into the results of split
+        start += width
 
-    def complete() -> None:
-        whole = landed()
-        for (i, rows), part, end in zip(chosen, parts, ends, strict=True):
-            width = part.shape[1]
-            own = whole.narrow(1, end - width, width)  # torch forbids writes into the results of split
-            results[i] = rows.back(own)
 
-    return complete
+# --- steps and rows ---------------------------------------------------------------------------------------------------
+
+
+def elementwise_step(the_call: Call, after: Variance, x: Tensor) -> LeafCollective:
+    """A step whose call acts element by element. A leaf of any shape is packed as one row."""
+    shape = tuple(x.shape)
+    return LeafCollective(
+        the_call, after, rows=Rows(the_call, lambda leaf: leaf.reshape(1, -1), lambda row: row.reshape(shape))
+    )
+
+
+def then(step: LeafCollective, after: Callable[[Tensor], Tensor]) -> LeafCollective:
+    rows = step.rows
+    if rows is not None:
+        back = rows.back
+        rows = Rows(rows.call, rows.into, lambda row: after(back(row)))
+    return LeafCollective(step.call, step.variance, step.before, after, rows)
+
+
+Sizes = tuple[int, ...]
+
+
+def gather_rows(body: Body, x: Tensor, axes: tuple[str, ...], name: str, dim: int, lengths: Sizes) -> Rows:
+    """Into rows: one row for this rank's block. Back: the blocks of ``n`` rows, joined along ``dim``."""
+    longest, rest = max(lengths), _without(x, dim)
+
+    def back(rows: Tensor) -> Tensor:
+        blocks = rows.reshape(len(lengths), longest, *rest).unbind()
+        return torch.cat([_cut(b, 0, n) for b, n in zip(blocks, lengths, strict=True)]).movedim(0, dim)
+
+    return Rows(call(name, body.mesh, axes), lambda leaf: _pad(leaf.movedim(dim, 0), 0, longest).reshape(1, -1), back)
+
+
+def scatter_rows(body: Body, x: Tensor, axes: tuple[str, ...], name: str, dim: int, lengths: Sizes) -> Rows:
+    """Into rows: one row for each block of ``dim``. Back: this rank's block, from one row."""
+    longest, rest, mine = max(lengths), _without(x, dim), _position(body, axes)
+
+    def into(leaf: Tensor) -> Tensor:
+        pieces = leaf.movedim(dim, 0).split(lengths)
+        return torch.stack([_pad(piece, 0, longest) for piece in pieces]).reshape(len(lengths), -1)
+
+    def back(row: Tensor) -> Tensor:
+        return _cut(row.reshape(longest, *rest), 0, lengths[mine]).movedim(0, dim)
+
+    return Rows(call(name, body.mesh, axes), into, back)
+
+
+def exchange_rows(
+    body: Body, x: Tensor, axes: tuple[str, ...], dims: tuple[int, int], split: Sizes, joined: Sizes
+) -> Rows:
+    """Into rows: one row for each piece of the first dim. Back: the pieces of ``n`` rows, joined along the second."""
+    n, mine = len(split), _position(body, axes)
+    piece = max(split), max(joined)
+    rest = [length for i, length in enumerate(x.shape) if i not in dims]
+
+    def into(leaf: Tensor) -> Tensor:
+        pieces = leaf.movedim(dims, (0, 1)).split(split)
+        return torch.stack([_pad(_pad(p, 0, piece[0]), 1, piece[1]) for p in pieces]).reshape(n, -1)
+
+    def back(rows: Tensor) -> Tensor:
+        blocks = _cut(rows.reshape(n, *piece, *rest), 1, split[mine]).unbind()
+        return torch.cat([_cut(b, 1, length) for b, length in zip(blocks, joined, strict=True)], 1).movedim(
+            (0, 1), dims
+        )
+
+    return Rows(call("all_to_all", body.mesh, axes), into, back)
+
+
+def _position(body: Body, axes: tuple[str, ...]) -> int:
+    return int(body.transport.index(body.mesh, axes))
+
+
+def _without(x: Tensor, dim: int) -> list[int]:
+    return [length for i, length in enumerate(x.shape) if i != dim]
+
+
+def _pad(x: Tensor, dim: int, length: int) -> Tensor:
+    missing = list(x.shape)
+    missing[dim] = length - x.shape[dim]
+    return torch.cat([x, x.new_zeros(missing)], dim) if missing[dim] else x
+
+
+def _cut(x: Tensor, dim: int, length: int) -> Tensor:
+    return x.narrow(dim, 0, length)
