@@ -145,7 +145,7 @@ class Call:
     def run(self, x: Tensor) -> Tensor:
         """Start the collective and wait for its result."""
         result = self.kernel(x, self.mesh, self.axes, self.options)
-        return result if isinstance(result, Tensor) else result.wait()
+        return result.wait() if isinstance(result, Pending) else result
 
     def start_in_place(self, x: Tensor) -> Pending:
         """Start the collective, which writes its result into ``x``. Only calls with ``in_place`` can."""

@@ -204,7 +204,7 @@ class Noted(StandIn):
             _note.call(self, x)
         plain = self.plain
         result: Result = plain.kernel(x, plain.mesh, plain.axes, plain.options)
-        return result if isinstance(result, Tensor) else result.wait()
+        return result.wait() if isinstance(result, Pending) else result
 
     def start_in_place(self, x: Tensor) -> Pending:
         if _note is not None:
