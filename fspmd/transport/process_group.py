@@ -16,10 +16,11 @@ from fspmd.foreign import refuse_misfit
 from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, hidden
-from fspmd.transport.call import DTYPES, Layout, Options, Sizes, Transport
+from fspmd.transport.call import DTYPES, Layout, Options, Transport
 from fspmd.transport.carriers import FLOATS, Reshape, carried, check_adds, moves_bits, neutral_like, nothing
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
 from fspmd.transport.pending import Message, Pending, Result, arrived, fail, wait_for
+from fspmd.transport.stacks import padded, stack, unstack
 from fspmd.transport.windows import flow, is_idle
 
 _OPS: dict[str, Any] = {
@@ -83,7 +84,7 @@ class ProcessGroupTransport(Transport):
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         sizes, dim = o.sizes, o.dim
-        block = x if sizes is None else _pad(x, dim, max(sizes))
+        block = x if sizes is None else padded(x, dim, max(sizes))
         if group.size == 1:
             return block.clone()
         leading = dim == 0 and group.order is None and sizes is None
@@ -99,7 +100,7 @@ class ProcessGroupTransport(Transport):
             stacked = flat.view(group.size, *shape)
             if group.order is not None:
                 stacked = stacked[group.order]
-            return _unstack(stacked, dim, sizes)
+            return unstack(stacked, dim, sizes)
 
         return Pending(out, (work,), _after(restore, arrange))
 
@@ -111,7 +112,7 @@ class ProcessGroupTransport(Transport):
         if group.size == 1:
             return x.clone()
         length = None if o.sizes is None else o.sizes[group.index]
-        stacked = _stack(x, o.dim, o.sizes, group.size)
+        stacked = stack(x, o.dim, o.sizes, group.size)
         if group.back is not None:
             stacked = stacked[group.back]
         send, back = carried(_settled(stacked.contiguous()), "sum")
@@ -410,28 +411,3 @@ def _movable(x: Tensor) -> tuple[Tensor, Reshape | None]:
         return x.reshape(1), lambda flat: flat
     flat = x.as_strided((x.numel(),), (1,))  # a dim of size 1, or of an empty tensor, may have any stride
     return flat.view(torch.uint8), lambda flat: flat.view(dtype)
-
-
-def _pad(x: Tensor, dim: int, length: int) -> Tensor:
-    if x.shape[dim] == length:
-        return x
-    shape = list(x.shape)
-    shape[dim] = length - x.shape[dim]
-    return torch.cat([x, x.new_zeros(shape)], dim)
-
-
-def _unstack(stacked: Tensor, dim: int, sizes: Sizes | None) -> Tensor:
-    """``[n, ..., b, ...] -> [..., n * b, ...]``, without the padding of uneven blocks."""
-    if sizes is not None:
-        return torch.cat([block.narrow(dim, 0, length) for block, length in zip(stacked, sizes, strict=True)], dim)
-    joined: Tensor = stacked.movedim(0, dim).flatten(dim, dim + 1)
-    return joined
-
-
-def _stack(x: Tensor, dim: int, sizes: Sizes | None, n: int) -> Tensor:
-    """``[..., n * b, ...] -> [n, ..., b, ...]``, uneven blocks padded to the longest."""
-    if sizes is not None:
-        longest = max(sizes)
-        return torch.stack([_pad(block, dim, longest) for block in x.split(sizes, dim)])
-    blocks: Tensor = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
-    return blocks
