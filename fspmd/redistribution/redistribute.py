@@ -300,9 +300,7 @@ def part_of_equal(x: Tensor, leg: Leg) -> Tensor | None:
     if time_of_equal(leg) >= moves(leg.source, leg.reached, (), topology(), True).time:
         return None
     dims, axes = cut_dims(leg), tuple([axis for step in leg.calls for axis in step.axes])
-    part, y = x.detach(), x
-    for step in leg.calls:
-        part = apply(part, step)
+    part, y = apply(x.detach(), *leg.calls), x
     for dim in dims:
         y = y.narrow(dim, 0, 1)
     return apply(y, call("invariant_to_varying", leg.source.mesh, axes)).expand(part.shape)
