@@ -150,6 +150,16 @@ def blocks(size: int, parts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(cut)
 
 
+@cached
+def uneven_lengths(size: int, parts: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the lengths of `blocks`, or None if all of them have one length.
+
+    >>> uneven_lengths(5, (2, 2)), uneven_lengths(8, (2, 2))
+    ((2, 1, 1, 1), None)
+    """
+    return None if size % prod(parts) == 0 else tuple([length for _, length in blocks(size, parts)])
+
+
 def block_at(size: int, parts: tuple[int, ...], place: Iterable[int]) -> tuple[int, int]:
     """Return the one of `blocks` at a place along each axis. No block is longer than that at place 0 of all.
 

@@ -30,7 +30,7 @@ from fspmd.torch_internals import (
     wrapped_by,
 )
 from fspmd.tracing import refuse_traced
-from fspmd.transport import Options, Pending, transport_named
+from fspmd.transport import Options, Pending, arrived, as_pending, transport_named
 from fspmd.transport.carriers import FLOATS
 
 
@@ -117,7 +117,6 @@ class Call:
         "mesh",
         "options",
         "pair",
-        "results",
         "views",
     )
 
@@ -133,7 +132,6 @@ class Call:
         self.idle = self.views and idle_backward
         has_in_place = idle_backward and options.op == "sum" and self.pair.kernel in transport.in_place
         self.in_place: Any = getattr(transport, f"{self.pair.kernel}_in_place") if has_in_place else None
-        self.results: dict[Any, Any] = {}  # type of the operand -> type of the result, for the hot path
         self._transposed: Call | None = None
         self.facts: Any = None  # what a watcher knows of the call
 
@@ -142,18 +140,16 @@ class Call:
 
     def start(self, x: Tensor) -> Pending:
         """Start the collective on a tensor, below autograd."""
-        pending: Pending = self.kernel(x, self.mesh, self.axes, self.options)
-        return pending
+        return as_pending(self.kernel(x, self.mesh, self.axes, self.options))
 
     def run(self, x: Tensor) -> Tensor:
         """Start the collective and wait for its result."""
-        result: Tensor = self.kernel(x, self.mesh, self.axes, self.options).wait()
-        return result
+        result = self.kernel(x, self.mesh, self.axes, self.options)
+        return result.wait() if isinstance(result, Pending) else result
 
     def start_in_place(self, x: Tensor) -> Pending:
         """Start the collective, which writes its result into ``x``. Only calls with ``in_place`` can."""
-        pending: Pending = self.in_place(x, self.mesh, self.axes, self.options)
-        return pending
+        return as_pending(self.in_place(x, self.mesh, self.axes, self.options))
 
     def writer(self) -> Callable[[Tensor], Tensor] | None:
         """A function that runs a sum and writes it into its operand; None if the call is no sum, or cannot."""
@@ -164,8 +160,7 @@ class Call:
         mesh, axes, options = self.mesh, self.axes, self.options
 
         def run(x: Tensor) -> Tensor:
-            result: Tensor = start(x, mesh, axes, options).wait()
-            return result
+            return arrived(start(x, mesh, axes, options))
 
         return run
 
@@ -193,7 +188,7 @@ class Call:
     def into(self, x: Tensor, out: Tensor) -> Pending:
         """Start the collective, which writes its result into ``out``."""
         kernel = getattr(transport_named(self.mesh.transport), f"{self.pair.kernel}_into")
-        return kernel(out, x, self.mesh, self.axes)  # type: ignore[no-any-return]
+        return as_pending(kernel(out, x, self.mesh, self.axes))
 
     def batched(self) -> Call:
         """Return the call for blocks with one more dim in front."""
@@ -265,7 +260,7 @@ class StandIn(Call):
 
     def __init__(self, plain: Call, by: Any) -> None:
         self.pair, self.mesh, self.axes, self.options = plain.pair, plain.mesh, plain.axes, plain.options
-        self.kernel, self.results, self.views, self.idle = plain.kernel, plain.results, False, plain.idle
+        self.kernel, self.views, self.idle = plain.kernel, False, plain.idle
         self.in_place = None
         self.plain = plain
         self.by = by
@@ -286,10 +281,15 @@ def watched(x: Any, call: Call) -> Call:
     return call if watch is None else watch(x, call)
 
 
-def apply(x: Tensor, call: Call) -> Tensor:
-    """Return ``call(x)``, differentiable any number of times, in reverse and forward mode, and under ``torch.func``."""
+def apply(x: Tensor, *calls: Call) -> Tensor:
+    """Return calls of ``x``, one after another.
+
+    They are differentiable any number of times, in reverse and forward mode, and under ``torch.func``.
+    """
     with DisableTorchFunction():
-        return applied(x, call)
+        for call in calls:
+            x = applied(x, call)
+    return x
 
 
 def applied(x: Tensor, call: Call) -> Tensor:

@@ -9,7 +9,7 @@ import optree
 from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes, state
-from fspmd.collectives.operands import WORDS, AxisName, one_state, operand_of
+from fspmd.collectives.collective import WORDS, AxisName, one_state, operand_of
 from fspmd.collectives.steps import T
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.messages import as_axis_name, quoted

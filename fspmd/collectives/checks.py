@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fspmd.body import Body
-from fspmd.entries import blocks
+from fspmd.entries import uneven_lengths
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.axes import place_at
 from fspmd.meshes.mesh import Mesh
@@ -117,10 +117,9 @@ def _listed(numbers: Iterable[int]) -> str:
 
 def block_lengths(body: Body, axes: tuple[str, ...], size: int) -> tuple[int, ...] | None:
     """The block length at each position along the axes, for a dim of ``size``. None: the blocks are even."""
-    lengths = tuple(length for _, length in blocks(size, body.sizes(axes)))
-    if len(set(lengths)) == 1:
-        return None
-    body.mark_uneven()
+    lengths = uneven_lengths(size, body.sizes(axes))
+    if lengths is not None:
+        body.mark_uneven()
     return lengths
 
 

@@ -20,19 +20,12 @@ from fspmd.collectives.checks import (
     check_source,
     check_tiles,
 )
-from fspmd.collectives.collective import Build, collective
-from fspmd.collectives.operands import (
-    AxisName,
-    Groups,
-    as_varying,
-    elementwise_step,
-    exchange_rows,
-    varying_operand,
-)
-from fspmd.collectives.steps import Handle, LeafCollective, Operand, Reshape, Rows, T
+from fspmd.collectives.collective import AxisName, Build, Groups, as_varying, collective, varying_operand
+from fspmd.collectives.steps import Handle, LeafCollective, Operand, Reshape, Rows, T, elementwise_step
 from fspmd.errors import ShapeError
 from fspmd.pairs import call
 from fspmd.transport import Options
+from fspmd.transport.stacks import padded, stack, unstack
 from fspmd.variance import INVARIANT
 
 
@@ -116,7 +109,7 @@ def _all_to_all(
         o, before, back = _options(body, leaf, axes, (split, concat), index_groups, tiled, size, what)
         leaves[i] = as_varying(body, leaf, variance.moved(axes, "V"))
         after = variance.moved(axes, "V") if body.checked else INVARIANT
-        rows = _exchange_rows(body, leaf, axes, o, back)
+        rows = _exchange_rows(body, leaf, axes, o, back) if body.transport.coalesces else None
         return LeafCollective(call("all_to_all", body.mesh, axes, o), after, before, back, rows)
 
     return build
@@ -153,23 +146,26 @@ def _options(
 
 
 def _exchange_rows(body: Body, x: Tensor, axes: tuple[str, ...], o: Options, squeeze: Any) -> Rows | None:
-    if o.sizes is not None:
-        assert o.concat_sizes is not None
-        dims = o.dim, o.concat_dim
-        return exchange_rows(body, x, axes, dims, o.sizes, o.concat_sizes) if body.transport.coalesces else None
+    """Into rows: one row for each piece. Back: the pieces of ``n`` rows, joined. Uneven pieces are padded."""
     n = len(o.index_groups[0]) if o.index_groups else math.prod(body.sizes(axes))
     shape = list(x.shape)
     if squeeze is not None:
         shape.insert(o.concat_dim, 1)
+    if o.concat_sizes is not None:
+        if o.dim == o.concat_dim:
+            return None
+        shape[o.concat_dim] = max(o.concat_sizes)
     piece = list(shape)
-    piece[o.dim] //= n
+    piece[o.dim] = shape[o.dim] // n if o.sizes is None else max(o.sizes)
+    mine = None if o.sizes is None else o.sizes[int(body.transport.index(body.mesh, axes))]
 
     def into(leaf: Tensor) -> Tensor:
-        pieces: Tensor = leaf.reshape(shape).unflatten(o.dim, (n, -1)).movedim(o.dim, 0)
-        return pieces.reshape(n, -1)
+        wide = leaf.reshape(shape) if o.sizes is None else padded(leaf, o.concat_dim, shape[o.concat_dim])
+        return stack(wide, o.dim, o.sizes, n).reshape(n, -1)
 
     def back(rows: Tensor) -> Tensor:
-        y = rows.reshape(n, *piece).movedim(0, o.concat_dim).flatten(o.concat_dim, o.concat_dim + 1)
+        pieces = rows.reshape(n, *piece)
+        y = unstack(pieces if mine is None else pieces.narrow(o.dim + 1, 0, mine), o.concat_dim, o.concat_sizes)
         return y if squeeze is None else squeeze(y)
 
     return Rows(call("all_to_all", body.mesh, axes, Options(index_groups=o.index_groups)), into, back)

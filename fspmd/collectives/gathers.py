@@ -19,16 +19,7 @@ from fspmd.collectives.checks import (
     check_size_use,
     check_tiles,
 )
-from fspmd.collectives.collective import Build, collective
-from fspmd.collectives.operands import (
-    AxisName,
-    Groups,
-    as_varying,
-    gather_rows,
-    one_state,
-    scatter_rows,
-    varying_operand,
-)
+from fspmd.collectives.collective import AxisName, Build, Groups, as_varying, collective, one_state, varying_operand
 from fspmd.collectives.steps import Handle, LeafCollective, Operand, Rows, T
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.foreign import refuse_misfit
@@ -39,6 +30,7 @@ from fspmd.transport import Options
 from fspmd.transport.carriers import check_adds
 from fspmd.transport.local_tensor import held_frame
 from fspmd.transport.pending import begin
+from fspmd.transport.stacks import padded, stack, unstack
 from fspmd.variance import BORROWED, INVARIANT, Variance, get_variance, set_variance, show
 
 
@@ -153,22 +145,24 @@ def _gather_step(
     index_groups: Any,
     after: Variance,
 ) -> LeafCollective:
+    """The step of a leaf. In row form a block is one row; uneven blocks are padded to the longest."""
     o = Options(dim=dim, sizes=lengths, index_groups=index_groups)
-    rows: Rows | None = None
-    if lengths is not None and body.transport.coalesces:
-        rows = gather_rows(body, x, axes, name, dim, lengths)
-    elif lengths is None:
-        shape = tuple(x.shape)
-
-        def back(gathered: Tensor) -> Tensor:
-            stacked = gathered.unflatten(1, shape) if shape else gathered.squeeze(1)
-            stacked = stacked.movedim(0, dim)
-            return stacked.flatten(dim, dim + 1) if tiled else stacked
-
-        on_rows = call(name, body.mesh, axes, Options(index_groups=index_groups))
-        rows = Rows(on_rows, lambda leaf: leaf.reshape(1, -1), back)
     before = None if tiled else (lambda leaf: leaf.unsqueeze(dim))
-    return LeafCollective(call(name, body.mesh, axes, o), after, before, rows=rows)
+    step = LeafCollective(call(name, body.mesh, axes, o), after, before)
+    if body.transport.coalesces:
+        shape = list(x.shape)
+        if lengths is not None:
+            shape[dim] = max(lengths)
+
+        def into(leaf: Tensor) -> Tensor:
+            return (leaf if lengths is None else padded(leaf, dim, shape[dim])).reshape(1, -1)
+
+        def back(rows: Tensor) -> Tensor:
+            blocks = rows.unflatten(1, shape) if shape else rows.squeeze(1)
+            return unstack(blocks, dim, lengths) if tiled else blocks.movedim(0, dim)
+
+        step.rows = Rows(call(name, body.mesh, axes, Options(index_groups=index_groups)), into, back)
+    return step
 
 
 @overload
@@ -259,28 +253,26 @@ def _scatter(operand: Operand, scatter_dimension: int, axis_index_groups: Any, t
             leaves[i] = as_varying(body, leaf, after)
         o = Options(dim=dim, sizes=lengths, index_groups=index_groups)
         squeeze = None if tiled else (lambda y: y.squeeze(dim))
-        rows: Rows | None = None
-        if lengths is None:
-            rows = _scatter_rows(body, leaf, axes, name, dim, tiled, count, index_groups)
-        elif body.transport.coalesces:
-            rows = scatter_rows(body, leaf, axes, name, dim, lengths)
+        rows = _scatter_rows(body, leaf, axes, name, o, tiled, count) if body.transport.coalesces else None
         return LeafCollective(call(name, body.mesh, axes, o), after, after=squeeze, rows=rows)
 
     return build
 
 
-def _scatter_rows(
-    body: Body, x: Tensor, axes: tuple[str, ...], name: str, dim: int, tiled: bool, n: int, index_groups: Any
-) -> Rows:
-    shape = list(x.shape)
-    shape[dim] //= n
+def _scatter_rows(body: Body, x: Tensor, axes: tuple[str, ...], name: str, o: Options, tiled: bool, n: int) -> Rows:
+    """Into rows: one row for each block. Back: this rank's block. Uneven blocks are padded to the longest."""
+    dim, shape = o.dim, list(x.shape)
+    shape[dim] = shape[dim] // n if o.sizes is None else max(o.sizes)
+    mine = None if o.sizes is None else o.sizes[int(body.transport.index(body.mesh, axes))]
 
     def back(row: Tensor) -> Tensor:
         block = row.reshape(shape)
+        if mine is not None:
+            return block.narrow(dim, 0, mine)
         return block if tiled else block.squeeze(dim)
 
-    on_rows = call(name, body.mesh, axes, Options(index_groups=index_groups))
-    return Rows(on_rows, lambda leaf: leaf.unflatten(dim, (n, -1)).movedim(dim, 0).reshape(n, -1), back)
+    on_rows = call(name, body.mesh, axes, Options(index_groups=o.index_groups))
+    return Rows(on_rows, lambda leaf: stack(leaf, dim, o.sizes, n).reshape(n, -1), back)
 
 
 @overload

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fspmd.body import Body, bound_body, resolve_axes
 from fspmd.collectives.checks import check_alike, check_index_groups, where
-from fspmd.collectives.operands import AxisName, Groups, as_varying, varying_operand
+from fspmd.collectives.collective import AxisName, Groups, as_varying, varying_operand
 from fspmd.collectives.steps import Handle
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.flights import depart, land
@@ -21,7 +21,7 @@ from fspmd.messages import described
 from fspmd.pairs import Call, apply
 from fspmd.torch_internals import NOT_MAPPED, DisableTorchFunction, batch_dim_of
 from fspmd.tracing import outside_transforms, step_of_values
-from fspmd.transport import Options, carriers
+from fspmd.transport import Options, arrived, carriers
 from fspmd.transport.frame import Frame, frame, union
 from fspmd.transport.local_tensor import blocks_of, frame_of, local_tensor, shards_of
 from fspmd.transport.rows import Routes, even_routes, landing_mask, plan_route
@@ -304,7 +304,7 @@ def _routes(
     with torch.no_grad(), outside_transforms():
         starts, sizes, targets, receiving = (value.detach().to(torch.int64) for value in numbers)
         told, told_to = torch.stack([targets, sizes]), Options(dim=1, concat_dim=1, index_groups=o.index_groups)
-        columns: list[Any] = [starts, sizes, targets, receiving, transport.exchange(told, mesh, axes, told_to).wait()]
+        columns: list[Any] = [starts, sizes, targets, receiving, arrived(transport.exchange(told, mesh, axes, told_to))]
         columns = [[x] if held is None else shards_of(x, held) for x in columns]
         routes, complaint = [], ""
         for place, (row, rows) in enumerate(zip(zip(*columns, strict=True), lengths, strict=True)):

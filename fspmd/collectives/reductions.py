@@ -12,18 +12,17 @@ from torch import Tensor
 
 from fspmd.body import Body
 from fspmd.collectives.checks import check_alike, check_index_groups
-from fspmd.collectives.collective import Build, collective
-from fspmd.collectives.operands import (
+from fspmd.collectives.collective import (
     AxisName,
+    Build,
     Groups,
     as_varying,
-    elementwise_step,
+    collective,
     one_state,
     operand_of,
-    then,
     varying_operand,
 )
-from fspmd.collectives.steps import Handle, LeafCollective, Operand, T
+from fspmd.collectives.steps import Handle, LeafCollective, Operand, T, elementwise_step, then
 from fspmd.errors import VarianceError
 from fspmd.messages import as_axis_name
 from fspmd.pairs import Call, apply, call, watched

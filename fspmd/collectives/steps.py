@@ -6,7 +6,6 @@ in *row form* (``[rows, K]``, one row per rank of the group or one row in all) a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn
@@ -179,16 +178,13 @@ class Operand:
         if state.tracker is not None and not body.checked:  # an enclosing body tracks its own axes
             kept = [get_variance(x) if isinstance(x, Tensor) else INVARIANT for x in leaves]
         with DisableTorchFunction():
-            waiting: list[Callable[[], None]] = []
-            results = list(leaves)
-            for members in _packs(body, leaves, steps):
-                start = _start_packed if len(members) > 1 else _start_one
-                waiting.append(start(leaves, steps, members, results, wait))
+            begun = [(pack, *_begin(leaves, pack, wait)) for pack in _packs(body, leaves, steps)]
 
         def finish() -> Any:
+            results = list(leaves)
             with DisableTorchFunction():
-                for complete in waiting:
-                    complete()
+                for pack, widths, y in begun:
+                    _end(land(y) if isinstance(y, Flight) else y, widths, pack, results)
                 for i, step in enumerate(steps):
                     if step is not None:
                         set_variance(results[i], step.variance if kept is None else kept[i])
@@ -199,55 +195,59 @@ class Operand:
         return finish() if wait else Handle(finish, leaves)
 
 
-def _packs(body: Body, leaves: list[Any], steps: list[LeafCollective | None]) -> list[list[int]]:
-    packs: dict[Any, list[int]] = {}
+_Pack = list[tuple[int, LeafCollective]]  # the numbers and the steps of leaves that share a call
+
+
+def _packs(body: Body, leaves: list[Any], steps: list[LeafCollective | None]) -> list[_Pack]:
+    packs: dict[Any, _Pack] = {}
     for i, step in enumerate(steps):
-        if step is None:
-            continue
-        packable = body.transport.coalesces and step.rows is not None and step.call is not None
-        key = (step.rows.call, leaves[i].dtype, step.variance) if packable and step.rows is not None else i
-        packs.setdefault(key, []).append(i)
+        if step is not None:
+            packable = body.transport.coalesces and step.call is not None
+            key = (step.rows.call, leaves[i].dtype, step.variance) if packable and step.rows is not None else i
+            packs.setdefault(key, []).append((i, step))
     return list(packs.values())
 
 
-def _begin(x: Tensor, call: Call, wait: bool) -> Callable[[], Tensor]:
-    if wait:
-        result = applied(x, call)
-        return lambda: result
-    flight: Flight = depart(x, call)
-    return lambda: land(flight)
-
-
-def _start_one(
-    leaves: list[Any], steps: list[LeafCollective | None], members: list[int], results: list[Any], wait: bool
-) -> Callable[[], None]:
-    (i,) = members
-    step, x = steps[i], leaves[i]
-    assert step is not None
-    if step.before is not None:
+def _begin(leaves: list[Any], pack: _Pack, wait: bool) -> tuple[list[int], Tensor | Flight]:
+    """Begin the call of a pack. Returns the widths of its rows, and the result or the call under way."""
+    i, step = pack[0]
+    x, the_call, widths = leaves[i], step.call, list[int]()
+    if len(pack) > 1:
+        rows = [(leaves[i], step.rows) for i, step in pack if step.rows is not None]
+        parts = [row.into(leaf) for leaf, row in rows]
+        x, the_call, widths = torch.cat(parts, 1), rows[0][1].call, [part.shape[1] for part in parts]
+    elif step.before is not None:
         x = step.before(x)
-    landed: Callable[[], Tensor] = (lambda: x) if step.call is None else _begin(x, step.call, wait)
-
-    def complete() -> None:
-        y = landed()
-        results[i] = step.after(y) if step.after is not None else y
-
-    return complete
+    return widths, x if the_call is None else applied(x, the_call) if wait else depart(x, the_call)
 
 
-def _start_packed(
-    leaves: list[Any], steps: list[LeafCollective | None], members: list[int], results: list[Any], wait: bool
-) -> Callable[[], None]:
-    chosen = [(i, step.rows) for i in members if (step := steps[i]) is not None and step.rows is not None]
-    parts = [rows.into(leaves[i]) for i, rows in chosen]
-    landed = _begin(torch.cat(parts, 1), chosen[0][1].call, wait)
-    ends = list(itertools.accumulate(part.shape[1] for part in parts))
+def _end(y: Tensor, widths: list[int], pack: _Pack, results: list[Any]) -> None:
+    """Put the result of a pack into the places of its leaves."""
+    if not widths:
+        ((i, step),) = pack
+        results[i] = y if step.after is None else step.after(y)
+        return
+    start = 0
+    for (i, step), width in zip(pack, widths, strict=True):
+        assert step.rows is not None
+        results[i] = step.rows.back(y.narrow(1, start, width))  # torch forbids writes into the results of split
+        start += width
 
-    def complete() -> None:
-        whole = landed()
-        for (i, rows), part, end in zip(chosen, parts, ends, strict=True):
-            width = part.shape[1]
-            own = whole.narrow(1, end - width, width)  # torch forbids writes into the results of split
-            results[i] = rows.back(own)
 
-    return complete
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def elementwise_step(the_call: Call, after: Variance, x: Tensor) -> LeafCollective:
+    """A step whose call acts element by element. A leaf of any shape is packed as one row."""
+    shape = tuple(x.shape)
+    return LeafCollective(
+        the_call, after, rows=Rows(the_call, lambda leaf: leaf.reshape(1, -1), lambda row: row.reshape(shape))
+    )
+
+
+def then(step: LeafCollective, after: Callable[[Tensor], Tensor]) -> LeafCollective:
+    rows = step.rows
+    if rows is not None:
+        back = rows.back
+        rows = Rows(rows.call, rows.into, lambda row: after(back(row)))
+    return LeafCollective(step.call, step.variance, step.before, after, rows)

@@ -21,7 +21,7 @@ from fspmd.messages import described
 from fspmd.pairs import Call, StandIn, profile_with, watch_with, watches_with
 from fspmd.redistribution.cost import Price, Topology, moves, price
 from fspmd.torch_internals import current_autograd_node, profiler
-from fspmd.transport import Pending
+from fspmd.transport import Pending, Result
 from fspmd.transport.abstract import place_in_group
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.rows import RankRoute
@@ -203,8 +203,8 @@ class Noted(StandIn):
         if _note is not None:
             _note.call(self, x)
         plain = self.plain
-        result: Tensor = plain.kernel(x, plain.mesh, plain.axes, plain.options).wait()
-        return result
+        result: Result = plain.kernel(x, plain.mesh, plain.axes, plain.options)
+        return result.wait() if isinstance(result, Pending) else result
 
     def start_in_place(self, x: Tensor) -> Pending:
         if _note is not None:

@@ -152,9 +152,8 @@ def _moved(x: Sharded, need: TensorSpec, axes: tuple[str, ...]) -> Sharded:
     if target is x.spec:
         return x
     followed = x.requires_grad and torch.is_grad_enabled()
-    move, local = moves(x.spec, target, axes if followed else (), topology(), followed), x.local
-    for call in move.calls:
-        local = apply(local, call)
+    move = moves(x.spec, target, axes if followed else (), topology(), followed)
+    local = apply(x.local, *move.calls)
     partition = target.partition
     reduced = partition.reduced.union(*(call.axes for call in move.calls if call.pair.name == "all_gather_reduced"))
     target = target.with_partition(P(*partition, unreduced=partition.unreduced, reduced=reduced))

@@ -16,7 +16,7 @@ from fspmd.messages import Failure, described, holds_all_ranks, quoted
 from fspmd.pairs import Call, apply, call
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.redistribute import cuts, moved, redistribute
-from fspmd.sharded import Sharded, is_plain, of_form
+from fspmd.sharded import Sharded, of_form
 from fspmd.spec import P, TensorSpec, complain
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import outside_transforms
@@ -32,23 +32,29 @@ def argument_failure(
     """Return the failure of an argument under its spec, or None."""
     if partition is None or leaf is None:
         return None
-    kind: Any = type(leaf)
-    if kind is Sharded:
+    if isinstance(leaf, Sharded):
         if outer_axes:
             advice = "pass it to the outer function, with its spec, and hand its block on"
             return Failure(f"{label} is {leaf!r}, but a nested shard_map takes blocks", ArgumentError, advice)
     elif is_simulated(leaf):
         if not outer_axes:
             return holds_all_ranks(str(label))
-    elif not is_plain(leaf):
+    elif not isinstance(leaf, Tensor):
         return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
     elif found := misfit(leaf):
         return Failure(f"{label} is {found[0]}", ArgumentError, found[1])
-    wrong = complain(partition, body.mesh, leaf.ndim) or manual_complaint(partition, body, outer_axes)
-    return Failure(f"{label} of shape {tuple(leaf.shape)}: {wrong}", SpecError) if wrong else None
+    return spec_failure(leaf, partition, label, body, outer_axes)
 
 
-def manual_complaint(partition: P, body: Body, outer_axes: frozenset[str]) -> str:
+def spec_failure(
+    x: Tensor | Sharded, partition: P, label: object, body: Body, outer_axes: frozenset[str]
+) -> Failure | None:
+    """Return the failure of an argument or a result whose spec does not fit its dims, or the axes of the body."""
+    wrong = complain(partition, body.mesh, x.ndim) or _axes_complaint(partition, body, outer_axes)
+    return Failure(f"{label} of shape {tuple(x.shape)}: {wrong}", SpecError) if wrong else None
+
+
+def _axes_complaint(partition: P, body: Body, outer_axes: frozenset[str]) -> str:
     """Return the mistake in a spec that names axes other than the body's own, or ""."""
     if bound := sorted(partition.mentioned & outer_axes):
         return f"{partition!r} names the axis {quoted(bound)}, along which the enclosing body has cut it; leave it out"
@@ -159,7 +165,12 @@ def _plain_entry(
                     inherited.reduced | variance.reduced,
                 ),
             )
-        return set_variance(y, variance) if cut else y
+        if not cut:
+            return y
+        if transforms_active():
+            return set_variance(y, variance)
+        setattr(y, ATTRIBUTE, variance)  # a new tensor
+        return y
 
     return enter
 

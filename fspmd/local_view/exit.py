@@ -18,12 +18,12 @@ from fspmd.collectives.steps import Handle
 from fspmd.entries import Flat, entry_axes, entry_of
 from fspmd.errors import ArgumentError, MeshError, ShapeError, SpecError, VarianceError
 from fspmd.foreign import misfit
-from fspmd.local_view.entry import manual_complaint
+from fspmd.local_view.entry import spec_failure
 from fspmd.messages import Failure, as_axis_name, described, quoted, refuse
 from fspmd.pairs import apply, call
 from fspmd.redistribution.redistribute import from_blocks, from_even_blocks
 from fspmd.sharded import Sharded, is_plain, pair
-from fspmd.spec import P, TensorSpec, complain
+from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import recorder
 from fspmd.transport import Options
@@ -131,8 +131,8 @@ def result_failure(x: Any, partition: P, path: object, body: Body, outer_axes: f
         return _kind_failure(x, partition, path)
     if found := misfit(x):
         return Failure(f"{path} is {found[0]}, but a body returns blocks", ArgumentError, found[1])
-    if wrong := complain(partition, body.mesh, x.ndim) or manual_complaint(partition, body, outer_axes):
-        return Failure(f"{path} of shape {tuple(x.shape)}: {wrong}", SpecError)
+    if failure := spec_failure(x, partition, path, body, outer_axes):
+        return failure
     return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from sys import modules
 from types import FunctionType
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
-from fspmd.local_view.modes import NOT_IMPORTED, be_eager_in_bodies, frame_callback, is_active, run_in
+from fspmd.local_view.modes import DYNAMO, be_eager_in_bodies, is_active, run_in
 from fspmd.local_view.storages import OF_TENSORS, check_storages, wrap_storages
 from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen
@@ -470,7 +471,7 @@ def _wrap_compile() -> None:
     @functools.wraps(original)
     def compile(model: Any = None, **options: Any) -> Any:
         compiled = original(model, **options)
-        if state.mode is not None and frame_callback() is not NOT_IMPORTED:  # the body may have begun before its import
+        if state.mode is not None and DYNAMO in modules:  # the body may have begun before its import
             be_eager_in_bodies()
         if not getattr(model, "__module__", "").startswith(MODULES_THAT_COMPILE):
             return compiled

@@ -50,10 +50,9 @@ class _EagerInBodies:
         return getattr(self._outside, name)
 
 
-_get_callback, set_frame_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
-_DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
-NOT_IMPORTED: Final = object()
-SETTLED: Final = (None, NOT_IMPORTED)  # what `push_mode` leaves as it is
+#: Dynamo's callback of this thread: None outside of compiled functions
+frame_callback, set_frame_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
+DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
 
 
 def mode_above() -> BodyMode | None:
@@ -72,28 +71,17 @@ def pop_ended_modes() -> None:
         pop_function_mode()
 
 
-def frame_callback() -> Any:
-    """Return the callback of Dynamo in this thread, None outside of compiled functions."""
-    if _DYNAMO in modules and hasattr(modules[_DYNAMO], "_stance"):  # another thread may be importing it
-        return _get_callback()
-    return NOT_IMPORTED
-
-
-def push_mode(mode: BodyMode, callback: Any) -> None:
-    """Activate a mode, and let compiled functions run uncompiled. ``callback`` is the `frame_callback` before."""
-    push_function_mode(mode)
-    if callback is NOT_IMPORTED:
-        return
-    be_eager_in_bodies()
-    if callback is not None:
-        set_frame_callback(None)
-
-
 def be_eager_in_bodies() -> None:
-    """Let compiled functions run uncompiled in bodies with a mode. Dynamo must be imported."""
-    compiler: Any = modules[_DYNAMO]
-    if type(compiler._stance) is not _EagerInBodies:
-        compiler._stance = _EagerInBodies(compiler._stance)
+    """Let compiled functions run uncompiled in bodies with a mode, also where a compiled function has called the body.
+
+    Called once the mode is on, if `DYNAMO` is imported. The caller restores the callback of its thread.
+    """
+    if frame_callback() is not None:
+        set_frame_callback(None)
+    compiler: Any = modules[DYNAMO]
+    stance = getattr(compiler, "_stance", None)  # another thread may be importing it
+    if stance is not None and type(stance) is not _EagerInBodies:
+        compiler._stance = _EagerInBodies(stance)
         _wrap_set_stance(modules["torch._dynamo.decorators"])
 
 
@@ -162,7 +150,9 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
             if above is not None:
                 pop_function_mode()
             if mode is not None:
-                push_mode(mode, callback)
+                push_function_mode(mode)
+                if DYNAMO in modules:
+                    be_eager_in_bodies()
             out = function(*args)
             if mode is not None:
                 pop_function_mode()
@@ -178,7 +168,7 @@ def run_in(body: Body | None, mode: BodyMode | None, function: Callable[..., R],
     finally:
         state.body, state.tracker, state.mode = outer, outer_tracker, outer_mode
         try:
-            if callback not in SETTLED:
+            if callback is not None:
                 set_frame_callback(callback)
         finally:
             RUNNING.pop(run, None)

@@ -169,10 +169,9 @@ def make_plan(
     _check_call(f, args, names, name)
     roots = [*parameter_names(f, len(args) - len(names)), *names]
     specs = _specs_of(f, args, names, in_specs, roots, name)
-    treedef = optree.tree_structure(args, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(args, none_is_leaf=True)
     check_keys(treedef)
     names_of_leaves = labels(treedef, roots)
-    leaves = optree.tree_leaves(args, none_is_leaf=True)
     rows = list(zip(leaves, specs, names_of_leaves, strict=True))
     _check_meshes(rows, mesh, name)
     results = [argument_failure(leaf, spec, label, body, outer_axes) for leaf, spec, label in rows]

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from operator import call
+from sys import modules
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from torch import Tensor, strided
@@ -19,13 +20,13 @@ from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
-    NOT_IMPORTED,
+    DYNAMO,
     BodyMode,
+    be_eager_in_bodies,
     frame_callback,
     leave_to_python,
     mode_above,
     pop_ended_modes,
-    push_mode,
     restore_modes,
     set_frame_callback,
 )
@@ -182,8 +183,8 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             return run(plan, function, leaves, names, flat)
     body, here = plan.body, state.__dict__
     outer, outer_tracker, outer_mode = here["body"], here["tracker"], here["mode"]
-    modes = function_mode_is_on()
-    if modes or count_dispatch_modes() or JIT_TRACED:
+    is_seen = function_mode_is_on()
+    if is_seen or count_dispatch_modes() or JIT_TRACED:
         refuse_traced(body.name)
     for i, fewest in plan.plain:
         x = leaves[i]
@@ -200,10 +201,10 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
         args = plan.treedef.unflatten(args)
     called = _by_name(function, len(args) - len(names), names) if names else function
     mode = Tracker(body) if body.checked else None if plan.nested else _unchecked_mode(plan)
-    if modes and outer is None:
+    if is_seen and outer is None:
         pop_ended_modes()
     above = mode_above() if plan.nested and mode is not None else None
-    callback, key = NOT_IMPORTED if mode is None else frame_callback(), mode or object()
+    callback, key = frame_callback() if mode is not None else None, mode or object()
     try:  # as in `run_in`, where the order of lines is explained
         RUNNING[key] = body
         here["body"] = body
@@ -215,7 +216,9 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
             here["mode"] = mode
             if above is not None:
                 pop_function_mode()
-            push_mode(mode, callback)
+            push_function_mode(mode)
+            if DYNAMO in modules:
+                be_eager_in_bodies()
             out = called(*args)
             pop_function_mode()
             if above is not None:
@@ -232,7 +235,7 @@ def run(plan: Plan, function: Callable[..., Any], leaves: list[Any], names: tupl
     finally:
         here["body"], here["tracker"], here["mode"] = outer, outer_tracker, outer_mode
         try:
-            if callback is not NOT_IMPORTED and callback is not None:
+            if callback is not None:
                 set_frame_callback(callback)
         finally:
             RUNNING.pop(key, None)

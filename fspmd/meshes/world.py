@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: the rank that code on a simulated mesh runs as, set by `simulated_rank` and `rank_map`
 SIMULATED: ContextVar[int | None] = ContextVar("fspmd_simulated_rank", default=None)
+#: returns this rank, or None where none is set
+simulated = SIMULATED.get
 
 
 # ----------------------------------------------------------------------------------------------- which rank of how many
@@ -52,19 +54,14 @@ def world_size() -> int:
     return from_environment("WORLD_SIZE") if launched() else 1
 
 
-def simulated() -> int | None:
-    """Return the rank that :func:`simulated_rank` has set, or None outside of it."""
-    return SIMULATED.get()
-
-
 def rank() -> int:
     """The rank that code runs as: the simulated one where :func:`simulated_rank` has set it, else this process's.
 
     >>> rank()
     0
     """
-    simulated = SIMULATED.get()
-    return process_rank() if simulated is None else simulated
+    known = simulated()
+    return process_rank() if known is None else known
 
 
 @contextmanager

@@ -28,6 +28,7 @@ class OpFacts:
         pure: Equal operands give equal results, and there are no other effects; `is_pure` answers for one call.
         random: It may draw random numbers.
         resizes: It may change the size of an operand.
+        returns: For each result the argument that it is, by position and name, or None for a new value.
         switches: The arguments that are zero or False in calls that draw nothing, by position, name and default. Only
             aten ops promise it.
         view: Its result aliases its first argument.
@@ -46,6 +47,7 @@ class OpFacts:
         "pure",
         "random",
         "resizes",
+        "returns",
         "strided",
         "switches",
         "view",
@@ -68,6 +70,9 @@ class OpFacts:
         self.elementwise: bool = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
         written = [(i, arg) for i, arg in enumerate(schema.arguments) if arg.alias_info and arg.alias_info.is_write]
         self.writes: list[tuple[int, str]] = [(i, arg.name) for i, arg in written]
+        places = iter(self.writes)
+        returned = [r.alias_info is not None and r.alias_info.is_write for r in schema.returns]
+        self.returns: list[tuple[int, str] | None] = [next(places) if is_written else None for is_written in returned]
         self.resizes: bool = name in _RESIZES or any(arg.kwarg_only for _, arg in written)
         arguments = schema.arguments if func.namespace == "aten" else ()
         switches = [(i, arg.name, arg.default_value) for i, arg in enumerate(arguments) if arg.name in _SWITCHES]

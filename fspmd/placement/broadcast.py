@@ -28,7 +28,7 @@ from fspmd.messages import described
 from fspmd.pairs import apply, call
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, complain, describe
-from fspmd.transport import Options, transport_named
+from fspmd.transport import Options, arrived, transport_named
 from fspmd.transport.local_tensor import is_simulated
 from fspmd.trees import leaf_paths, tree_text
 
@@ -111,7 +111,7 @@ def hear_all(make: Callable[[], Any], mesh: Mesh) -> list[Any]:
     transport = transport_named(mesh.transport)
     block = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(mesh.device)
     sizes = tuple(layout[1][0] for (layout,) in transport.layouts([block], mesh) if layout is not None)
-    messages = transport.gather(block, mesh, mesh.axis_names, Options(sizes=sizes)).wait()
+    messages = arrived(transport.gather(block, mesh, mesh.axis_names, Options(sizes=sizes)))
     heard = [pickle.loads(bytes(part.tolist())) for part in messages.cpu().split(sizes)]
     compare_replays([row for row, _ in heard], mesh)
     if failure is not None:

@@ -13,7 +13,7 @@ from fspmd.errors import MeshError
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, call
 from fspmd.redistribution.cost import Link, Topology, topology
-from fspmd.transport import Options, transport_named
+from fspmd.transport import Options, arrived, transport_named
 
 _SECONDS: Final = 1.0  # for all axes together, without the start of their groups
 _SMALL: Final = 8  # bytes of a block
@@ -112,7 +112,7 @@ def _memory(mesh: Mesh) -> float:
 def _slowest(figure: float, mesh: Mesh) -> float:
     """The largest figure of all ranks."""
     x = torch.tensor([figure], dtype=torch.float32, device=mesh.device)
-    return float(transport_named(mesh.transport).reduce(x, mesh, mesh.axis_names, Options(op="max")).wait())
+    return float(arrived(transport_named(mesh.transport).reduce(x, mesh, mesh.axis_names, Options(op="max"))))
 
 
 def _settle(mesh: Mesh) -> None:

@@ -23,7 +23,7 @@ from fspmd.placement.device_put import device_get, put
 from fspmd.placement.scatter import check_leaves
 from fspmd.sharded import Sharded
 from fspmd.spec import P
-from fspmd.transport import Options, transport_named
+from fspmd.transport import Options, arrived, transport_named
 from fspmd.transport.frame import frame
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
@@ -126,7 +126,7 @@ def process_allgather(tree: Any, *, tiled: bool = False, mesh: Mesh | None = Non
         sizes = tuple(rows[i][1][0] for _, rows in reports) if tiled else None
         options = Options(sizes=None if sizes is None or len({*sizes}) == 1 else sizes)
         transport, block = transport_named(mesh.transport), block.to(mesh.device)
-        return transport.gather(block, mesh, mesh.axis_names, options).wait().to(x.device)
+        return arrived(transport.gather(block, mesh, mesh.axis_names, options)).to(x.device)
 
     return treedef.unflatten([gathered(i, leaf) for i, leaf in enumerate(leaves)])
 

@@ -24,7 +24,7 @@ from fspmd.messages import Failure, counted, described, refuse
 from fspmd.placement.broadcast import hear_all
 from fspmd.sharded import Sharded
 from fspmd.spec import describe
-from fspmd.transport import Options, transport_named
+from fspmd.transport import Options, arrived, transport_named
 from fspmd.transport.groups import gather_integers
 from fspmd.transport.local_tensor import blocks_of, held_frame, placed_blocks
 from fspmd.trees import flatten_values, leaf_paths, tree_text
@@ -258,7 +258,7 @@ def _gathered(block: Tensor, leaf: _Copied) -> Iterator[Tensor]:
     transport, mesh = transport_named(leaf.mesh.transport), leaf.mesh
     copies = mesh.axis_size(leaf.axes)
     for chunk in raw_bytes(block).split(_CHUNK):
-        whole = transport.gather(chunk.unsqueeze(0).to(mesh.device), mesh, leaf.axes, Options()).wait()
+        whole = arrived(transport.gather(chunk.unsqueeze(0).to(mesh.device), mesh, leaf.axes, Options()))
         yield whole.to("cpu").flatten().view(block.dtype).view(copies, len(chunk) // block.element_size())
 
 

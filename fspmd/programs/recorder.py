@@ -33,7 +33,7 @@ from fspmd.torch_internals import (
     DisableTorchFunction,
     HigherOrderOperator,
 )
-from fspmd.transport import Pending
+from fspmd.transport import Pending, as_pending
 from fspmd.transport.abstract import imagined
 
 aten: Final = torch.ops.aten
@@ -158,7 +158,7 @@ class ProgramRecorder(Values):
         with self.pause():
             if (self.deferred or self.is_fake) and call.mesh.transport != "simulation":
                 out: Any = getattr(imagined(), call.pair.kernel)(x, call.mesh, call.axes, call.options)
-                out = out.wait() if waits else out
+                out = out if waits else as_pending(out)
             else:
                 out = runner(call, waits)(x)
         if isinstance(out, Tensor) and call.mesh.transport != "simulation" and call.pair.kernel in CASTS:
@@ -180,7 +180,7 @@ class ProgramRecorder(Values):
         placed = self._placed(x), self._placed(out)
         with self.pause():
             if self.is_fake and call.mesh.transport != "simulation":
-                pending = getattr(imagined(), f"{call.pair.kernel}_into")(out, x, call.mesh, call.axes)
+                pending = as_pending(getattr(imagined(), f"{call.pair.kernel}_into")(out, x, call.mesh, call.axes))
             else:
                 pending = call.into(x, out)
         node = self._put(call.into, placed, {}, f"{call.pair.name}_into")

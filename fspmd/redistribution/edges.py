@@ -16,7 +16,7 @@ from math import comb, perm, prod
 from typing import NamedTuple
 
 from fspmd.cache import cached
-from fspmd.entries import Axes, Entry, blocks, entry_of
+from fspmd.entries import Axes, Entry, entry_of, uneven_lengths
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import micros
 from fspmd.pairs import Call, call
@@ -94,18 +94,6 @@ def is_cut_evenly(spec: TensorSpec, dim: int, axes: Axes) -> bool:
     return spec.shape[dim] % math.prod([spec.mesh.shape[axis] for axis in axes]) == 0
 
 
-def lengths(spec: TensorSpec, dim: int, axes: Axes) -> tuple[int, ...] | None:
-    """Return the block lengths of a dim cut by ``axes``, in rank order, or None where they are equal."""
-    if is_cut_evenly(spec, dim, axes):
-        return None
-    return _uneven_lengths(spec.shape[dim], tuple([spec.mesh.shape[axis] for axis in axes]))
-
-
-@cached
-def _uneven_lengths(size: int, parts: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple([length for _, length in blocks(size, parts)])
-
-
 def _splits(mesh: Mesh, axes: Axes, wanted: Axes, straight: bool) -> Iterator[tuple[Axes, Axes]]:
     """Yield the axes that stay and the minor axes that go. ``straight``: only the split at the first unwanted axis.
 
@@ -130,7 +118,9 @@ def can_part(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> bool:
 
 def sizes_over(spec: TensorSpec, dim: int, kept: Axes, axes: Axes) -> tuple[int, ...] | None:
     """Return the lengths that a collective over the minor ``axes`` of a dim must know: of uneven blocks."""
-    return None if _wide(spec.mesh, kept) else lengths(spec, dim, axes)
+    if _wide(spec.mesh, kept):
+        return None
+    return uneven_lengths(spec.shape[dim], tuple([spec.mesh.shape[axis] for axis in axes]))
 
 
 def gathers(spec: TensorSpec, target: TensorSpec, straight: bool = False) -> Iterator[tuple[Call, TensorSpec]]:

@@ -7,23 +7,21 @@ moves and casts, forward and backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from math import prod
-from operator import itemgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fspmd.cache import cached
-from fspmd.entries import entry_axes
+from fspmd.entries import entry_axes, uneven_lengths
 from fspmd.errors import ArgumentError
 from fspmd.flights import depart, land
 from fspmd.foreign import refuse_misfit
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, apply, call, given, is_transformed, lend
 from fspmd.redistribution.cost import VIEWS, Topology, topology
-from fspmd.redistribution.edges import lengths
 from fspmd.redistribution.moves import Leg, moves
 from fspmd.redistribution.routes import route
 from fspmd.remembered import (
@@ -74,29 +72,20 @@ def begun(
     if wait or _kernels(calls) <= VIEWS or transforms_active():  # torch.func sees whole collectives only
         y = moved(x.to(forward), calls) if one_dtype else _Moved.apply(x, moved, calls, forward, backward)
         return lambda: y
-    flight = depart(_led((x if one_dtype else x.detach()).to(forward), calls[:-1]), calls[-1])
+    flight = depart(apply((x if one_dtype else x.detach()).to(forward), *calls[:-1]), calls[-1])
     if one_dtype:
-        return lambda: _owned(land(flight), calls)
+        return lambda: land(flight).clone() if _ends_in_slice(calls) else land(flight)
     return lambda: _Moved.apply(x, lambda *_: land(flight), calls, forward, backward)
 
 
-def _led(x: Tensor, calls: Sequence[Call]) -> Tensor:
-    for step in calls:
-        x = apply(x, step)
-    return x
-
-
 def moved(x: Tensor, calls: tuple[Call, ...]) -> Tensor:
-    """Apply calls to ``x``. The result has its own memory, or that of ``x`` as it is."""
-    return _owned(_led(x, calls), calls)
+    """Apply calls to ``x``. The result has its own memory, or that of ``x`` as it is.
 
-
-def _owned(y: Tensor, calls: tuple[Call, ...]) -> Tensor:
-    """Return the result of calls. A slice at their end is copied, since it may be written into.
-
-    A write into a slice of an operand would change the operand, elsewhere on each rank. Of another slice torch refuses
-    writes under autograd, and it would keep the memory of the whole.
+    A slice at their end is copied, since it may be written into. A write into a slice of an operand would change the
+    operand, elsewhere on each rank. Of another slice torch refuses writes under autograd, and it would keep the memory
+    of the whole.
     """
+    y = apply(x, *calls)
     return y.clone() if _ends_in_slice(calls) else y
 
 
@@ -129,12 +118,12 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        g = _led(g.to(ctx.backward_dtype), [step.transposed for step in reversed(ctx.calls)])
+        g = apply(g.to(ctx.backward_dtype), *[step.transposed for step in reversed(ctx.calls)])
         return g.to(ctx.dtype), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        y = _led(tangent.to(ctx.forward_dtype), ctx.calls)
+        y = apply(tangent.to(ctx.forward_dtype), *ctx.calls)
         return y.view_as(y)
 
 
@@ -166,7 +155,7 @@ def to_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
 def borrowed_blocks(x: Tensor, spec: TensorSpec) -> Tensor:
     """Return the block as a view of the global tensor, for readers only."""
     refuse_misfit(x, "a global tensor was expected, but got")
-    return _led(x, cuts(spec, topology()))
+    return apply(x, *cuts(spec, topology()))
 
 
 @cached(maxsize=8192)
@@ -181,9 +170,11 @@ def cuts(spec: TensorSpec, topology: Topology) -> tuple[Call, ...]:
         views = Regroup(spec.with_partition(P()), unflattened.with_partition(P())), Regroup(unflattened, spec)
         first, last = (call("view", mesh, (), Options(dims=view)) for view in views)
         return (first, *cuts(unflattened, topology), last)
-    speeds = [topology.link(mesh, axes).bandwidth for _, axes, _ in spec.cuts]
-    dims = sorted(zip(speeds, spec.cuts, strict=True), key=itemgetter(0), reverse=True)
-    calls = [call("slice", mesh, axes, Options(dim=d, sizes=lengths(spec, d, axes))) for _, (d, axes, _) in dims]
+    quickest_first = sorted(spec.cuts, key=lambda cut: topology.link(mesh, cut[1]).bandwidth, reverse=True)
+    calls = [
+        call("slice", mesh, axes, Options(dim=d, sizes=uneven_lengths(spec.shape[d], parts)))
+        for d, axes, parts in quickest_first
+    ]
     for name, axes in (("invariant_to_reduced", partition.reduced), ("invariant_to_unreduced", partition.unreduced)):
         if axes:
             calls.append(call(name, mesh, mesh.ordered(axes)))
@@ -309,9 +300,7 @@ def part_of_equal(x: Tensor, leg: Leg) -> Tensor | None:
     if time_of_equal(leg) >= moves(leg.source, leg.reached, (), topology(), True).time:
         return None
     dims, axes = cut_dims(leg), tuple([axis for step in leg.calls for axis in step.axes])
-    part, y = x.detach(), x
-    for step in leg.calls:
-        part = apply(part, step)
+    part, y = apply(x.detach(), *leg.calls), x
     for dim in dims:
         y = y.narrow(dim, 0, 1)
     return apply(y, call("invariant_to_varying", leg.source.mesh, axes)).expand(part.shape)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fspmd.cache import cached
 from fspmd.transport.call import Options, Transport
-from fspmd.transport.pending import Pending
+from fspmd.transport.pending import Pending, Result, arrived, as_pending
 
-__all__ = ["Options", "Pending", "Transport", "transport_named"]
+__all__ = ["Options", "Pending", "Result", "Transport", "arrived", "as_pending", "transport_named"]
 
 
 @cached

@@ -14,7 +14,6 @@ from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant
 from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import neutral_like
-from fspmd.transport.pending import Pending
 
 Axes = tuple[str, ...]
 
@@ -27,40 +26,40 @@ class AbstractTransport(Transport):
     def __init__(self, of_values: bool = False) -> None:
         self.of_values = of_values  # whether operands may have values, which are ignored
 
-    def _zeros(self, x: Tensor, shape: Sequence[int], mesh: Mesh) -> Pending:
+    def _zeros(self, x: Tensor, shape: Sequence[int], mesh: Mesh) -> Tensor:
         if not self.of_values and not x.is_meta and not _is_fake(x):
             raise MeshError(
                 f"{mesh!r} is abstract: it has no ranks that could communicate; lower programs for it with "
                 'jit(f).lower(...), and run them on a mesh of transport="simulation" or "process_group"'
             )
-        return Pending(x.new_zeros(tuple(shape)))
+        return x.new_zeros(tuple(shape))
 
-    def reduce(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
+    def reduce(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
         return self._zeros(x, x.shape, mesh)
 
     broadcast = permute = reduce_to_root = reduce
 
-    def gather(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
+    def gather(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
         shape = list(x.shape) or [1]
         shape[o.dim] = shape[o.dim] * place_in_group(mesh, axes, o)[0] if o.sizes is None else sum(o.sizes)
         return self._zeros(x, shape, mesh)
 
-    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
+    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
         return self._zeros(x, _scattered(x, mesh, axes, o), mesh)
 
-    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: Axes) -> Pending:
-        return Pending(out.copy_(self._zeros(out, out.shape, mesh).wait()))
+    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
+        return out.copy_(self._zeros(out, out.shape, mesh))
 
     reduce_scatter_into = gather_into
 
-    def slice(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
+    def slice(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
         n, index = place_in_group(mesh, axes, o)
         if o.sizes is None:
             length = x.shape[o.dim] // n
-            return Pending(x.narrow(o.dim, index * length, length))
-        return Pending(x.narrow(o.dim, sum(o.sizes[:index]), o.sizes[index]))
+            return x.narrow(o.dim, index * length, length)
+        return x.narrow(o.dim, sum(o.sizes[:index]), o.sizes[index])
 
-    def exchange(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
+    def exchange(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
         shape = _scattered(x, mesh, axes, o)
         if o.concat_sizes is not None and o.concat_dim != o.dim:
             shape[o.concat_dim] = sum(o.concat_sizes)
@@ -68,26 +67,26 @@ class AbstractTransport(Transport):
             shape[o.concat_dim] *= place_in_group(mesh, axes, o)[0]
         return self._zeros(x, shape, mesh)
 
-    def ragged(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
+    def ragged(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
         assert o.routes is not None
         shape = list(x.shape)
         shape[o.dim] = o.routes.routes[0].lands.length
         return self._zeros(x, shape, mesh)
 
-    def reblock(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
+    def reblock(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
         assert o.move is not None
         target = o.move.target
         at = target.mesh.coordinate()
         lead = x.shape[: max(0, x.ndim - o.move.source.ndim)]
         return self._zeros(x, (0,) if at is None else (*lead, *target.local_shape(at)), mesh)
 
-    def alias(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
-        return Pending(x.view_as(x))
+    def alias(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
+        return x.view_as(x)
 
     pick = alias
 
-    def at_root(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Pending:
-        return Pending(x.clone() if place_in_group(mesh, axes, o)[1] == o.root else neutral_like(x))
+    def at_root(self, x: Tensor, mesh: Mesh, axes: Axes, o: Options) -> Tensor:
+        return x.clone() if place_in_group(mesh, axes, o)[1] == o.root else neutral_like(x)
 
     def agree(self, complaint: str, mesh: Mesh) -> str:
         return complaint
@@ -132,7 +131,7 @@ def imagined() -> Transport:
 
 def shape_after(kernel: str, shape: tuple[int, ...], mesh: Mesh, axes: Axes, o: Options) -> tuple[int, ...]:
     """Return the shape of a kernel's result on this rank, or on the first simulated rank."""
-    return tuple(getattr(_IMAGINED, kernel)(torch.empty(shape, device="meta"), mesh, axes, o).wait().shape)
+    return tuple(getattr(_IMAGINED, kernel)(torch.empty(shape, device="meta"), mesh, axes, o).shape)
 
 
 _IMAGINED = AbstractTransport(of_values=True)

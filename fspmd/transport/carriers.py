@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
 from fspmd.spec import short_dtype
-from fspmd.transport.pending import Pending
+from fspmd.transport.pending import Pending, arrived
 
 Reshape = Callable[[Tensor], Tensor]
+R = TypeVar("R")
 
 #: dtypes that torch only copies -> the dtype of their width as which their bits move
 BITS: Final = {
@@ -108,16 +109,17 @@ def as_words(x: Tensor) -> Tensor:
     return x if words is None else x.view(words)
 
 
-def moves_bits(kernel: Callable[..., Pending]) -> Callable[..., Pending]:
+def moves_bits(kernel: Callable[..., R]) -> Callable[..., R]:
     """Make a kernel that only moves data accept the dtypes of `BITS`."""
 
     @functools.wraps(kernel)
-    def wrapped(self: Any, x: Tensor, mesh: Any, axes: Any, o: Any) -> Pending:
+    def wrapped(self: Any, x: Tensor, mesh: Any, axes: Any, o: Any) -> Any:
         bits = BITS.get(x.dtype)
         if bits is None:
             return kernel(self, x, mesh, axes, o)
         dtype = x.dtype
-        return Pending(kernel(self, x.view(bits), mesh, axes, o), (), lambda moved: moved.wait().view(dtype))
+        moved = kernel(self, x.view(bits), mesh, axes, o)
+        return moved.view(dtype) if isinstance(moved, Tensor) else Pending(moved, (), lambda y: arrived(y).view(dtype))
 
     return wrapped
 

@@ -14,7 +14,6 @@ from weakref import WeakValueDictionary
 
 from fspmd.cache import cached
 from fspmd.errors import MeshError
-from fspmd.meshes.layout import row_major_strides
 from fspmd.meshes.mesh import Mesh
 
 
@@ -73,11 +72,9 @@ def union(a: Frame, b: Frame) -> Frame:
 def spread(source: Frame, target: Frame) -> tuple[int, ...]:
     """Return for each shard of ``target`` the index of the equal shard of ``source``, whose axes are a part of its."""
     assert set(source.axes) <= set(target.axes), f"{source} has axes that {target} lacks"
-    weights = dict.fromkeys(target.axes, 0) | dict(zip(source.axes, row_major_strides(source.sizes), strict=True))
-    return tuple(
-        sum(weights[axis] * c for axis, c in zip(target.axes, coordinate, strict=True))
-        for coordinate in target.coordinates()
-    )
+    dims = [target.axes.index(axis) for axis in source.axes]
+    number = {coordinate: i for i, coordinate in enumerate(source.coordinates())}
+    return tuple([number[tuple([at[d] for d in dims])] for at in target.coordinates()])
 
 
 @cached
@@ -87,10 +84,8 @@ def groups(whole: Frame, axes: tuple[str, ...]) -> tuple[Frame, tuple[tuple[int,
     Within a group the order is that of ``axes``, major first.
     """
     rest = frame(whole.mesh, tuple([axis for axis in whole.axes if axis not in axes]))
-    strides = dict(zip(whole.axes, row_major_strides(whole.sizes), strict=True))
-    members = [
-        sum(c * strides[axis] for axis, c in zip(axes, coordinate, strict=True))
-        for coordinate in itertools.product(*(range(whole.mesh.shape[axis]) for axis in axes))
-    ]
-    bases = [sum(c * strides[axis] for axis, c in zip(rest.axes, at, strict=True)) for at in rest.coordinates()]
-    return rest, tuple(tuple(base + member for member in members) for base in bases)
+    dims = [whole.axes.index(axis) for axis in (*rest.axes, *axes)]
+    coordinates = list(whole.coordinates())
+    order = sorted(range(whole.volume), key=lambda i: [coordinates[i][d] for d in dims])
+    n = whole.volume // rest.volume
+    return rest, tuple([tuple(order[i : i + n]) for i in range(0, whole.volume, n)])

@@ -529,17 +529,13 @@ def _written(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any], resul
     """Returns what an in-place or out= op returns: the very tensors that it wrote into."""
     if facts.resizes:
         _check_resized(func, facts, args, kwargs)
-    returns = func._schema.returns
-    if not returns:
-        return None
-    fresh = _gather_results(func, results, held)
-    outs = fresh if len(returns) > 1 else (fresh,)
-    writes = iter(facts.writes)
-    final = tuple(
-        _argument(args, kwargs, *next(writes)) if r.alias_info is not None and r.alias_info.is_write else out
-        for r, out in zip(returns, outs, strict=True)
-    )
-    return final if len(returns) > 1 else final[0]
+    outs: Any = facts.returns
+    if None in facts.returns:  # among them are new values
+        fresh = _gather_results(func, results, held)
+        outs = fresh if len(outs) > 1 else (fresh,)
+    places = zip(facts.returns, outs, strict=True)
+    final = tuple([out if place is None else _argument(args, kwargs, *place) for place, out in places])
+    return final if len(final) > 1 else final[0] if final else None
 
 
 def _check_resized(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> None:

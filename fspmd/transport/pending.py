@@ -1,4 +1,4 @@
-"""The immediate result of a kernel, which waits for the value."""
+"""Collectives under way, and the waits for their works."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ process_groups.at_new_world(_choose_slice)
 
 
 class Pending:
-    """A collective under way. `wait` returns its result. A finished collective has no work."""
+    """A collective under way. `wait` returns its result. One that has ended has no works."""
 
     __slots__ = ("_finish", "_value", "_works")
 
@@ -79,6 +79,20 @@ class Pending:
         """Return whether the data has arrived."""
         inner = self._value
         return all(work.is_completed() for work in self._works) and (type(inner) is not Pending or inner.is_completed())
+
+
+#: the result of a kernel, or the collective that will give it
+Result = Tensor | Pending
+
+
+def arrived(result: Result) -> Tensor:
+    """Return the result of a kernel, after a wait if its collective is under way."""
+    return result.wait() if isinstance(result, Pending) else result
+
+
+def as_pending(result: Result) -> Pending:
+    """Return what a kernel has returned as something to wait for."""
+    return result if isinstance(result, Pending) else Pending(result)
 
 
 class Message:

@@ -16,10 +16,11 @@ from fspmd.foreign import refuse_misfit
 from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, hidden
-from fspmd.transport.call import DTYPES, Layout, Options, Sizes, Transport
+from fspmd.transport.call import DTYPES, Layout, Options, Transport
 from fspmd.transport.carriers import FLOATS, Reshape, carried, check_adds, moves_bits, neutral_like, nothing
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
-from fspmd.transport.pending import Message, Pending, fail, wait_for
+from fspmd.transport.pending import Message, Pending, Result, arrived, fail, wait_for
+from fspmd.transport.stacks import padded, stack, unstack
 from fspmd.transport.windows import flow, is_idle
 
 _OPS: dict[str, Any] = {
@@ -58,11 +59,11 @@ class ProcessGroupTransport(Transport):
     views = frozenset({"alias", "per_rank", "pick"})
     in_place = frozenset({"reduce", "reduce_once", "at_root"})
 
-    def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         if group.size == 1:
             check_adds(x.dtype, "psum" if o.op == "sum" else f"p{o.op}", o.op)
-            return Pending(x.clone(memory_format=torch.contiguous_format))
+            return x.clone(memory_format=torch.contiguous_format)
         out, back = (x, None) if x.dtype in FLOATS and o.op == "sum" else carried(x, o.op)
         if out is x:
             try:
@@ -73,19 +74,19 @@ class ProcessGroupTransport(Transport):
         works = (group.pg.allreduce([out], _ALLREDUCE[o.op]),) if out.numel() else ()
         return Pending(out, works, back)
 
-    def reduce_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reduce_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         return Pending(x, (group.pg.allreduce([x], _ALLREDUCE[o.op]),) if group.size > 1 and x.numel() else ())
 
     reduce_once, reduce_once_in_place = reduce, reduce_in_place
 
     @moves_bits
-    def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         sizes, dim = o.sizes, o.dim
-        block = x if sizes is None else _pad(x, dim, max(sizes))
+        block = x if sizes is None else padded(x, dim, max(sizes))
         if group.size == 1:
-            return Pending(block.clone())
+            return block.clone()
         leading = dim == 0 and group.order is None and sizes is None
         send, restore = _movable(block.contiguous())
         out = send.new_empty((group.size * send.shape[0], *send.shape[1:]) if send.ndim else (group.size,))
@@ -99,19 +100,19 @@ class ProcessGroupTransport(Transport):
             stacked = flat.view(group.size, *shape)
             if group.order is not None:
                 stacked = stacked[group.order]
-            return _unstack(stacked, dim, sizes)
+            return unstack(stacked, dim, sizes)
 
         return Pending(out, (work,), _after(restore, arrange))
 
     gather_once = gather
 
-    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         check_adds(x.dtype, "psum_scatter")
         if group.size == 1:
-            return Pending(x.clone())
+            return x.clone()
         length = None if o.sizes is None else o.sizes[group.index]
-        stacked = _stack(x, o.dim, o.sizes, group.size)
+        stacked = stack(x, o.dim, o.sizes, group.size)
         if group.back is not None:
             stacked = stacked[group.back]
         send, back = carried(_settled(stacked.contiguous()), "sum")
@@ -123,17 +124,17 @@ class ProcessGroupTransport(Transport):
 
         return Pending(out, (_scatter_sum(group, out.view(-1), send.view(-1)),), finish)
 
-    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
+    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Result:
         group = in_c10d_order(mesh, axes, "all_gather_into")
         if group.size == 1:
-            return Pending(out.view(-1).copy_(x.view(-1)))
+            return out.view(-1).copy_(x.view(-1))
         received, sent = _movable(out.view(-1))[0], _movable(x.view(-1))[0]
         return Pending(out, (group.pg._allgather_base(received, sent),) if out.numel() else ())
 
-    def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Result:
         group = in_c10d_order(mesh, axes, "psum_scatter_into")
         if group.size == 1:
-            return Pending(out.view(-1).copy_(x.view(-1)))
+            return out.view(-1).copy_(x.view(-1))
         check_adds(x.dtype, "psum_scatter_into")
         flat = out.view(-1), _settled(x).view(-1)
         received, sent = (torch.view_as_real(t) if t.dtype.is_complex else t for t in flat)
@@ -141,19 +142,19 @@ class ProcessGroupTransport(Transport):
             raise ShapeError(f"psum_scatter_into cannot add {out.dtype} in place; use psum_scatter")
         return Pending(out, (_scatter_sum(group, received.view(-1), sent.view(-1)),))
 
-    def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         if o.sizes is None:
             length = x.shape[o.dim] // group.size
-            return Pending(x.narrow(o.dim, group.index * length, length))
-        return Pending(x.narrow(o.dim, sum(o.sizes[: group.index]), o.sizes[group.index]))
+            return x.narrow(o.dim, group.index * length, length)
+        return x.narrow(o.dim, sum(o.sizes[: group.index]), o.sizes[group.index])
 
     @moves_bits
-    def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         n = group.size
         if n == 1:
-            return Pending(x.clone())
+            return x.clone()
         even, in_order = not (o.sizes or o.concat_sizes), group.back is None and group.order is None
         if even and in_order and x.numel():
             return _exchange_evenly(x, group, o)
@@ -179,13 +180,13 @@ class ProcessGroupTransport(Transport):
 
         return _all_to_all(group.pg, flat, [pieces[i].numel() for i in inwards], counts, arrange)
 
-    def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         assert o.routes is not None
         (route,) = o.routes.routes
         rows = route.pack(x.movedim(o.dim, 0))
         if group.size == 1:
-            return Pending(route.land(rows.clone(), x.dtype).movedim(0, o.dim))
+            return route.land(rows.clone(), x.dtype).movedim(0, o.dim)
         inwards = range(group.size) if group.back is None else group.back
         if group.back is not None:
             pieces = rows.split(route.sends)
@@ -204,7 +205,7 @@ class ProcessGroupTransport(Transport):
         return _all_to_all(group.pg, flat, sends, [count * width for count in arriving], arrange)
 
     @moves_bits
-    def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         send, restore = _movable(x.contiguous())
         out = torch.zeros_like(send)
@@ -220,7 +221,7 @@ class ProcessGroupTransport(Transport):
         return Pending(out, (moved,), None if restore is None else lambda flat: restore(flat).view(x.shape))
 
     @moves_bits
-    def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         assert o.move is not None
         rank = world.rank()
         mine = flow(o.move, rank)
@@ -231,7 +232,7 @@ class ProcessGroupTransport(Transport):
         for here, part in zip(mine.sends[place], mine.receives[place], strict=True):
             new[part.there] = x[here]
         if is_idle(o.move) or 0 in lead:
-            return Pending(new)
+            return new
         others = [i for i in range(len(mine.peers)) if i != place]
         pieces = {i: [x[here].reshape(-1) for here in mine.sends[i]] for i in others}
         targets = {i: [new[part.there] for part in mine.receives[i]] for i in others}
@@ -249,16 +250,16 @@ class ProcessGroupTransport(Transport):
         flat = torch.cat(packed) if packed else x.new_empty(0)
         return _all_to_all(process_groups.process_group(mine.peers), flat, sends, counts, arrange)
 
-    def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         group = group_of(mesh, axes, o)
         out = x.clone(memory_format=torch.contiguous_format)
         wire = out.view(-1).view(torch.uint8)
         return Pending(out, (_broadcast(group, wire, o.root),) if wire.numel() else ())
 
-    def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
         at_root = group_of(mesh, axes, o).index == o.root
-        pending = self.reduce(x, mesh, axes, o)
-        return Pending(pending, (), lambda inner: inner.wait() if at_root else torch.zeros_like(inner.wait()))
+        total = self.reduce(x, mesh, axes, o)
+        return total if at_root else Pending(total, (), lambda result: torch.zeros_like(arrived(result)))
 
     @hidden
     def agree(self, complaint: str, mesh: Mesh) -> str:
@@ -301,14 +302,14 @@ class ProcessGroupTransport(Transport):
         flat = [[(position, _movable(x)[0]) for position, x in peers] for peers in (sends, receives)]
         return Pending(None, (_moved(group, mesh.device, *flat),))
 
-    def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(x.view_as(x))
+    def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
+        return x.view_as(x)
 
-    def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(x.clone() if group_of(mesh, axes, Options()).index == o.root else neutral_like(x))
+    def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
+        return x.clone() if group_of(mesh, axes, Options()).index == o.root else neutral_like(x)
 
-    def at_root_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(x if group_of(mesh, axes, Options()).index == o.root else x.fill_(nothing(x)))
+    def at_root_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
+        return x if group_of(mesh, axes, Options()).index == o.root else x.fill_(nothing(x))
 
     pick = alias
 
@@ -410,28 +411,3 @@ def _movable(x: Tensor) -> tuple[Tensor, Reshape | None]:
         return x.reshape(1), lambda flat: flat
     flat = x.as_strided((x.numel(),), (1,))  # a dim of size 1, or of an empty tensor, may have any stride
     return flat.view(torch.uint8), lambda flat: flat.view(dtype)
-
-
-def _pad(x: Tensor, dim: int, length: int) -> Tensor:
-    if x.shape[dim] == length:
-        return x
-    shape = list(x.shape)
-    shape[dim] = length - x.shape[dim]
-    return torch.cat([x, x.new_zeros(shape)], dim)
-
-
-def _unstack(stacked: Tensor, dim: int, sizes: Sizes | None) -> Tensor:
-    """``[n, ..., b, ...] -> [..., n * b, ...]``, without the padding of uneven blocks."""
-    if sizes is not None:
-        return torch.cat([block.narrow(dim, 0, length) for block, length in zip(stacked, sizes, strict=True)], dim)
-    joined: Tensor = stacked.movedim(0, dim).flatten(dim, dim + 1)
-    return joined
-
-
-def _stack(x: Tensor, dim: int, sizes: Sizes | None, n: int) -> Tensor:
-    """``[..., n * b, ...] -> [n, ..., b, ...]``, uneven blocks padded to the longest."""
-    if sizes is not None:
-        longest = max(sizes)
-        return torch.stack([_pad(block, dim, longest) for block in x.split(sizes, dim)])
-    blocks: Tensor = x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
-    return blocks

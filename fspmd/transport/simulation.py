@@ -17,7 +17,6 @@ from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits, neutral_like
 from fspmd.transport.frame import Frame, frame, groups, spread, union
 from fspmd.transport.local_tensor import LocalTensor, call_per_rank, expand, frame_of, local_tensor, shards_of
-from fspmd.transport.pending import Pending
 from fspmd.transport.randomness import streams
 from fspmd.transport.windows import coordinates, parts
 
@@ -42,14 +41,14 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class SimulationTransport(Transport):
     """The transport of a mesh whose ranks are all in this process."""
 
-    def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        total = self.reduce_once(x, mesh, axes, o).wait()
+    def reduce(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
+        total = self.reduce_once(x, mesh, axes, o)
         if o.index_groups is not None:
-            return Pending(total)
+            return total
         held, _, shards, table = _groups(total, mesh, axes, o)
         return _one_per_rank([shards[group[0]] for group in table], held, table)
 
-    def reduce_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reduce_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, rest, shards, table = _groups(x, mesh, axes, o)
         fn = _REDUCE[o.op]
         totals = []
@@ -63,21 +62,21 @@ class SimulationTransport(Transport):
                 totals.append(total)
         except NotImplementedError:
             wide, back = _carried(x, o.op)
-            return Pending(back(self.reduce_once(wide, mesh, axes, o).wait()))
+            return back(self.reduce_once(wide, mesh, axes, o))
         return _one_per_group(totals, held, rest, table, o)
 
     @moves_bits
-    def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, _, shards, table = _groups(x, mesh, axes, o)
         return _one_per_rank([torch.cat([shards[i] for i in group], o.dim) for group in table], held, table)
 
     @moves_bits
-    def gather_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def gather_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, rest, shards, table = _groups(x, mesh, axes, o)
         wholes = [torch.cat([shards[i] for i in group], o.dim) for group in table]
         return _one_per_group(wholes, held, rest, table, o)
 
-    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, _, shards, table = _groups(x, mesh, axes, o)
         pieces: list[Tensor] = [x] * held.volume
         try:
@@ -85,24 +84,23 @@ class SimulationTransport(Transport):
                 total = shards[group[0]]
                 for i in group[1:]:
                     total = _sum(total, shards[i])
-                for i, piece in zip(group, _split(total, o.dim, o.sizes, len(group)), strict=True):
+                parts = total.split(o.sizes, o.dim) if o.sizes else total.chunk(len(group), o.dim)
+                for i, piece in zip(group, parts, strict=True):
                     pieces[i] = piece.clone() if len(group) == 1 else piece
         except NotImplementedError:
             wide, back = _carried(x, "sum")
-            return Pending(self.reduce_scatter(wide, mesh, axes, o), (), lambda pending: back(pending.wait()))
-        return Pending(LocalTensor(pieces, held))
+            return back(self.reduce_scatter(wide, mesh, axes, o))
+        return LocalTensor(pieces, held)
 
-    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
-        whole = self.gather_once(
-            x.unsqueeze(0), mesh, axes, Options()
-        ).wait()  # ``out`` may have one copy, or one per rank
-        return Pending(out.copy_(whole.view(out.shape)))
+    def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        whole = self.gather_once(x.unsqueeze(0), mesh, axes, Options())  # ``out`` may have one copy, or one per rank
+        return out.copy_(whole.view(out.shape))
 
-    def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Pending:
-        block = self.reduce_scatter(x, mesh, axes, Options()).wait()
-        return Pending(out.copy_(block.view(out.shape)))
+    def reduce_scatter_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        block = self.reduce_scatter(x, mesh, axes, Options())
+        return out.copy_(block.view(out.shape))
 
-    def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, _, shards, table = _groups(x, mesh, axes, o)
         pieces: list[Tensor] = [x] * held.volume
         for group in table:
@@ -110,21 +108,22 @@ class SimulationTransport(Transport):
             for place, i in enumerate(group):
                 shard = shards[i]
                 if id(shard) not in parts:
-                    parts[id(shard)] = _split(shard, o.dim, o.sizes, len(group))
+                    parts[id(shard)] = shard.split(o.sizes, o.dim) if o.sizes else shard.chunk(len(group), o.dim)
                 pieces[i] = parts[id(shard)][place]
-        return Pending(LocalTensor(pieces, held))
+        return LocalTensor(pieces, held)
 
     @moves_bits
-    def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, _, shards, table = _groups(x, mesh, axes, o)
         received: list[Tensor] = [x] * held.volume
         for group in table:
-            sent = [_split(shards[i], o.dim, o.sizes, len(group)) for i in group]
+            wholes = [shards[i] for i in group]
+            sent = [x.split(o.sizes, o.dim) if o.sizes else x.chunk(len(group), o.dim) for x in wholes]
             for place, i in enumerate(group):
                 received[i] = torch.cat([pieces[place] for pieces in sent], o.concat_dim)
-        return Pending(LocalTensor(received, held))
+        return LocalTensor(received, held)
 
-    def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         assert o.routes is not None
         assert o.routes.frame is not None
         held = union(frame_of(x, mesh), o.routes.frame)
@@ -138,20 +137,20 @@ class SimulationTransport(Transport):
             sent = [routes[i].pack(shards[i]).split(routes[i].sends) for i in group]
             for place, i in enumerate(group):
                 landed[i] = routes[i].land(torch.cat([pieces[place] for pieces in sent]), x.dtype).movedim(0, o.dim)
-        return Pending(LocalTensor(landed, held))
+        return LocalTensor(landed, held)
 
     @moves_bits
-    def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, _, shards, table = _groups(x, mesh, axes, o)
         received: list[Tensor | None] = [None] * held.volume
         for group in table:
             for source, destination in o.perm:
                 received[group[destination]] = shards[group[source]].clone()
         filled = [torch.zeros_like(s) if r is None else r for r, s in zip(received, shards, strict=True)]
-        return Pending(LocalTensor(filled, held))
+        return LocalTensor(filled, held)
 
     @moves_bits
-    def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         assert o.move is not None
         source, target = o.move.source, o.move.target
         held = union(frame_of(x, source.mesh), frame(source.mesh, (*axes, *source.partition.axes)))
@@ -170,23 +169,23 @@ class SimulationTransport(Transport):
                 shard = shards[number[tuple(before[i] for i in named)]]
                 block[part.there] = shard[part.here]
             made.append(block)
-        return Pending(local_tensor(made, after))
+        return local_tensor(made, after)
 
-    def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, _, shards, table = _groups(x, mesh, axes, o)
         return _one_per_rank([shards[group[o.root]].clone() for group in table], held, table)
 
-    def broadcast_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def broadcast_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         _, rest, shards, table = _groups(x, mesh, axes, o)
-        return Pending(local_tensor([shards[group[o.root]].clone() for group in table], rest))
+        return local_tensor([shards[group[o.root]].clone() for group in table], rest)
 
-    def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         held, _, shards, table = _groups(x, mesh, axes, o)
         results = [torch.zeros_like(shard) for shard in shards]
         for group in table:
             for i in group:
                 results[group[o.root]] += shards[i]
-        return Pending(LocalTensor(results, held))
+        return LocalTensor(results, held)
 
     def agree(self, complaint: str, mesh: Mesh) -> str:
         return complaint
@@ -198,40 +197,40 @@ class SimulationTransport(Transport):
         ]
         return list(zip(*columns, strict=True))
 
-    def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(LocalTensor(x.shards, x.frame, x.borrowed) if type(x) is LocalTensor else x.view_as(x))
+    def alias(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
+        return LocalTensor(x.shards, x.frame, x.borrowed) if type(x) is LocalTensor else x.view_as(x)
 
-    def per_rank(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def per_rank(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         if not axes:
             return self.alias(x, mesh, axes, o)
         wide = expand(x, frame(mesh, axes))
-        return Pending(LocalTensor(wide.shards, wide.frame, wide.borrowed) if wide is x else wide)
+        return LocalTensor(wide.shards, wide.frame, wide.borrowed) if wide is x else wide
 
-    def view(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def view(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         assert o.dims is not None
         if type(x) is not LocalTensor:
-            return Pending(o.dims.view(x, (0,) * len(mesh.shape)))
+            return o.dims.view(x, (0,) * len(mesh.shape))
         views = []
         for at, shard in zip(x.frame.coordinates(), x.shards, strict=True):
             place = dict(zip(x.frame.axes, at, strict=True))
             views.append(o.dims.view(shard, tuple(place.get(axis, 0) for axis in mesh.axis_names)))
-        return Pending(LocalTensor(views, x.frame, x.borrowed))
+        return LocalTensor(views, x.frame, x.borrowed)
 
-    def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         wide = expand(x, frame(mesh, axes))
         roots = {group[o.root] for group in groups(wide.frame, axes)[1]}
         shards = [shard.clone() if i in roots else neutral_like(shard) for i, shard in enumerate(wide.shards)]
-        return Pending(local_tensor(shards, wide.frame))
+        return local_tensor(shards, wide.frame)
 
-    def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
-        return Pending(expand(x * o.factor, frame(mesh, axes)))
+    def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
+        return expand(x * o.factor, frame(mesh, axes))
 
-    def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Pending:
+    def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         if type(x) is not LocalTensor:
-            return Pending(x.view_as(x))
+            return x.view_as(x)
         rest, table = groups(x.frame, tuple(axis for axis in x.frame.axes if axis in axes))
         firsts = [x.shards[group[0]] for group in table]
-        return Pending(local_tensor([shard.view_as(shard) for shard in firsts], rest))
+        return local_tensor([shard.view_as(shard) for shard in firsts], rest)
 
     @constant
     def index(self, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
@@ -284,22 +283,18 @@ def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
     return wide, back
 
 
-def _one_per_group(results: list[Tensor], held: Frame, rest: Frame, table: Table, o: Options) -> Pending:
+def _one_per_group(results: list[Tensor], held: Frame, rest: Frame, table: Table, o: Options) -> Tensor:
     """Return a value that is equal within each group, with one shard per group, unless groups are parts of an axis."""
-    return _one_per_rank(results, held, table) if o.index_groups else Pending(local_tensor(results, rest))
+    return _one_per_rank(results, held, table) if o.index_groups else local_tensor(results, rest)
 
 
-def _one_per_rank(results: list[Tensor], held: Frame, table: Table) -> Pending:
+def _one_per_rank(results: list[Tensor], held: Frame, table: Table) -> Tensor:
     """Return a value that is equal within each group, with a copy for each rank, into which the rank may write."""
     copies: list[Tensor] = [results[0]] * held.volume
     for group, result in zip(table, results, strict=True):
         for place, i in enumerate(group):
             copies[i] = result if place == 0 else result.clone()
-    return Pending(LocalTensor(copies, held))
-
-
-def _split(x: Tensor, dim: int, sizes: tuple[int, ...] | None, n: int) -> tuple[Tensor, ...]:
-    return x.split(sizes, dim) if sizes is not None else x.split(x.shape[dim] // n, dim) if x.shape[dim] else (x,) * n
+    return LocalTensor(copies, held)
 
 
 @contextmanager
