@@ -29,10 +29,10 @@ from fspmd import tracing
 from fspmd.errors import ValuesNeededError
 from fspmd.fake_mode import CachingFakeMode
 from fspmd.messages import described
-from fspmd.programs.cache_misses import call_facts, report
+from fspmd.programs.cache_misses import CallOfKind, is_explained, report
 from fspmd.programs.capture import Capture, capture, recording, stand_ins
 from fspmd.programs.donation import NOTHING, Donation, donation
-from fspmd.programs.keys import Chosen, mark_static, with_static
+from fspmd.programs.keys import Chosen, Surroundings, mark_static, surroundings, with_static
 from fspmd.programs.lower import Compiled, Lowered
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program, rebuilt, remember
@@ -227,7 +227,12 @@ class Recordable:
 
     @unwound
     def record(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], others: Iterable[Record], last: Record | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: Surroundings,
+        others: Iterable[Record],
+        last: Record | None,
     ) -> Record:
         """A new record.
 
@@ -237,24 +242,28 @@ class Recordable:
         Args:
             args: the positional arguments.
             kwargs: the keyword arguments.
+            around: the surroundings of the call.
             others: the other records of the function, for `explain_cache_misses`.
             last: the record with the same key, which is out of date.
         """
-        facts = call_facts(self.function, args, kwargs)
-        report(self.function, facts, (record.facts for record in others), stale(last) if last is not None else ())
-        given = self.donated(args, kwargs)
+        donated = self.donated(args, kwargs)
+        given, named, mode = without_values(args, kwargs, as_they_lie=True)
+        call = CallOfKind(given, named, around)
+        if is_explained():
+            report(self.function, call, [record.call for record in others], () if last is None else stale(last))
         try:
-            captured = capture_fake(self.plain, *without_values(args, kwargs, as_they_lie=True))
+            captured = capture_fake(self.plain, given, named, mode)
         except _NEEDS_VALUES as error:
             clear_frames(error.__traceback__)  # torch before 2.13 leaves the hooks of a checkpoint there
             captured = capture(self.plain, args, kwargs)
         transform(captured.program, self.passes)
-        return record_of(self.function, captured, facts, given, self.make)
+        return record_of(self.function, captured, call, donated, self.make)
 
     @unwound
     def lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The program of a call, which is recorded and not run."""
         given, named, mode = without_values(*self.marked(args, kwargs))
+        call = CallOfKind(given, named, surroundings())
         donated = self.donated(given, named)
         try:
             captured = capture_fake(self.plain, given, named, mode)
@@ -274,7 +283,7 @@ class Recordable:
             written = with_reuse(recorded, donated, self.make)
 
         def compiled() -> Compiled:
-            record = record_of(self.function, captured, call_facts(self.function, given, named), written, self.make)
+            record = record_of(self.function, captured, call, written, self.make)
             return Compiled(self.function, record, self.marked)
 
         return Lowered(self.function, shown, (given, named), donated.places, compiled)

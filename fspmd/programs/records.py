@@ -22,7 +22,7 @@ from fspmd.local_view.key_orders import check_order
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.traits import autocasts, without_autocast
 from fspmd.programs.backward import Halves, halves_of, replay
-from fspmd.programs.cache_misses import Facts
+from fspmd.programs.cache_misses import CallOfKind
 from fspmd.programs.capture import Capture
 from fspmd.programs.communication import histories, known_communication, name_of, replayed_by, report_when_run
 from fspmd.programs.donation import Donation, reuse
@@ -114,7 +114,7 @@ def _may_thaw(x: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A function that replays a recorded run, and the facts that it depends on."""
+    """A function that replays a recorded run, and what it depends on."""
 
     run: Callable[..., tuple[Any, ...]]  # takes the tensors of the arguments, and returns the tensors of the result
     strides: list[Any]  # the recorded strides of the arguments
@@ -123,7 +123,7 @@ class Record:
     rebuild: Callable[[tuple[Any, ...]], Any]  # makes the result of its tensors
     closed: Closed  # tensors closed over
     modules: tuple[Any, ...]  # modules that ran, and their states
-    facts: Facts  # the parts of its key
+    call: CallOfKind  # the recorded call, without values
     donation: Donation  # arguments that ``run`` takes out of lists
     halves: Halves | None  # both parts of the program if autograd follows results
     moved: tuple[Communication, ...]  # the communication of a run
@@ -208,7 +208,9 @@ def stale(record: Record) -> tuple[str, ...]:
     return *record.closed.changes(), *modules
 
 
-def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
+def record_of(
+    function: Callable[..., Any], captured: Capture, call: CallOfKind, donation: Donation, make: Maker
+) -> Record:
     """The record of a capture of a function."""
     program, halves = captured.program, None
     donation = with_reuse(captured, donation, make)
@@ -239,7 +241,7 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
     made_of = captured.written, captured.same, rebuilder(captured.out), Closed(captured.closed), modules
     draws_seeds = any(map(draws_seed, (*steps, *deferred)))
     is_plain_call, by_values = not donation.places, not captured.is_fake
-    return Record(run, strides, *made_of, facts, donation, halves, moved, is_plain_call, unmet, draws_seeds, by_values)
+    return Record(run, strides, *made_of, call, donation, halves, moved, is_plain_call, unmet, draws_seeds, by_values)
 
 
 def _returning_arguments(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:
