@@ -93,7 +93,7 @@ def differentiated(
         cotangents = [_cotangent(results[i], reduced[i]) for i in followed]
     with recorder.real(), torch.no_grad():
         zeros = tuple(map(_zeros_like, cotangents))
-    given = [recorder.argument(x) for x in cotangents]
+    given = recorder.arguments(cotangents)
     recorder.deferred = True  # processes run no collectives here, since other processes may replay meanwhile
     with _without_hooks(closed.values()):
         computed = _gradients([results[i] for i in followed], sources, cotangents, retain_graph=True)

@@ -24,10 +24,10 @@ from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.refusals import constant_of, is_dense, not_compiled, not_dense
 from fspmd.sharded import NODES, Sharded
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import DisableTorchFunction, FakeTensor
+from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.frame import Frame, frame
-from fspmd.transport.local_tensor import blocks_of, has_overlaps, held_frame, local_tensor, with_blocks
-from fspmd.trees import filling, flatten, flatten_in_order
+from fspmd.transport.local_tensor import has_overlaps, local_tensor, per_block, with_blocks
+from fspmd.trees import filling, flatten, flatten_in_order, is_mutable
 
 Flat = tuple[list[Any], optree.PyTreeSpec]  # the leaves and the treedef of arguments
 #: held while a thread records; other threads run functions unrecorded, or wait
@@ -52,40 +52,43 @@ class Capture:
 
 
 def capture(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_fake: bool = False
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: CachingFakeMode | None = None
 ) -> Capture:
     """Run a function on copies of its arguments and record it.
 
-    ``is_fake``: the arguments are fake tensors of the active mode, and are not copied.
+    ``mode``: that of the arguments if they are fake tensors, which are not copied.
 
     In inference mode torch does not count writes. The function is then recorded in `torch.no_grad`.
     """
+    given = args, kwargs
+    if mode is None:
+        leaves, treedef = flatten_in_order(given)
+        given = filling(leaves, treedef)(copies_of(x for x in leaves if isinstance(x, Tensor)))
     if not torch.is_inference_mode_enabled():
-        return _captured(function, args, kwargs, is_fake)
+        return _captured(function, *given, mode)
     with torch.inference_mode(False), torch.no_grad():
-        return _captured(function, args, kwargs, is_fake)
+        return _captured(function, *given, mode)
 
 
-def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_fake: bool) -> Capture:
+def _captured(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: CachingFakeMode | None
+) -> Capture:
     leaves, treedef = flatten_in_order((args, kwargs))
-    before = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    tensors, filled = before if is_fake else copies_of(before), filling(leaves, treedef)
+    tensors, filled = [leaf for leaf in leaves if isinstance(leaf, Tensor)], filling(leaves, treedef)
 
     def again(values: Sequence[Tensor]) -> list[Tensor]:
         given, named = filled(values)
         return _tensors(function(*given, **named))
 
-    recorder = ProgramRecorder(reachable_from(function, *leaves), is_fake)
-    inputs = [recorder.argument(x) for x in tensors]
-    given, named = filled(tensors)
-    before_run = flatten_in_order((given, named))
+    recorder = ProgramRecorder(reachable_from(function, *leaves), mode)
+    inputs = recorder.arguments(tensors)
     had_gradient = [x.requires_grad for x in tensors]
-    recorder.note_specs(optree.tree_leaves((given, named), none_is_leaf=True))
+    recorder.note_specs(optree.tree_leaves((args, kwargs), none_is_leaf=True))
     with recorder.recording():
-        out = _run(recorder, function, given, named)
+        out = _run(recorder, function, args, kwargs)
         recorder.note_specs(optree.tree_leaves(out, none_is_leaf=True))
         with DisableTorchFunction():
-            _check_arguments(before_run, flatten_in_order((given, named)), had_gradient)
+            _check_arguments((leaves, treedef), flatten_in_order((args, kwargs)), had_gradient)
         results = _tensors(out)
         outputs = list(map(recorder.node_of, results))
         facts = None
@@ -109,7 +112,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         tuple(x for node, x in recorder.captured.items() if node not in recorder.made),
         written,
         tuple(recorder.modules.values()),
-        is_fake,
+        mode is not None,
     )
 
 
@@ -177,6 +180,8 @@ def _tensors(out: Any) -> list[Tensor]:
 def stand_ins(tree: Any, mode: CachingFakeMode, as_they_lie: bool = False) -> Any:
     """A tree with a fake tensor for each tensor, and a `Sharded` of a fake block for each `TensorSpec`.
 
+    It has its own copies of sets and arrays.
+
     ``as_they_lie``: also tensors whose elements share memory keep their strides.
     """
     return optree.tree_map(lambda leaf: _stand_in(leaf, mode, as_they_lie), tree, none_is_leaf=True, namespace=NODES)
@@ -188,9 +193,9 @@ def _stand_in(leaf: Any, mode: CachingFakeMode, as_they_lie: bool) -> Any:
     if isinstance(leaf, Tensor):
         if not is_dense(leaf):
             raise not_dense(leaf)
-        fake = _fake_of(leaf, mode)
+        fake = per_block(mode.fake_of, leaf)
         return like(leaf, fake if as_they_lie else unshared(fake))
-    return leaf
+    return copy.copy(leaf) if is_mutable(leaf) else leaf
 
 
 def like(x: Tensor, made: Tensor) -> Tensor:
@@ -216,25 +221,3 @@ def _block(spec: TensorSpec, mode: CachingFakeMode) -> Tensor:
         holders = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
         shapes = map(spec.local_shape, holders.mesh_coordinates())
         return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], holders)
-
-
-def _fake_of(x: Tensor, mode: CachingFakeMode) -> Tensor:
-    """The fake of a tensor. In a simulation the first block tells the memory of a value, so others get new memory."""
-    blocks, held = blocks_of(x), held_frame(x)
-    if held is None:
-        return _fake(x, mode)
-    first, *others = blocks
-    if first.is_meta or any(isinstance(block, FakeTensor) or block.storage_offset() for block in others):
-        return local_tensor([_fake(block, mode) for block in blocks], held)
-    return local_tensor([_fake(first, mode), *map(mode.new_like, others)], held)
-
-
-def _fake(x: Tensor, mode: CachingFakeMode) -> Tensor:
-    """The fake of a block."""
-    if isinstance(x, FakeTensor):
-        return x.detach()
-    if not (x.is_meta or x.is_inference()):
-        return mode.from_tensor(x.detach())
-    device = None if x.is_meta else x.device
-    with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)

@@ -41,7 +41,6 @@ from fspmd.programs.replay import Maker
 from fspmd.programs.steps import CASTS, is_collective
 from fspmd.torch_internals import (
     FAKE_TENSOR_ERRORS,
-    FakeTensorMode,
     dispatch_mode_stack,
     function_modes,
     pop_dispatch_mode,
@@ -291,15 +290,15 @@ class Recordable:
 
 def without_values(
     args: tuple[Any, ...], kwargs: dict[str, Any], as_they_lie: bool = False
-) -> tuple[Any, Any, FakeTensorMode]:
+) -> tuple[Any, Any, CachingFakeMode]:
     """The arguments with fake tensors, and the fake mode. ``as_they_lie`` is that of `stand_ins`."""
     mode = CachingFakeMode()
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), tracing.unseen():
         return *stand_ins((args, kwargs), mode, as_they_lie), mode
 
 
 @unwound
-def capture_fake(function: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Capture:
+def capture_fake(function: Callable[..., Any], args: Any, kwargs: Any, mode: CachingFakeMode) -> Capture:
     """Record a function on fake tensors."""
     with recording, mode:
-        return capture(function, args, kwargs, is_fake=True)
+        return capture(function, args, kwargs, mode)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
-from fspmd.fake_mode import UnknownValues
+from fspmd.fake_mode import CachingFakeMode, UnknownValues
 from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
 from fspmd.inspection.causes import trace
 from fspmd.ops.schemas import facts_of
@@ -49,10 +49,10 @@ class ProgramRecorder(Values):
 
     supports_higher_order_operators = True
 
-    def __init__(self, reached: Iterable[Any] = (), is_fake: bool = False) -> None:
+    def __init__(self, reached: Iterable[Any] = (), mode: CachingFakeMode | None = None) -> None:
         """``reached``: the values that the function gets and reaches. The recorder looks for generators in them."""
-        super().__init__(is_fake)
-        self.generators = Generators(reached, is_fake)
+        super().__init__(mode)
+        self.generators = Generators(reached, self.is_fake)
         self.modules: dict[int, torch.nn.Module] = {}  # modules that ran, by id
         self.refusing = RefusingMode(self)
 

@@ -29,6 +29,7 @@ from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import FakeTensor, c_module, pad_packed_sequence
+from fspmd.tracing import with_attribute
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.variance import unwrapped
 
@@ -197,17 +198,6 @@ def _advice() -> str:
             return ", Normal(mean, scale, validate_args=False) for a distribution"
         frame = frame.f_back
     return _INSTEAD_OF_PLACES
-
-
-@contextmanager
-def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, in all threads, an attribute has another value."""
-    plain = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, plain)
 
 
 def _within(data: Any) -> list[Tensor]:
