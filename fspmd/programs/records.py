@@ -24,7 +24,7 @@ from fspmd.ops.traits import autocasts, without_autocast
 from fspmd.programs.backward import Halves, halves_of, replay
 from fspmd.programs.cache_misses import CallOfKind
 from fspmd.programs.capture import Capture
-from fspmd.programs.communication import histories, known_communication, name_of, replayed_by, report_when_run
+from fspmd.programs.communication import reports_of
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.keys import Static, guard
 from fspmd.programs.program import memory_of, owner
@@ -215,20 +215,18 @@ def record_of(
     program, halves = captured.program, None
     donation = with_reuse(captured, donation, make)
     steps, deferred = program.steps, program.deferred
-    report_when_run([*steps, *deferred])
-    moved, unmet, name = known_communication(steps), histories((steps, False), (deferred, True)), name_of(function)
+    reports = reports_of(function, program)
     if captured.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        told = replayed_by(name, steps)
         infers = not any(node.meta["backward"] for node in steps)
-        run = make(ProgramPart(steps, inputs, program.results, program.constants, donated, told, infers))
+        run = make(ProgramPart(steps, inputs, program.results, program.constants, donated, reports.replayed, infers))
         if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
         if any(x.requires_grad for x in (*captured.leaves, *captured.closed)):
             run = below_autograd(run)
     else:
-        halves = halves_of(name, program, captured.followed, captured.again, make)
+        halves = halves_of(reports, program, captured.followed, captured.again, make)
         run = replay(halves)
         if captured.same:
             run = _returning_arguments(run, captured.same)
@@ -236,12 +234,23 @@ def record_of(
             run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
-    strides = list(map(strides_of, captured.leaves))
-    modules = tuple((module, state_of(module)) for module in captured.modules)
-    made_of = captured.written, captured.same, rebuilder(captured.out), Closed(captured.closed), modules
-    draws_seeds = any(map(draws_seed, (*steps, *deferred)))
-    is_plain_call, by_values = not donation.places, not captured.is_fake
-    return Record(run, strides, *made_of, call, donation, halves, moved, is_plain_call, unmet, draws_seeds, by_values)
+    return Record(
+        run=run,
+        strides=list(map(strides_of, captured.leaves)),
+        written=captured.written,
+        same=captured.same,
+        rebuild=rebuilder(captured.out),
+        closed=Closed(captured.closed),
+        modules=tuple((module, state_of(module)) for module in captured.modules),
+        call=call,
+        donation=donation,
+        halves=halves,
+        moved=reports.forward,
+        plain=not donation.places,
+        unmet=[*reports.histories],
+        draws_seeds=any(map(draws_seed, (*steps, *deferred))),
+        by_values=not captured.is_fake,
+    )
 
 
 def _returning_arguments(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:
