@@ -84,7 +84,8 @@ class CallOfKind:
         return facts
 
 
-_listening: list[list[CacheMiss]] = []
+#: the lists to which misses are added
+LISTENING: Final[list[list[CacheMiss]]] = []
 
 
 @contextmanager
@@ -103,16 +104,11 @@ def explain_cache_misses() -> Iterator[list[CacheMiss]]:
     [('it is called for the first time',), ("batch['x']: shape (4, 8) -> (5, 8)",)]
     """
     misses: list[CacheMiss] = []
-    _listening.append(misses)
+    LISTENING.append(misses)
     try:
         yield misses
     finally:
-        _listening[:] = [listener for listener in _listening if listener is not misses]
-
-
-def is_explained() -> bool:
-    """Whether a call is within `explain_cache_misses`."""
-    return bool(_listening)
+        LISTENING[:] = [listener for listener in LISTENING if listener is not misses]
 
 
 def report(f: Callable[..., Any], now: CallOfKind, before: Sequence[CallOfKind], stale: Sequence[str]) -> None:
@@ -129,7 +125,7 @@ def report(f: Callable[..., Any], now: CallOfKind, before: Sequence[CallOfKind],
     miss = CacheMiss(
         getattr(f, "__name__", None) or type(f).__name__, cause.where if cause.file else "", len(before), tuple(reasons)
     )
-    for misses in _listening:
+    for misses in LISTENING:
         misses.append(miss)
     _log.warning("%s", miss)
 

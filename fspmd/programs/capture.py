@@ -21,8 +21,8 @@ from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
 from fspmd.programs.program import Program, memory_of
 from fspmd.programs.reachable import reachable_from
 from fspmd.programs.recorder import ProgramRecorder
-from fspmd.programs.refusals import constant_of, is_dense, not_compiled, not_dense
-from fspmd.sharded import NODES, Sharded
+from fspmd.programs.refusals import check_dense, constant_of, not_compiled
+from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport.frame import Frame, frame
@@ -89,10 +89,11 @@ def _captured(
         recorder.note_specs(optree.tree_leaves(out, none_is_leaf=True))
         with DisableTorchFunction():
             _check_arguments((leaves, treedef), flatten_in_order((args, kwargs)), had_gradient)
-        results = _tensors(out)
+            results = _tensors(out)
+            is_followed = any(map(has_gradient, results))
         outputs = list(map(recorder.node_of, results))
         facts = None
-        if any(map(has_gradient, results)):
+        if is_followed:
             program, facts = differentiated(recorder, tensors, inputs, results, outputs, _reduced(out))
         else:
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
@@ -184,15 +185,15 @@ def stand_ins(tree: Any, mode: CachingFakeMode, as_they_lie: bool = False) -> An
 
     ``as_they_lie``: also tensors whose elements share memory keep their strides.
     """
-    return optree.tree_map(lambda leaf: _stand_in(leaf, mode, as_they_lie), tree, none_is_leaf=True, namespace=NODES)
+    leaves, treedef = flatten(tree)
+    check_dense(leaves)
+    return treedef.unflatten([_stand_in(leaf, mode, as_they_lie) for leaf in leaves])
 
 
 def _stand_in(leaf: Any, mode: CachingFakeMode, as_they_lie: bool) -> Any:
     if isinstance(leaf, TensorSpec):
         return Sharded(_block(leaf, mode), leaf)
     if isinstance(leaf, Tensor):
-        if not is_dense(leaf):
-            raise not_dense(leaf)
         fake = per_block(mode.fake_of, leaf)
         return like(leaf, fake if as_they_lie else unshared(fake))
     return copy.copy(leaf) if is_mutable(leaf) else leaf

@@ -284,7 +284,7 @@ class _Records(Cache[Any, Record]):
 
     def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], around: Surroundings) -> Record | None:
         """A new record; None if another thread is recording, since that thread may wait for this thread."""
-        if not recording.acquire(blocking=world_size() > 1):
+        if not recording.acquire(blocking=False) and (world_size() == 1 or not recording.acquire()):
             return None
         self.misses += 1
         try:

@@ -213,13 +213,15 @@ class Generators:
                 )
 
     def check_end(self) -> None:
-        """Raise `RecordError` where the function has seeded a generator, also where the seed is the same as before."""
+        """Raise `RecordError` where the function has seeded a generator, also where the seed is the same as before.
+
+        Modes must not see the call.
+        """
         self._check_seeds()
-        with unseen():
-            for generator in self._known.values() if self._is_fake else ():
-                seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-                if torch.equal(seeded.get_state(), generator.get_state()):
-                    raise _sets_state()
+        for generator in self._known.values() if self._is_fake else ():
+            seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+            if torch.equal(seeded.get_state(), generator.get_state()):
+                raise _sets_state()
 
     def _check_seeds(self) -> None:
         if any(generator.initial_seed() != self._seeds[key] for key, generator in self._known.items()):

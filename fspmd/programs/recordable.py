@@ -29,7 +29,7 @@ from fspmd import tracing
 from fspmd.errors import ValuesNeededError
 from fspmd.fake_mode import CachingFakeMode
 from fspmd.messages import described
-from fspmd.programs.cache_misses import CallOfKind, is_explained, report
+from fspmd.programs.cache_misses import LISTENING, CallOfKind, report
 from fspmd.programs.capture import Capture, capture, recording, stand_ins
 from fspmd.programs.donation import NOTHING, Donation, donation
 from fspmd.programs.keys import Chosen, Surroundings, mark_static, surroundings, with_static
@@ -248,7 +248,7 @@ class Recordable:
         donated = self.donated(args, kwargs)
         given, named, mode = without_values(args, kwargs, as_they_lie=True)
         call = CallOfKind(given, named, around)
-        if is_explained():
+        if LISTENING:
             report(self.function, call, [record.call for record in others], () if last is None else stale(last))
         try:
             captured = capture_fake(self.plain, given, named, mode)

@@ -202,6 +202,10 @@ class Values(RecordingMode):
                 return bool(entry[1].meta.get("constant")) and not x._version
         return False
 
+    def are_constant(self, values: Iterable[Tensor]) -> bool:
+        """Whether Python may know all values."""
+        return all(map(self.is_constant, values))
+
     def note_read(self, values: Iterable[Any]) -> None:
         """Note that Python reads these constants. Those made of `axis_index` tell Python its rank."""
         waiting = [self.node_of(x) for x in values if is_plain(x)]
@@ -239,6 +243,10 @@ class Values(RecordingMode):
             self.note_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(x)) for x in blocks))}")
         for i in reversed(range(len(blocks))):  # one tensor may be the block of several ranks: the first counts
             self._shards[id(blocks[i])] = ref(blocks[i]), node, i
+
+    def _operands(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with nodes in place of their tensors."""
+        return tuple(map(self._placed, args)), {name: self._placed(value) for name, value in kwargs.items()}
 
     def _placed(self, value: Any) -> Any:
         """An argument with nodes in place of its tensors."""

@@ -291,6 +291,13 @@ def is_dense(x: Tensor) -> bool:
     return not loose_kind(x) and (type(x) in OWN_TYPES or not foreign_name(x))
 
 
+def check_dense(leaves: Iterable[Any]) -> None:
+    """Raise `RecordError` where a leaf is a tensor that is not dense."""
+    for x in leaves:
+        if isinstance(x, Tensor) and not is_dense(x):
+            raise not_dense(x)
+
+
 def written_while_copied(name: str) -> RecordError:
     """The error for a write that changes a view in torch, but not the copy that a record has in its place."""
     return RecordError(
