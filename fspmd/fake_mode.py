@@ -196,6 +196,8 @@ class CachingFakeMode(DispatchMode, FakeMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _FAKE.issuperset(types):  # a simulated value calls the function for each rank
             return NotImplemented
+        if not _USUAL.isdisjoint(map(type, args)):
+            args = tuple([self.fake_of(x) if type(x) in _USUAL and _is_usual(x) else x for x in args])
         entries = _ENTRIES.get(func)
         if entries is None:
             entries = _ENTRIES[func] = {} if _is_cacheable(func) else _NOT_CACHED
