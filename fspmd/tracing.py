@@ -285,16 +285,10 @@ def _outside_running() -> Iterator[None]:
         yield
 
 
-def fake_mode_here() -> FakeTensorMode | None:
-    """Return the active mode of fake tensors."""
-    return next((mode for mode in reversed(dispatch_mode_stack()) if isinstance(mode, FakeTensorMode)), None)
-
-
 def outside_modes() -> Any:
     """Return a context in which no dispatch mode sees calls. A mode of fake tensors stays, since they need it."""
-    if not count_dispatch_modes() or fake_mode_here() is not None:
-        return nullcontext()
-    return without_dispatch_modes()
+    has_fake = any(isinstance(mode, FakeTensorMode) for mode in dispatch_mode_stack())
+    return nullcontext() if has_fake else without_dispatch_modes()
 
 
 @contextmanager
