@@ -1,20 +1,28 @@
 """Capture: run a function once, on copies of its arguments or on fake tensors, and record a `Program`.
 
 Fake tensors have shapes and strides, and no values.
+
+An interrupt or a `RecursionError` may end a recording between any two calls. Torch's own contexts then leave modes
+behind, or take away modes that are not theirs, so `unwound` restores them.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from traceback import clear_frames
+from typing import Any, Final, ParamSpec, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
+from fspmd import tracing
 from fspmd.errors import RecordError
 from fspmd.fake_mode import CachingFakeMode, UnknownValues
 from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
@@ -24,11 +32,21 @@ from fspmd.programs.recorder import ProgramRecorder
 from fspmd.programs.refusals import check_dense, constant_of, not_compiled
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.torch_internals import (
+    DisableTorchFunction,
+    dispatch_mode_stack,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
 from fspmd.transport.frame import Frame, frame
 from fspmd.transport.local_tensor import has_overlaps, local_tensor, per_block, with_blocks
 from fspmd.trees import filling, flatten, flatten_in_order, is_mutable
 
+Q = ParamSpec("Q")
+R = TypeVar("R")
 Flat = tuple[list[Any], optree.PyTreeSpec]  # the leaves and the treedef of arguments
 #: held while a thread records; other threads run functions unrecorded, or wait
 recording = threading.RLock()
@@ -38,6 +56,7 @@ recording = threading.RLock()
 class Capture:
     """A recorded run of a function."""
 
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, without values
     program: Program
     followed: AutogradFacts | None  # the facts for autograd if results have a gradient
     out: Any  # the result
@@ -51,23 +70,96 @@ class Capture:
     is_fake: bool  # whether it ran without values
 
 
-def capture(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: CachingFakeMode | None = None
-) -> Capture:
-    """Run a function on copies of its arguments and record it.
+def unwound(record: Callable[Q, R]) -> Callable[Q, R]:
+    """Return a function that records, and after an exception leaves torch's modes as they were before.
 
-    ``mode``: that of the arguments if they are fake tensors, which are not copied.
-
-    In inference mode torch does not count writes. The function is then recorded in `torch.no_grad`.
+    An interrupt is raised itself, and not the error of a context that it has kept from ending.
     """
-    given = args, kwargs
-    if mode is None:
-        leaves, treedef = flatten_in_order(given)
-        given = filling(leaves, treedef)(copies_of(x for x in leaves if isinstance(x, Tensor)))
+
+    @functools.wraps(record)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        modes, depth, handled = [entered() for entered, _, _ in _STACKS], tracing.depth(), sys.exc_info()[1]
+        try:
+            return record(*args, **kwargs)
+        except BaseException as error:
+            errors = list(takewhile(lambda each: each is not handled, _behind(error)))
+            try:
+                for each in filter(_is_stray, errors):
+                    clear_frames(each.__traceback__)  # contexts that wait there would end later, and push modes then
+            finally:
+                try:
+                    _restore(modes, depth)
+                finally:
+                    _restore(modes, depth)
+            interrupt = next((each for each in errors if not isinstance(each, (Exception, GeneratorExit))), error)
+            if interrupt is error:
+                raise
+            raise interrupt from None
+
+    return run
+
+
+def _is_stray(error: BaseException) -> bool:
+    """Return whether an error may be raised between any two calls."""
+    return isinstance(error, (RecursionError, MemoryError)) or not isinstance(error, Exception)
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those in whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
+#: of dispatch modes and of function modes: what lists those that are entered, leaves the last one, and enters one
+_STACKS: Final[tuple[tuple[Callable[[], list[object]], Callable[[], object], Callable[[object], object]], ...]] = (
+    (dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode),
+    (function_modes, pop_function_mode, push_function_mode),
+)
+
+
+def _restore(modes: list[list[object]], depth: int) -> None:
+    tracing.go_back(depth)
+    for (entered, leave, enter), before in zip(_STACKS, modes, strict=True):
+        now = entered()
+        if list(map(id, now)) != list(map(id, before)):
+            for _ in now:
+                leave()
+            for mode in before:
+                enter(mode)
+
+
+@unwound
+def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    """Run a function on copies of its arguments, and record it."""
+    leaves, treedef = flatten_in_order((args, kwargs))
+    copies = copies_of(x for x in leaves if isinstance(x, Tensor))
+    given, named = filling(leaves, treedef)(copies)
+    captured = _without_inference(function, given, named, None)
+    with torch.inference_mode(False), tracing.unseen():
+        return replace(captured, given=stand_ins(captured.given, CachingFakeMode()))
+
+
+@unwound
+def capture_fake(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], as_they_lie: bool = False
+) -> Capture:
+    """Run a function on fake tensors, and record it. ``as_they_lie`` is that of `stand_ins`."""
+    mode = CachingFakeMode()
+    with torch.inference_mode(False), tracing.unseen():
+        given, named = stand_ins((args, kwargs), mode, as_they_lie)
+    with recording, mode:
+        return _without_inference(function, given, named, mode)
+
+
+def _without_inference(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: CachingFakeMode | None
+) -> Capture:
+    """In inference mode torch does not count writes. A function is then recorded in `torch.no_grad`."""
     if not torch.is_inference_mode_enabled():
-        return _captured(function, *given, mode)
+        return _captured(function, args, kwargs, mode)
     with torch.inference_mode(False), torch.no_grad():
-        return _captured(function, *given, mode)
+        return _captured(function, args, kwargs, mode)
 
 
 def _captured(
@@ -103,6 +195,7 @@ def _captured(
     memory = {memory_of(x) for x, node in zip(tensors, inputs, strict=True) if node in recorder.written}
     written = tuple(i for i, x in enumerate(tensors) if memory and memory_of(x) in memory)
     return Capture(
+        (args, kwargs),
         program,
         facts,
         out,

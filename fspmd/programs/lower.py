@@ -134,14 +134,13 @@ class Lowered:
         self,
         function: Callable[..., Any],
         captured: Capture,
-        given: tuple[Any, Any],
         donated: Sequence[int],
         compiled: Callable[[], Compiled],
     ) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
         self.program = captured.program
         self.mesh = _mesh_of(self.program)
-        self._arguments = _names(function, *given)
+        self._arguments = _names(function, *captured.given)
         self._donated = [self.program.inputs[i] for i in donated] if captured.followed is None else []
         self._compiled = compiled
         self._out = captured.out
