@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fspmd.cache import cached
@@ -27,7 +27,6 @@ from fspmd.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    TensorBase,
     aten_grouped_mm,
     level_of,
     make_subclass,
@@ -186,7 +185,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache
         self._states: dict[torch.device, dict[str, Any]] = {}
-        self._memories: dict[StorageWeakRef, UntypedStorage] = {}  # that of the fakes, by the memory of tensors
+        self._memories: dict[StorageWeakRef, Tensor] = {}  # the bytes of fakes, by the memory of tensors
         converter: Any = self.fake_tensor_converter
         self._converted = functools.partial(converter.from_real_tensor, self)
         converter.from_real_tensor = lambda _, x, **how: (
@@ -271,24 +270,24 @@ class CachingFakeMode(DispatchMode, FakeMode):
         (dtype, shape, strides, offset, device, _), is_view = entry
         block = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
         if is_view:
-            TensorBase.set_(block, args[0].untyped_storage(), offset, shape, strides)
+            block.set_(args[0].untyped_storage(), offset, shape, strides)
         return self._fake(block, device)
 
     def fake_of(self, x: Tensor) -> Tensor:
         """The fake of a tensor. Fakes share memory as the tensors do. Transforms and modes must not see the call."""
         if isinstance(x, FakeTensor):
             return x.detach()
-        storage = x.untyped_storage()
+        storage, size = x.untyped_storage(), x.dtype.itemsize
         memory = self._memories.get(key := StorageWeakRef(storage))
         if not _is_usual(x):
             fake: Tensor = self._converted(x.detach())
-            self._memories[key] = memory or fake.untyped_storage()
+            if memory is None:
+                self._memories[key] = torch.empty(0, dtype=torch.uint8, device=_META).set_(fake.untyped_storage())
             return fake
         if memory is None:
-            memory = self._memories[key] = UntypedStorage(storage.nbytes(), device=_META)
-        block = torch.empty(0, dtype=x.dtype, device=_META)
-        TensorBase.set_(block, memory, x.storage_offset(), x.shape, x.stride())
-        return self._fake(block, x.device)
+            memory = self._memories[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META)
+        elements = memory[: storage.nbytes() // size * size].view(x.dtype)
+        return self._fake(elements.as_strided(x.shape, x.stride(), x.storage_offset()), x.device)
 
     def _fake(self, block: Tensor, device: torch.device) -> Tensor:
         """``FakeTensor(self, block, device)``, made faster: its attributes depend on the device alone."""
