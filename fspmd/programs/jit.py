@@ -313,7 +313,8 @@ class _Records(Cache[Any, Record]):
                 return
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
             read, donation = reader(args, kwargs, leaves), record.donation
-            take = None if record.plain else donation.taker(picker(args, kwargs, leaves, donation.places), leaves)
+            places = donation.places
+            take = donation.taker(picker(args, kwargs, leaves, places), leaves) if places else None
             near = self._known[key] = _Near(read, is_alike, record, take, around)
         self.near = [near, *(x for x in before if x.record is not record)][:_NEAR]
 

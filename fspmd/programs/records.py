@@ -127,7 +127,6 @@ class Record:
     donation: Donation  # arguments that ``run`` takes out of lists
     halves: Halves | None  # both parts of the program if autograd follows results
     moved: tuple[Communication, ...]  # the communication of a run
-    plain: bool  # whether nothing is donated
     unmet: list[History]  # the collectives of each group of processes, before the ranks have agreed on them
     draws_seeds: bool  # whether a run draws seeds, which all ranks must have alike, from torch's own generator
     by_values: bool  # whether the function ran with values, on all processes at once
@@ -246,7 +245,6 @@ def record_of(
         donation=donation,
         halves=halves,
         moved=reports.forward,
-        plain=not donation.places,
         unmet=[*reports.histories],
         draws_seeds=any(map(draws_seed, (*steps, *deferred))),
         by_values=not captured.is_fake,
