@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from fspmd import P, TensorSpec, jit, make_mesh, reshard, value_and_grad
+from fspmd.programs.capture import capture_fake
 from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.table import PASSES
-from fspmd.programs.recordable import capture_fake, without_values
 
 LAYERS, BATCH, LENGTH, WIDTH = 8, 16, 2048, 4096
 MESH = make_mesh((8, 8), ("dp", "tp"), transport="abstract")
@@ -90,8 +90,7 @@ def main() -> None:
             f"| {cost.exposed / 1e3:.1f} | {lowered.memory().peak / 1e9:.2f} |"
         )
     print("\n| pass | µs a step |\n|---|---|")
-    given, named, mode = without_values(args, {})
-    program = capture_fake(step, given, named, mode).program
+    program = capture_fake(step, args, {}).program
     for name, one in PASSES.items():
         steps, start = len(program.steps), time.perf_counter()
         one(program)

@@ -15,17 +15,20 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fspmd.cache import cached
 from fspmd.ops.schemas import facts_of
 from fspmd.ops.traits import tensors_in
 from fspmd.torch_internals import (
     FAKE_TENSOR_ERRORS,
+    NO_LEVEL,
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     aten_grouped_mm,
+    level_of,
     make_subclass,
     meta_functions,
 )
@@ -149,6 +152,7 @@ _LITERALS: Final = frozenset(
 _MOST: Final = 4096  # cache entries of one function
 _META: Final = torch.device("meta")
 _FAKE: Final = frozenset((FakeTensor,))
+_USUAL: Final = frozenset((Tensor, torch.nn.Parameter))
 
 _default_dtype = torch.get_default_dtype
 
@@ -181,10 +185,18 @@ class CachingFakeMode(DispatchMode, FakeMode):
         super().__init__(allow_non_fake_inputs=True)
         self.cache_enabled = False  # torch's own cache
         self._states: dict[torch.device, dict[str, Any]] = {}
+        self._memories: dict[StorageWeakRef, Tensor] = {}  # the bytes of fakes, by the memory of tensors
+        converter: Any = self.fake_tensor_converter
+        self._converted = functools.partial(converter.from_real_tensor, self)
+        converter.from_real_tensor = lambda _, x, **how: (
+            self.fake_of(x) if _is_usual(x) and not how else self._converted(x, **how)
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _FAKE.issuperset(types):  # a simulated value calls the function for each rank
             return NotImplemented
+        if not _USUAL.isdisjoint(map(type, args)):
+            args = tuple([self.fake_of(x) if type(x) in _USUAL and _is_usual(x) else x for x in args])
         entries = _ENTRIES.get(func)
         if entries is None:
             entries = _ENTRIES[func] = {} if _is_cacheable(func) else _NOT_CACHED
@@ -261,9 +273,21 @@ class CachingFakeMode(DispatchMode, FakeMode):
             block.set_(args[0].untyped_storage(), offset, shape, strides)
         return self._fake(block, device)
 
-    def new_like(self, x: Tensor) -> Tensor:
-        """A fake tensor with the shape, strides, dtype and device of ``x``, and with memory of its own."""
-        return self._fake(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META), x.device)
+    def fake_of(self, x: Tensor) -> Tensor:
+        """The fake of a tensor. Fakes share memory as the tensors do. Transforms and modes must not see the call."""
+        if isinstance(x, FakeTensor):
+            return x.detach()
+        storage, size = x.untyped_storage(), x.dtype.itemsize
+        memory = self._memories.get(key := StorageWeakRef(storage))
+        if not _is_usual(x):
+            fake: Tensor = self._converted(x.detach())
+            if memory is None:
+                self._memories[key] = torch.empty(0, dtype=torch.uint8, device=_META).set_(fake.untyped_storage())
+            return fake
+        if memory is None:
+            memory = self._memories[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META)
+        elements = memory[: storage.nbytes() // size * size].view(x.dtype)
+        return self._fake(elements.as_strided(x.shape, x.stride(), x.storage_offset()), x.device)
 
     def _fake(self, block: Tensor, device: torch.device) -> Tensor:
         """``FakeTensor(self, block, device)``, made faster: its attributes depend on the device alone."""
@@ -278,6 +302,12 @@ class CachingFakeMode(DispatchMode, FakeMode):
 
 _ENTRIES: Final[dict[Any, dict[Any, Any]]] = {}  # for each function, entries by the looks of its arguments
 _NOT_CACHED: Final[dict[Any, Any]] = {}  # marks functions without entries
+
+
+def _is_usual(x: Tensor) -> bool:
+    """Whether dtype, shape, strides and offset are all that a fake tensor has of a tensor."""
+    is_plain = type(x) in _USUAL and level_of(x) == NO_LEVEL and x.layout is torch.strided
+    return is_plain and not (x.is_conj() or x.is_neg() or x.is_nested or x.is_quantized)
 
 
 def _zeros_like(x: Any) -> Any:

@@ -41,11 +41,33 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+@contextmanager
+def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value, in all threads, within a ``with`` block."""
+    plain = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
 class RecordingMode(DispatchMode):
     """The base of recorders. Torch carries modes into the threads that run backward."""
 
+    is_fake = False  # whether the tensors of the recording have no values
     paused = False
     repeats = False  # the steps that run now ran before, and their results were not kept
+
+    def pause(self) -> AbstractContextManager[None]:
+        """Return a context in which calls are no steps."""
+        return with_attribute(self, "paused", True)
+
+    @contextmanager
+    def real(self) -> Iterator[None]:
+        """Within, calls are no steps, and new tensors have values."""
+        with self.pause(), without_dispatch_modes() if self.is_fake else nullcontext():
+            yield
 
 
 _active = 0  # the number of recordings under way, in any thread
@@ -202,14 +224,8 @@ def recompute_context() -> RecomputeContext:
 def recomputing() -> Iterator[None]:
     """Mark the steps within a ``with`` block as recomputed for backward."""
     mode = recorder()
-    if mode is None:
+    with nullcontext() if mode is None else with_attribute(mode, "repeats", True):
         yield
-        return
-    before, mode.repeats = mode.repeats, True
-    try:
-        yield
-    finally:
-        mode.repeats = before
 
 
 def _recorded(function: Callable[Q, R], record: Callable[[Any, Any, Any], R]) -> Callable[Q, R]:
@@ -269,16 +285,10 @@ def _outside_running() -> Iterator[None]:
         yield
 
 
-def fake_mode_here() -> FakeTensorMode | None:
-    """Return the active mode of fake tensors."""
-    return next((mode for mode in reversed(dispatch_mode_stack()) if isinstance(mode, FakeTensorMode)), None)
-
-
 def outside_modes() -> Any:
     """Return a context in which no dispatch mode sees calls. A mode of fake tensors stays, since they need it."""
-    if not count_dispatch_modes() or fake_mode_here() is not None:
-        return nullcontext()
-    return without_dispatch_modes()
+    has_fake = any(isinstance(mode, FakeTensorMode) for mode in dispatch_mode_stack())
+    return nullcontext() if has_fake else without_dispatch_modes()
 
 
 @contextmanager

@@ -60,8 +60,8 @@ def filling(leaves: Sequence[Any], treedef: optree.PyTreeSpec) -> Callable[[Sequ
     >>> filling(*flatten({"w": torch.zeros(2), "rate": 0.5}))([torch.ones(1)])
     {'w': tensor([1.]), 'rate': 0.5}
     """
-    fixed = [None if isinstance(leaf, Tensor) else copy(leaf) if _is_mutable(leaf) else leaf for leaf in leaves]
-    copied = [i for i, leaf in enumerate(fixed) if _is_mutable(leaf)]
+    fixed = [None if isinstance(leaf, Tensor) else copy(leaf) if is_mutable(leaf) else leaf for leaf in leaves]
+    copied = [i for i, leaf in enumerate(fixed) if is_mutable(leaf)]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def filled(values: Sequence[Tensor]) -> Any:
@@ -75,7 +75,8 @@ def filling(leaves: Sequence[Any], treedef: optree.PyTreeSpec) -> Callable[[Sequ
     return filled
 
 
-def _is_mutable(leaf: Any) -> bool:
+def is_mutable(leaf: Any) -> bool:
+    """Return whether a leaf is a set or an array."""
     return isinstance(leaf, (set, bytearray)) or hasattr(type(leaf), "__array_interface__")
 
 

@@ -48,8 +48,9 @@ def _fails(x: Tensor) -> bool:
 
 
 def _run(mode: FakeTensorMode, call: Callable[..., Any], given: list[Tensor]) -> list[Any] | str:
+    fake_of = mode.fake_of if isinstance(mode, CachingFakeMode) else mode.from_tensor
+    fakes = [fake_of(x).requires_grad_(x.requires_grad) for x in given]
     with mode:
-        fakes = [mode.from_tensor(x).requires_grad_(x.requires_grad) for x in given]
         try:
             results = pytree.tree_leaves(call(*fakes))
             ends = [x.sum() for x in results if isinstance(x, Tensor) and x.requires_grad]

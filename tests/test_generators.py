@@ -103,3 +103,16 @@ def test_what_is_searched_is_not_run(name: str) -> None:
     assert any(one is rng for one in reachable_from(lambda: trap))
     f = jit(lambda x: x if trap is None else x + 1)
     assert f(torch.ones(1)).item() == f(torch.ones(1)).item() == 2
+
+
+class _Drawing(torch.nn.Linear):
+    generator = torch.Generator()
+
+
+def test_classes_of_libraries_are_not_searched() -> None:
+    """Those of users are, also if they derive from them."""
+    assert any(one is _Drawing.generator for one in reachable_from(lambda: _Drawing(2, 2), _Drawing))
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(10)))
+    found = list(reachable_from(model))
+    assert all(any(one is p for one in found) for p in model.parameters())
+    assert not any(one is torch.nn.Module.forward for one in found)

@@ -16,7 +16,7 @@ from fspmd.messages import described
 from fspmd.nn.places import Places, without_row
 from fspmd.nn.schedules import Schedule
 from fspmd.placement.reshard import reshard
-from fspmd.programs.recordable import capture_fake, without_values
+from fspmd.programs.capture import capture_fake
 from fspmd.sharded import is_sharded
 from fspmd.spec import P, TensorSpec
 
@@ -77,7 +77,7 @@ def _specs_of(stage: Stage, params: Any, x: TensorSpec, has_aux: bool, place: in
         return optree.tree_map(without_pending, (y, aux), is_leaf=is_sharded)
 
     with set_mesh(x.mesh):
-        out = capture_fake(settled, *without_values((params, x), {})).out
+        out = capture_fake(settled, (params, x), {}).out
     specs: Any = optree.tree_map(lambda y: y.spec, out, is_leaf=is_sharded)
     return specs  # type: ignore[no-any-return]
 

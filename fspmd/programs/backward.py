@@ -13,10 +13,10 @@ from torch import Tensor, fx
 from fspmd.errors import RecordError
 from fspmd.inspection.watch import Communication, hears_of_records, tell
 from fspmd.pairs import apply, call, is_watched
-from fspmd.programs.communication import known_communication, replayed_by
+from fspmd.programs.communication import Reports
 from fspmd.programs.program import Program, owner
 from fspmd.programs.recorder import ProgramRecorder
-from fspmd.programs.replay import Maker, ProgramPart, compiled, has_randomness
+from fspmd.programs.replay import Maker, ProgramPart, has_randomness
 from fspmd.remembered import ask_gradient, forgetting
 from fspmd.torch_internals import EnableTorchFunction, transforms_active
 from fspmd.transport.frame import Frame
@@ -93,7 +93,7 @@ def differentiated(
         cotangents = [_cotangent(results[i], reduced[i]) for i in followed]
     with recorder.real(), torch.no_grad():
         zeros = tuple(map(_zeros_like, cotangents))
-    given = [recorder.argument(x) for x in cotangents]
+    given = recorder.arguments(cotangents)
     recorder.deferred = True  # processes run no collectives here, since other processes may replay meanwhile
     with _without_hooks(closed.values()):
         computed = _gradients([results[i] for i in followed], sources, cotangents, retain_graph=True)
@@ -120,11 +120,11 @@ def has_gradient(x: Tensor) -> bool:
 
 
 def halves_of(
-    name: str, program: Program, facts: AutogradFacts, again: Callable[..., list[Tensor]], make: Maker = compiled
+    reports: Reports, program: Program, facts: AutogradFacts, again: Callable[..., list[Tensor]], make: Maker
 ) -> Halves:
-    """Both parts of a program, as functions made by ``make``. ``name``: as errors show the program."""
+    """Both parts of a program, as functions made by ``make``."""
     constants = program.constants
-    ahead, back = replayed_by(name, program.steps), replayed_by(name, program.deferred, True)
+    ahead, back = reports.replayed, reports.replayed_backward
     kept, given = program.kept, set(program.results)
     memory = {owner(node) for node in given}
     shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)
@@ -140,7 +140,7 @@ def halves_of(
         make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, constants, kept, back)),
         again,
         any(has_randomness(node) for node in program.steps),
-        known_communication(program.deferred),
+        reports.backward,
         shared,
         aliased,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,17 +13,15 @@ import torch
 from torch import Tensor
 
 from fspmd.inspection.causes import trace
-from fspmd.meshes.mesh import current_mesh
 from fspmd.messages import counted
-from fspmd.ops.traits import autocasts
-from fspmd.programs.keys import Static, default_device, identity
+from fspmd.programs.keys import Static, Surroundings, identity
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.torch_internals import FakeTensor
 from fspmd.transport.local_tensor import blocks_of, held_frame
 from fspmd.trees import flatten_in_order, parameter_names, paths_of, tree_text
 
 #: the parts of a key: for each path of a leaf, and for the surroundings (""), values by name
-Facts = dict[str, dict[str, Any]]
+_Facts = dict[str, dict[str, Any]]
 _log: Final = logging.getLogger("fspmd.jit")
 _SHOWN: Final = 80
 _VARYING: Final = "axes that it varies over"
@@ -55,7 +53,39 @@ class CacheMiss:
         )
 
 
-_listening: list[list[CacheMiss]] = []
+@dataclass(frozen=True, slots=True)
+class CallOfKind:
+    """The kind of a call: arguments of this kind, with or without values, and the surroundings."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    around: Surroundings
+
+    def facts(self, f: Callable[..., Any]) -> _Facts:
+        """The parts of the key of a call of ``f``, by the names of the parameters."""
+        names = parameter_names(f, len(self.args))
+        grad, dtype, mesh, (casts, device) = *self.around[:3], self.around[3] or ((), None)
+        facts: _Facts = {
+            "": {
+                "arguments": ", ".join([*names, *(f"{name}=" for name in self.kwargs)]),
+                "grad mode": grad,
+                "default dtype": dtype,
+                "default device": device,
+                "autocast": casts,
+                "mesh of set_mesh": mesh,
+            }
+        }
+        for name, tree in (*zip(names, self.args, strict=True), *self.kwargs.items()):
+            leaves, treedef = flatten_in_order(tree, is_sharded)
+            if not optree.treespec_is_leaf(treedef):
+                facts[name] = {"tree": tree_text(treedef)}
+            for path, leaf in zip(paths_of(treedef, name), leaves, strict=True):
+                facts[path] = _parts(leaf)
+        return facts
+
+
+#: the lists to which misses are added
+LISTENING: Final[list[list[CacheMiss]]] = []
 
 
 @contextmanager
@@ -74,48 +104,30 @@ def explain_cache_misses() -> Iterator[list[CacheMiss]]:
     [('it is called for the first time',), ("batch['x']: shape (4, 8) -> (5, 8)",)]
     """
     misses: list[CacheMiss] = []
-    _listening.append(misses)
+    LISTENING.append(misses)
     try:
         yield misses
     finally:
-        _listening[:] = [listener for listener in _listening if listener is not misses]
+        LISTENING[:] = [listener for listener in LISTENING if listener is not misses]
 
 
-def report(f: Callable[..., Any], now: Facts, known: Iterable[Facts], stale: tuple[str, ...]) -> None:
-    """Tell listeners why a call is recorded. ``stale``: why the record with its key is out of date."""
-    if not _listening:
-        return
-    before = list(known)
-    reasons = stale or (_nearest(now, before) if before else ("it is called for the first time",))
+def report(f: Callable[..., Any], now: CallOfKind, before: Sequence[CallOfKind], stale: Sequence[str]) -> None:
+    """Tell listeners why a call is recorded.
+
+    Args:
+        f: the function.
+        now: the call.
+        before: the calls for which there are records.
+        stale: why the record with the key of the call is out of date.
+    """
+    reasons = stale or (_nearest(f, now, before) if before else ("it is called for the first time",))
     cause = trace().cause
     miss = CacheMiss(
-        getattr(f, "__name__", None) or type(f).__name__, cause.where if cause.file else "", len(before), reasons
+        getattr(f, "__name__", None) or type(f).__name__, cause.where if cause.file else "", len(before), tuple(reasons)
     )
-    for misses in _listening:
+    for misses in LISTENING:
         misses.append(miss)
     _log.warning("%s", miss)
-
-
-def call_facts(f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Facts:
-    """The parts of the key of a call, by the names of the parameters."""
-    names = parameter_names(f, len(args))
-    facts: Facts = {
-        "": {
-            "arguments": ", ".join([*names, *(f"{name}=" for name in kwargs)]),
-            "grad mode": torch.is_grad_enabled(),
-            "default dtype": torch.get_default_dtype(),
-            "default device": default_device(),
-            "autocast": autocasts(),
-            "mesh of set_mesh": current_mesh(),
-        }
-    }
-    for name, tree in (*zip(names, args, strict=True), *kwargs.items()):
-        leaves, treedef = flatten_in_order(tree, is_sharded)
-        if not optree.treespec_is_leaf(treedef):
-            facts[name] = {"tree": tree_text(treedef)}
-        for path, leaf in zip(paths_of(treedef, name), leaves, strict=True):
-            facts[path] = _parts(leaf)
-    return facts
 
 
 def _parts(leaf: Any) -> dict[str, Any]:
@@ -139,17 +151,18 @@ def _parts(leaf: Any) -> dict[str, Any]:
     return {"type": type(leaf).__name__, "value": leaf}
 
 
-def _nearest(now: Facts, known: Iterable[Facts]) -> tuple[str, ...]:
+def _nearest(f: Callable[..., Any], now: CallOfKind, known: Sequence[CallOfKind]) -> tuple[str, ...]:
     """The differences from the nearest record."""
-    per_record = [differences(now, before) for before in known]
+    per_record = [differences(f, now, before) for before in known]
     return min(reversed(per_record), key=len) or (
         "an argument became a torch.nn.Parameter, or ceased to be one, or its blocks vary over other axes, or share "
         "memory of elements in another way",
     )
 
 
-def differences(now: Facts, before: Facts) -> tuple[str, ...]:
-    """The differences between two calls."""
+def differences(f: Callable[..., Any], new: CallOfKind, old: CallOfKind) -> tuple[str, ...]:
+    """The differences between two calls of a function."""
+    now, before = new.facts(f), old.facts(f)
     missing = [f"{path}: only the record has it" for path in before if path not in now]
     more = [f"{path}: the record lacks it" for path in now if path not in before]
     changed = [

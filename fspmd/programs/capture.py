@@ -1,34 +1,52 @@
 """Capture: run a function once, on copies of its arguments or on fake tensors, and record a `Program`.
 
 Fake tensors have shapes and strides, and no values.
+
+An interrupt or a `RecursionError` may end a recording between any two calls. Torch's own contexts then leave modes
+behind, or take away modes that are not theirs, so `unwound` restores them.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from traceback import clear_frames
+from typing import Any, Final, ParamSpec, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
+from fspmd import tracing
 from fspmd.errors import RecordError
 from fspmd.fake_mode import CachingFakeMode, UnknownValues
 from fspmd.programs.backward import AutogradFacts, differentiated, has_gradient
 from fspmd.programs.program import Program, memory_of
 from fspmd.programs.reachable import reachable_from
 from fspmd.programs.recorder import ProgramRecorder
-from fspmd.programs.refusals import constant_of, is_dense, not_compiled, not_dense
-from fspmd.sharded import NODES, Sharded
+from fspmd.programs.refusals import check_dense, constant_of, not_compiled
+from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import DisableTorchFunction, FakeTensor
+from fspmd.torch_internals import (
+    DisableTorchFunction,
+    dispatch_mode_stack,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
 from fspmd.transport.frame import Frame, frame
-from fspmd.transport.local_tensor import blocks_of, has_overlaps, held_frame, local_tensor, with_blocks
-from fspmd.trees import filling, flatten, flatten_in_order
+from fspmd.transport.local_tensor import has_overlaps, local_tensor, per_block, with_blocks
+from fspmd.trees import filling, flatten, flatten_in_order, is_mutable
 
+Q = ParamSpec("Q")
+R = TypeVar("R")
 Flat = tuple[list[Any], optree.PyTreeSpec]  # the leaves and the treedef of arguments
 #: held while a thread records; other threads run functions unrecorded, or wait
 recording = threading.RLock()
@@ -38,6 +56,7 @@ recording = threading.RLock()
 class Capture:
     """A recorded run of a function."""
 
+    given: tuple[tuple[Any, ...], dict[str, Any]]  # its arguments, without values
     program: Program
     followed: AutogradFacts | None  # the facts for autograd if results have a gradient
     out: Any  # the result
@@ -51,45 +70,122 @@ class Capture:
     is_fake: bool  # whether it ran without values
 
 
-def capture(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_fake: bool = False
-) -> Capture:
-    """Run a function on copies of its arguments and record it.
+def unwound(record: Callable[Q, R]) -> Callable[Q, R]:
+    """Return a function that records, and after an exception leaves torch's modes as they were before.
 
-    ``is_fake``: the arguments are fake tensors of the active mode, and are not copied.
-
-    In inference mode torch does not count writes. The function is then recorded in `torch.no_grad`.
+    An interrupt is raised itself, and not the error of a context that it has kept from ending.
     """
-    if not torch.is_inference_mode_enabled():
-        return _captured(function, args, kwargs, is_fake)
-    with torch.inference_mode(False), torch.no_grad():
-        return _captured(function, args, kwargs, is_fake)
+
+    @functools.wraps(record)
+    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
+        modes, depth, handled = [entered() for entered, _, _ in _STACKS], tracing.depth(), sys.exc_info()[1]
+        try:
+            return record(*args, **kwargs)
+        except BaseException as error:
+            errors = list(takewhile(lambda each: each is not handled, _behind(error)))
+            try:
+                for each in filter(_is_stray, errors):
+                    clear_frames(each.__traceback__)  # contexts that wait there would end later, and push modes then
+            finally:
+                try:
+                    _restore(modes, depth)
+                finally:
+                    _restore(modes, depth)
+            interrupt = next((each for each in errors if not isinstance(each, (Exception, GeneratorExit))), error)
+            if interrupt is error:
+                raise
+            raise interrupt from None
+
+    return run
 
 
-def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_fake: bool) -> Capture:
+def _is_stray(error: BaseException) -> bool:
+    """Return whether an error may be raised between any two calls."""
+    return isinstance(error, (RecursionError, MemoryError)) or not isinstance(error, Exception)
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those in whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
+#: of dispatch modes and of function modes: what lists those that are entered, leaves the last one, and enters one
+_STACKS: Final[tuple[tuple[Callable[[], list[object]], Callable[[], object], Callable[[object], object]], ...]] = (
+    (dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode),
+    (function_modes, pop_function_mode, push_function_mode),
+)
+
+
+def _restore(modes: list[list[object]], depth: int) -> None:
+    tracing.go_back(depth)
+    for (entered, leave, enter), before in zip(_STACKS, modes, strict=True):
+        now = entered()
+        if list(map(id, now)) != list(map(id, before)):
+            for _ in now:
+                leave()
+            for mode in before:
+                enter(mode)
+
+
+@unwound
+def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Capture:
+    """Run a function on copies of its arguments, and record it."""
     leaves, treedef = flatten_in_order((args, kwargs))
-    before = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    tensors, filled = before if is_fake else copies_of(before), filling(leaves, treedef)
+    copies = copies_of(x for x in leaves if isinstance(x, Tensor))
+    given, named = filling(leaves, treedef)(copies)
+    captured = _without_inference(function, given, named, None)
+    with torch.inference_mode(False), tracing.unseen():
+        return replace(captured, given=stand_ins(captured.given, CachingFakeMode()))
+
+
+@unwound
+def capture_fake(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], as_they_lie: bool = False
+) -> Capture:
+    """Run a function on fake tensors, and record it. ``as_they_lie`` is that of `stand_ins`."""
+    mode = CachingFakeMode()
+    with torch.inference_mode(False), tracing.unseen():
+        given, named = stand_ins((args, kwargs), mode, as_they_lie)
+    with recording, mode:
+        return _without_inference(function, given, named, mode)
+
+
+def _without_inference(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: CachingFakeMode | None
+) -> Capture:
+    """In inference mode torch does not count writes. A function is then recorded in `torch.no_grad`."""
+    if not torch.is_inference_mode_enabled():
+        return _captured(function, args, kwargs, mode)
+    with torch.inference_mode(False), torch.no_grad():
+        return _captured(function, args, kwargs, mode)
+
+
+def _captured(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mode: CachingFakeMode | None
+) -> Capture:
+    leaves, treedef = flatten_in_order((args, kwargs))
+    tensors, filled = [leaf for leaf in leaves if isinstance(leaf, Tensor)], filling(leaves, treedef)
 
     def again(values: Sequence[Tensor]) -> list[Tensor]:
         given, named = filled(values)
         return _tensors(function(*given, **named))
 
-    recorder = ProgramRecorder(reachable_from(function, *leaves), is_fake)
-    inputs = [recorder.argument(x) for x in tensors]
-    given, named = filled(tensors)
-    before_run = flatten_in_order((given, named))
+    recorder = ProgramRecorder(reachable_from(function, *leaves), mode)
+    inputs = recorder.arguments(tensors)
     had_gradient = [x.requires_grad for x in tensors]
-    recorder.note_specs(optree.tree_leaves((given, named), none_is_leaf=True))
+    recorder.note_specs(optree.tree_leaves((args, kwargs), none_is_leaf=True))
     with recorder.recording():
-        out = _run(recorder, function, given, named)
+        out = _run(recorder, function, args, kwargs)
         recorder.note_specs(optree.tree_leaves(out, none_is_leaf=True))
         with DisableTorchFunction():
-            _check_arguments(before_run, flatten_in_order((given, named)), had_gradient)
-        results = _tensors(out)
+            _check_arguments((leaves, treedef), flatten_in_order((args, kwargs)), had_gradient)
+            results = _tensors(out)
+            is_followed = any(map(has_gradient, results))
         outputs = list(map(recorder.node_of, results))
         facts = None
-        if any(map(has_gradient, results)):
+        if is_followed:
             program, facts = differentiated(recorder, tensors, inputs, results, outputs, _reduced(out))
         else:
             program = Program.of(recorder.graph, inputs, outputs, recorder.captured)
@@ -99,6 +195,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     memory = {memory_of(x) for x, node in zip(tensors, inputs, strict=True) if node in recorder.written}
     written = tuple(i for i, x in enumerate(tensors) if memory and memory_of(x) in memory)
     return Capture(
+        (args, kwargs),
         program,
         facts,
         out,
@@ -109,7 +206,7 @@ def _captured(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         tuple(x for node, x in recorder.captured.items() if node not in recorder.made),
         written,
         tuple(recorder.modules.values()),
-        is_fake,
+        mode is not None,
     )
 
 
@@ -177,20 +274,22 @@ def _tensors(out: Any) -> list[Tensor]:
 def stand_ins(tree: Any, mode: CachingFakeMode, as_they_lie: bool = False) -> Any:
     """A tree with a fake tensor for each tensor, and a `Sharded` of a fake block for each `TensorSpec`.
 
+    It has its own copies of sets and arrays.
+
     ``as_they_lie``: also tensors whose elements share memory keep their strides.
     """
-    return optree.tree_map(lambda leaf: _stand_in(leaf, mode, as_they_lie), tree, none_is_leaf=True, namespace=NODES)
+    leaves, treedef = flatten(tree)
+    check_dense(leaves)
+    return treedef.unflatten([_stand_in(leaf, mode, as_they_lie) for leaf in leaves])
 
 
 def _stand_in(leaf: Any, mode: CachingFakeMode, as_they_lie: bool) -> Any:
     if isinstance(leaf, TensorSpec):
         return Sharded(_block(leaf, mode), leaf)
     if isinstance(leaf, Tensor):
-        if not is_dense(leaf):
-            raise not_dense(leaf)
-        fake = _fake_of(leaf, mode)
+        fake = per_block(mode.fake_of, leaf)
         return like(leaf, fake if as_they_lie else unshared(fake))
-    return leaf
+    return copy.copy(leaf) if is_mutable(leaf) else leaf
 
 
 def like(x: Tensor, made: Tensor) -> Tensor:
@@ -216,25 +315,3 @@ def _block(spec: TensorSpec, mode: CachingFakeMode) -> Tensor:
         holders = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
         shapes = map(spec.local_shape, holders.mesh_coordinates())
         return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], holders)
-
-
-def _fake_of(x: Tensor, mode: CachingFakeMode) -> Tensor:
-    """The fake of a tensor. In a simulation the first block tells the memory of a value, so others get new memory."""
-    blocks, held = blocks_of(x), held_frame(x)
-    if held is None:
-        return _fake(x, mode)
-    first, *others = blocks
-    if first.is_meta or any(isinstance(block, FakeTensor) or block.storage_offset() for block in others):
-        return local_tensor([_fake(block, mode) for block in blocks], held)
-    return local_tensor([_fake(first, mode), *map(mode.new_like, others)], held)
-
-
-def _fake(x: Tensor, mode: CachingFakeMode) -> Tensor:
-    """The fake of a block."""
-    if isinstance(x, FakeTensor):
-        return x.detach()
-    if not (x.is_meta or x.is_inference()):
-        return mode.from_tensor(x.detach())
-    device = None if x.is_meta else x.device
-    with mode:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -20,7 +20,7 @@ from fspmd.inspection.replays import Replayed
 from fspmd.inspection.watch import Communication, communicates, hears_of_records, price_of, tell
 from fspmd.meshes.mesh import Mesh
 from fspmd.pairs import Call, is_watched
-from fspmd.programs.program import Value
+from fspmd.programs.program import Program, Value
 from fspmd.programs.steps import Routed, moved_by
 from fspmd.redistribution.cost import Price, Topology
 from fspmd.transport.call import DTYPES
@@ -29,8 +29,39 @@ from fspmd.transport.rows import Routes
 from fspmd.user_code import line_of
 
 
-def report_when_run(steps: Sequence[fx.Node]) -> None:
-    """Let all collectives of a program report themselves, in order, if the bytes of one depend on values."""
+class Reports(NamedTuple):
+    """The communication of a program, for those who watch, log or compare it."""
+
+    forward: tuple[Communication, ...] = ()  # of a run
+    backward: tuple[Communication, ...] = ()  # of its gradients
+    histories: Sequence[History] = ()  # the collectives of each group of processes
+    replayed: Replayed | None = None  # what a run notes; None if it does not communicate
+    replayed_backward: Replayed | None = None
+
+
+def reports_of(function: Callable[..., Any], program: Program) -> Reports:
+    """The communication of the program of a function.
+
+    If the bytes of a collective depend on values, the collectives report themselves when they run, in their order.
+    """
+    steps, deferred = (
+        [node for node in part if moved_by(node) is not None] for part in (program.steps, program.deferred)
+    )
+    if not steps and not deferred:
+        return Reports()
+    _report_when_run([*steps, *deferred])
+    ahead, back, name = (steps, False), (deferred, True), name_of(function)
+    found = [
+        _replayed(name if part is ahead else f"the backward of {name}", _histories(part)) for part in (ahead, back)
+    ]
+    return Reports(_known(steps), _known(deferred), _histories(ahead, back), *found)
+
+
+def _replayed(name: str, found: list[History]) -> Replayed | None:
+    return Replayed(name, found) if found else None
+
+
+def _report_when_run(steps: Sequence[fx.Node]) -> None:
     if not any(isinstance(node.target, Routed) for node in steps):
         return
     for node in steps:
@@ -43,7 +74,7 @@ def report_when_run(steps: Sequence[fx.Node]) -> None:
             node.target = _Reporting(target, lambda *_, entry=entries[0]: entry)
 
 
-def known_communication(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
+def _known(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
     """The communication of steps that do not report themselves."""
     return communications([node for node in nodes if not isinstance(node.target, _Reporting)])
 
@@ -90,7 +121,7 @@ def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
     )
 
 
-def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
+def _histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
     """For each group of processes the collectives of parts of a program: steps, and whether they are of backward."""
     found: dict[str, History] = {}
     places: Counter[Mesh] = Counter()
@@ -113,12 +144,6 @@ def histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
             step = hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward, place))
             history.advance(step, call, line, dtype, shape, place)
     return list(found.values())
-
-
-def replayed_by(name: str, nodes: Iterable[fx.Node], is_backward: bool = False) -> Replayed | None:
-    """What a run of steps notes; None if they do not communicate. ``name``: of the program."""
-    found = histories((nodes, is_backward))
-    return Replayed(f"{'the backward of ' * is_backward}{name}", found) if found else None
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -162,8 +162,8 @@ def donation(f: Any, which: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     parameters = parameter_names(f, len(args))
     called = getattr(f, "__name__", None) or type(f).__name__
-    trees = [(name, arg, i in which.numbers) for i, (name, arg) in enumerate(zip(parameters, args, strict=True))]
-    trees += [(name, kwargs[name], name in which.names) for name in kwargs]
+    trees = [(name, arg, i in which) for i, (name, arg) in enumerate(zip(parameters, args, strict=True))]
+    trees += [(name, kwargs[name], name in which) for name in kwargs]
     places, names, place = [], [], 0
     for name, tree, given in trees:
         leaves, treedef = flatten_in_order(tree, is_sharded)

@@ -268,7 +268,7 @@ class _Records(Cache[Any, Record]):
             key = *key, *shared_strides(values)
             record = self.get(key)
         if record is None or changed(record):
-            record = self.made(key, args, kwargs)
+            record = self.made(key, args, kwargs, around)
             if record is None:
                 return self.recordable.plain(*args, **kwargs)
         else:
@@ -282,13 +282,13 @@ class _Records(Cache[Any, Record]):
             self.bring_near(key, around, record, leaves, args, kwargs)
         return replayed(record, values, strides)
 
-    def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
+    def made(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], around: Surroundings) -> Record | None:
         """A new record; None if another thread is recording, since that thread may wait for this thread."""
-        if not recording.acquire(blocking=world_size() > 1):
+        if not recording.acquire(blocking=False) and (world_size() == 1 or not recording.acquire()):
             return None
         self.misses += 1
         try:
-            record = self.recordable.record(args, kwargs, self.values(), self.get(key))
+            record = self.recordable.record(args, kwargs, around, self.values(), self.get(key))
             check_orders(record, self.recordable.function, args, kwargs)
             self[key[:2] if record.by_values else key] = record
         finally:
@@ -313,7 +313,8 @@ class _Records(Cache[Any, Record]):
                 return
             is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
             read, donation = reader(args, kwargs, leaves), record.donation
-            take = None if record.plain else donation.taker(picker(args, kwargs, leaves, donation.places), leaves)
+            places = donation.places
+            take = donation.taker(picker(args, kwargs, leaves, places), leaves) if places else None
             near = self._known[key] = _Near(read, is_alike, record, take, around)
         self.near = [near, *(x for x in before if x.record is not record)][:_NEAR]
 

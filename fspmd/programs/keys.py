@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from numbers import Number
 from typing import Any, Final
 
@@ -147,21 +147,14 @@ Numbers = int | Sequence[int] | None
 Names = str | Sequence[str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The arguments that an option names, by position and by name."""
-
-    numbers: frozenset[int] = frozenset()
-    names: frozenset[str] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self.numbers or self.names)
+#: the positions and names of the arguments that an option names
+Chosen = frozenset[int | str]
 
 
 def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -> Chosen:
     """The arguments that ``{option}_argnums`` and ``{option}_argnames`` name.
 
-    Each parameter that has a position and a name is in both sets, so that a call may pass it in either way.
+    Of a parameter that has a position and a name it has both, so that a call may pass it in either way.
 
     Raises:
         ArgumentError: a position is no int, a name no string, or ``f`` has no such parameter.
@@ -171,7 +164,7 @@ def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -
     try:
         parameters = list(inspect.signature(f).parameters.values())
     except (TypeError, ValueError):  # some functions written in C
-        return Chosen(frozenset(_from_start(i, f, option) for i in by_number), frozenset(by_name))
+        return frozenset((*(_from_start(i, f, option) for i in by_number), *by_name))
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     kinds = {p.kind for p in parameters}
     positions = set()
@@ -192,12 +185,12 @@ def chosen(f: Callable[..., Any], option: str, numbers: Numbers, names: Names) -
                 f"jit got {option}_argnames={names!r}, but {described(f)} has no parameter {name!r}{_listed(every)}"
             )
     named = {*by_name, *(positional[i] for i in positions if i < len(positional))}
-    return Chosen(frozenset({*positions, *(i for i, name in enumerate(positional) if name in named)}), frozenset(named))
+    return frozenset((*positions, *(i for i, name in enumerate(positional) if name in named), *named))
 
 
 def check_static_not_donated(f: Any, static: Chosen, donate: Chosen) -> None:
     """Raise `ArgumentError` where an argument is both static and donated."""
-    if both := [*sorted(static.numbers & donate.numbers), *sorted(static.names & donate.names)]:
+    if both := sorted(static & donate, key=str):
         raise ArgumentError(
             f"jit of {described(f)} got {quoted(both)} both in static_argnums or static_argnames and in "
             "donate_argnums or donate_argnames; tensors can be donated, and other values static: name it in one of them"
@@ -234,8 +227,8 @@ def mark_static(
     Raises:
         ArgumentError: a static argument has no hash, or is a tensor.
     """
-    marked = tuple(_static(f, i, x) if i in which.numbers else x for i, x in enumerate(args))
-    return marked, {name: _static(f, name, x) if name in which.names else x for name, x in kwargs.items()}
+    marked = tuple(_static(f, i, x) if i in which else x for i, x in enumerate(args))
+    return marked, {name: _static(f, name, x) if name in which else x for name, x in kwargs.items()}
 
 
 def _static(f: Any, where: int | str, value: Any) -> Static:

@@ -15,11 +15,11 @@ from fspmd.errors import ArgumentError, MeshError, RecordError
 from fspmd.inspection.communication_log import CommunicationLog
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import counted
-from fspmd.programs.cache_misses import call_facts, differences
+from fspmd.programs.cache_misses import CallOfKind, differences
 from fspmd.programs.capture import Capture
 from fspmd.programs.communication import communications
 from fspmd.programs.flops import model_flops
-from fspmd.programs.keys import key_of
+from fspmd.programs.keys import key_of, surroundings
 from fspmd.programs.memory import Memory, levels, lives, memory_of_program
 from fspmd.programs.program import Program
 from fspmd.programs.records import Record, meet, replayed, stale
@@ -47,8 +47,8 @@ class Compiled:
         args, kwargs = self._marked(args, kwargs)
         known, values, strides = key_of(args, kwargs)
         if known not in self._accepted or self._record.closed or self._record.modules:
-            facts = call_facts(self._function, args, kwargs)
-            if reasons := stale(self._record) or differences(facts, self._record.facts):
+            call = CallOfKind(args, kwargs, surroundings())
+            if reasons := stale(self._record) or differences(self._function, call, self._record.call):
                 raise ArgumentError(
                     f"{self._function.__name__} was lowered for other arguments: {'; '.join(reasons)}; lower it for "
                     "these arguments, or call jit(f), which records it anew"
@@ -134,14 +134,13 @@ class Lowered:
         self,
         function: Callable[..., Any],
         captured: Capture,
-        given: tuple[Any, Any],
         donated: Sequence[int],
         compiled: Callable[[], Compiled],
     ) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
         self.program = captured.program
         self.mesh = _mesh_of(self.program)
-        self._arguments = _names(function, *given)
+        self._arguments = _names(function, *captured.given)
         self._donated = [self.program.inputs[i] for i in donated] if captured.followed is None else []
         self._compiled = compiled
         self._out = captured.out

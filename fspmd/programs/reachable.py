@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -62,7 +63,8 @@ def _referents(x: Any) -> Iterator[Any]:
         if not _is_of_library(x):  # globals of libraries hold no values of users
             yield from _named(x.__globals__, frozenset(_names(x.__code__)))
     elif issubclass(kind, type):
-        if _FLAGS(x) & _OF_PYTHON:
+        home = _ATTRIBUTES(x).get("__module__")
+        if _FLAGS(x) & _OF_PYTHON and not (type(home) is str and _is_library(sys.modules.get(home))):
             yield from _BASES(x)
             yield from (value for name, value in _ATTRIBUTES(x).items() if name != "__annotations__")
     elif kind is _Cached:
@@ -84,15 +86,21 @@ def _is_of_library(f: types.FunctionType) -> bool:
     return f.__code__.co_filename.startswith(LIBRARIES) or str(f.__module__).startswith(("numpy.", "scipy."))
 
 
+def _is_library(module: Any) -> bool:
+    """Whether a module is of a library, whose globals and classes hold no values of users."""
+    if not issubclass(type(module), types.ModuleType):
+        return False
+    attributes = object.__getattribute__(module, "__dict__")  # `getattr` would load a lazy module
+    return str(attributes.get("__file__")).startswith(LIBRARIES)
+
+
 def _named(values: dict[str, Any], names: frozenset[str], depth: int = 0) -> Iterator[Any]:
     """The values of names among the globals of a function, and in modules among these values."""
     for name in names & values.keys():
         value = values[name]
         yield value
-        if issubclass(type(value), types.ModuleType) and depth < _DEPTH:
-            attributes = object.__getattribute__(value, "__dict__")  # `getattr` would load a lazy module
-            if not str(attributes.get("__file__")).startswith(LIBRARIES):
-                yield from _named(attributes, names, depth + 1)
+        if issubclass(type(value), types.ModuleType) and depth < _DEPTH and not _is_library(value):
+            yield from _named(object.__getattribute__(value, "__dict__"), names, depth + 1)
 
 
 def _is_full(cell: types.CellType) -> bool:
@@ -213,13 +221,15 @@ class Generators:
                 )
 
     def check_end(self) -> None:
-        """Raise `RecordError` where the function has seeded a generator, also where the seed is the same as before."""
+        """Raise `RecordError` where the function has seeded a generator, also where the seed is the same as before.
+
+        Modes must not see the call.
+        """
         self._check_seeds()
-        with unseen():
-            for generator in self._known.values() if self._is_fake else ():
-                seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
-                if torch.equal(seeded.get_state(), generator.get_state()):
-                    raise _sets_state()
+        for generator in self._known.values() if self._is_fake else ():
+            seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+            if torch.equal(seeded.get_state(), generator.get_state()):
+                raise _sets_state()
 
     def _check_seeds(self) -> None:
         if any(generator.initial_seed() != self._seeds[key] for key, generator in self._known.items()):

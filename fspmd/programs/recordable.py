@@ -6,113 +6,33 @@ is recorded on fake tensors, without communication, and all processes run the re
 A lowered program shows the steps of the first rank. Where blocks differ in shape, a simulation has separate steps for
 each rank: `shard_of` gives the block of a rank, and `JOINED` joins blocks. A process has the steps for its own
 block alone.
-
-An interrupt or a `RecursionError` may end a recording between any two calls. Torch's own contexts then leave modes
-behind, or take away modes that are not theirs, so `unwound` restores them.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from traceback import clear_frames
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
-import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fspmd import tracing
 from fspmd.errors import ValuesNeededError
-from fspmd.fake_mode import CachingFakeMode
 from fspmd.messages import described
-from fspmd.programs.cache_misses import call_facts, report
-from fspmd.programs.capture import Capture, capture, recording, stand_ins
+from fspmd.programs.cache_misses import LISTENING, CallOfKind, report
+from fspmd.programs.capture import capture, capture_fake, unwound
 from fspmd.programs.donation import NOTHING, Donation, donation
-from fspmd.programs.keys import Chosen, mark_static, with_static
+from fspmd.programs.keys import Chosen, Surroundings, mark_static, surroundings, with_static
 from fspmd.programs.lower import Compiled, Lowered
 from fspmd.programs.passes.table import Pass, transform
 from fspmd.programs.program import Program, rebuilt, remember
 from fspmd.programs.records import Record, record_of, stale, with_reuse
 from fspmd.programs.replay import Maker
 from fspmd.programs.steps import CASTS, is_collective
-from fspmd.torch_internals import (
-    FAKE_TENSOR_ERRORS,
-    FakeTensorMode,
-    dispatch_mode_stack,
-    function_modes,
-    pop_dispatch_mode,
-    pop_function_mode,
-    push_dispatch_mode,
-    push_function_mode,
-)
+from fspmd.torch_internals import FAKE_TENSOR_ERRORS
 from fspmd.transport.local_int import SYMBOLS, LocalInt
 from fspmd.transport.local_tensor import JOINED, shard_of
-
-Q = ParamSpec("Q")
-R = TypeVar("R")
-
-
-def unwound(record: Callable[Q, R]) -> Callable[Q, R]:
-    """Return a function that records, and after an exception leaves torch's modes as they were before.
-
-    An interrupt is raised itself, and not the error of a context that it has kept from ending.
-    """
-
-    @functools.wraps(record)
-    def run(*args: Q.args, **kwargs: Q.kwargs) -> R:
-        modes, depth, handled = [entered() for entered, _, _ in _STACKS], tracing.depth(), sys.exc_info()[1]
-        try:
-            return record(*args, **kwargs)
-        except BaseException as error:
-            errors = list(takewhile(lambda each: each is not handled, _behind(error)))
-            try:
-                for each in filter(_is_stray, errors):
-                    clear_frames(each.__traceback__)  # contexts that wait there would end later, and push modes then
-            finally:
-                try:
-                    _restore(modes, depth)
-                finally:
-                    _restore(modes, depth)
-            interrupt = next((each for each in errors if not isinstance(each, (Exception, GeneratorExit))), error)
-            if interrupt is error:
-                raise
-            raise interrupt from None
-
-    return run
-
-
-def _is_stray(error: BaseException) -> bool:
-    """Return whether an error may be raised between any two calls."""
-    return isinstance(error, (RecursionError, MemoryError)) or not isinstance(error, Exception)
-
-
-def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those in whose handling it was raised."""
-    while error is not None:
-        yield error
-        error = error.__context__
-
-
-#: of dispatch modes and of function modes: what lists those that are entered, leaves the last one, and enters one
-_STACKS: Final[tuple[tuple[Callable[[], list[object]], Callable[[], object], Callable[[object], object]], ...]] = (
-    (dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode),
-    (function_modes, pop_function_mode, push_function_mode),
-)
-
-
-def _restore(modes: list[list[object]], depth: int) -> None:
-    tracing.go_back(depth)
-    for (entered, leave, enter), before in zip(_STACKS, modes, strict=True):
-        now = entered()
-        if list(map(id, now)) != list(map(id, before)):
-            for _ in now:
-                leave()
-            for mode in before:
-                enter(mode)
 
 
 def of_first_rank(program: Program) -> Program:
@@ -227,7 +147,12 @@ class Recordable:
 
     @unwound
     def record(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], others: Iterable[Record], last: Record | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: Surroundings,
+        others: Iterable[Record],
+        last: Record | None,
     ) -> Record:
         """A new record.
 
@@ -237,27 +162,27 @@ class Recordable:
         Args:
             args: the positional arguments.
             kwargs: the keyword arguments.
+            around: the surroundings of the call.
             others: the other records of the function, for `explain_cache_misses`.
             last: the record with the same key, which is out of date.
         """
-        facts = call_facts(self.function, args, kwargs)
-        report(self.function, facts, (record.facts for record in others), stale(last) if last is not None else ())
-        given = self.donated(args, kwargs)
+        if LISTENING:
+            now = CallOfKind(args, kwargs, around)
+            report(self.function, now, [record.call for record in others], () if last is None else stale(last))
+        donated = self.donated(args, kwargs)
         try:
-            captured = capture_fake(self.plain, *without_values(args, kwargs, as_they_lie=True))
+            captured = capture_fake(self.plain, args, kwargs, as_they_lie=True)
         except _NEEDS_VALUES as error:
             clear_frames(error.__traceback__)  # torch before 2.13 leaves the hooks of a checkpoint there
             captured = capture(self.plain, args, kwargs)
         transform(captured.program, self.passes)
-        return record_of(self.function, captured, facts, given, self.make)
+        return record_of(self.function, captured, CallOfKind(*captured.given, around), donated, self.make)
 
     @unwound
     def lowered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The program of a call, which is recorded and not run."""
-        given, named, mode = without_values(*self.marked(args, kwargs))
-        donated = self.donated(given, named)
         try:
-            captured = capture_fake(self.plain, given, named, mode)
+            captured = capture_fake(self.plain, *self.marked(args, kwargs))
         except _NEEDS_VALUES as error:
             if isinstance(error, ValuesNeededError):
                 raise
@@ -267,6 +192,7 @@ class Recordable:
                 f"({type(error).__name__}: {reason}); a lowered program has shapes alone: call jit(f), or lower the "
                 "parts before and after it"
             ) from error
+        donated, call = self.donated(*captured.given), CallOfKind(*captured.given, surroundings())
         program = of_first_rank(captured.program)
         shown = captured if program is captured.program else replace(captured, program=program)
         for recorded in (captured,) if shown is captured else (shown, captured):
@@ -274,23 +200,7 @@ class Recordable:
             written = with_reuse(recorded, donated, self.make)
 
         def compiled() -> Compiled:
-            record = record_of(self.function, captured, call_facts(self.function, given, named), written, self.make)
+            record = record_of(self.function, captured, call, written, self.make)
             return Compiled(self.function, record, self.marked)
 
-        return Lowered(self.function, shown, (given, named), donated.places, compiled)
-
-
-def without_values(
-    args: tuple[Any, ...], kwargs: dict[str, Any], as_they_lie: bool = False
-) -> tuple[Any, Any, FakeTensorMode]:
-    """The arguments with fake tensors, and the fake mode. ``as_they_lie`` is that of `stand_ins`."""
-    mode = CachingFakeMode()
-    with torch.inference_mode(False):
-        return *stand_ins((args, kwargs), mode, as_they_lie), mode
-
-
-@unwound
-def capture_fake(function: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Capture:
-    """Record a function on fake tensors."""
-    with recording, mode:
-        return capture(function, args, kwargs, is_fake=True)
+        return Lowered(self.function, shown, donated.places, compiled)

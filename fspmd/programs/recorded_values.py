@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 from weakref import ReferenceType, ref
 
@@ -15,10 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fspmd import tracing
 from fspmd.body import state
 from fspmd.errors import RecordError
+from fspmd.fake_mode import CachingFakeMode
 from fspmd.forms import packed
 from fspmd.inspection.causes import Cause, trace
 from fspmd.programs.program import Value, memory_of, value_of
-from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense, with_attribute
+from fspmd.programs.refusals import OWN_TYPES, is_dense, line, not_dense
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
@@ -29,7 +30,7 @@ from fspmd.torch_internals import (
     level_of,
     next_sequence,
 )
-from fspmd.tracing import RecordingMode, without_dispatch_modes
+from fspmd.tracing import RecordingMode, with_attribute
 from fspmd.transport import Pending
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import JOINED, blocks_of, is_simulated, layout_of_blocks, parts_of, shard_of
@@ -47,10 +48,10 @@ class Number(int):
 class Values(RecordingMode):
     """The graph of a recording, and the node of each value."""
 
-    def __init__(self, is_fake: bool) -> None:
+    def __init__(self, mode: CachingFakeMode | None) -> None:
         super().__init__()
-        self.is_fake = is_fake  # whether tensors have no values
-        self.mode = tracing.fake_mode_here() if is_fake else None
+        self.mode = mode  # of fake tensors, if tensors have no values
+        self.is_fake = mode is not None
         self.graph = fx.Graph()
         self.refused: RecordError | None = None  # the first refusal
         self.given: list[Tensor] = []  # tensors among the arguments
@@ -65,7 +66,6 @@ class Values(RecordingMode):
         self._gradients: dict[fx.Node, Any] = {}  # ``.grad`` of captured tensors
         self._of_rank: set[fx.Node] = set()  # constants that differ from rank to rank
         self._owners: dict[int, fx.Node] = {}  # nodes of inputs and captured tensors, by memory
-        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values and their fakes, by id
         #: copies that are views in torch, and all memories; a weak reference keeps other memory from the same address
         self._copies: list[tuple[StorageWeakRef, set[StorageWeakRef]]] = []
         self._causes: dict[int, Cause] = {}  # causes of forward steps, by autograd's sequence numbers
@@ -74,15 +74,18 @@ class Values(RecordingMode):
         self._objects: dict[int, tuple[Any, fx.Node]] = {}  # nodes of results that are no tensors, by id
         self._shards: dict[int, tuple[ReferenceType[Tensor], fx.Node, int]] = {}  # node and place of shards, by id
 
-    def argument(self, x: Tensor) -> fx.Node:
-        """A node for an argument of the function, or of its backward."""
-        first = next(iter(self.graph.nodes), None)
-        with self.graph.inserting_before(first):
-            node = self.graph.placeholder(f"x{len(self._nodes)}")
-        self._know(x, node)
-        self._owners.setdefault(node.meta["storage"], node)
-        self.given.append(x)
-        return node
+    def arguments(self, tensors: Iterable[Tensor]) -> list[fx.Node]:
+        """The nodes for arguments of the function, or of its backward."""
+        nodes = []
+        for x in tensors:
+            first = next(iter(self.graph.nodes), None)
+            with self.graph.inserting_before(first):
+                node = self.graph.placeholder(f"x{len(self._nodes)}")
+            self._know(x, node)
+            self._owners.setdefault(node.meta["storage"], node)
+            self.given.append(x)
+            nodes.append(node)
+        return nodes
 
     def is_from_outside(self, x: Tensor) -> bool:
         """Whether a tensor is an argument or closed over, and not the result of a step."""
@@ -126,12 +129,8 @@ class Values(RecordingMode):
         if not is_usual and not is_dense(block):
             raise self.refusal(not_dense(block))
         if self.mode is not None and not isinstance(block, FakeTensor):
-            if id(block) not in self._stand_ins:
-                with self.pause():  # torch calls functions to make the base of a view first
-                    with DisableTorchFunction():
-                        fake = self.mode.fake_tensor_converter.from_real_tensor(self.mode, block)
-                    self._stand_ins[id(block)] = block, fake  # fakes of views share memory as the views do
-            block = self._stand_ins[id(block)][1]
+            with tracing.unseen():
+                block = self.mode.fake_of(block)
         with DisableTorchFunction():
             return block.untyped_storage()
 
@@ -203,6 +202,10 @@ class Values(RecordingMode):
                 return bool(entry[1].meta.get("constant")) and not x._version
         return False
 
+    def are_constant(self, values: Iterable[Tensor]) -> bool:
+        """Whether Python may know all values."""
+        return all(map(self.is_constant, values))
+
     def note_read(self, values: Iterable[Any]) -> None:
         """Note that Python reads these constants. Those made of `axis_index` tell Python its rank."""
         waiting = [self.node_of(x) for x in values if is_plain(x)]
@@ -240,6 +243,10 @@ class Values(RecordingMode):
             self.note_uneven(lambda: f"blocks are {' or '.join(dict.fromkeys(str(value_of(x)) for x in blocks))}")
         for i in reversed(range(len(blocks))):  # one tensor may be the block of several ranks: the first counts
             self._shards[id(blocks[i])] = ref(blocks[i]), node, i
+
+    def _operands(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with nodes in place of their tensors."""
+        return tuple(map(self._placed, args)), {name: self._placed(value) for name, value in kwargs.items()}
 
     def _placed(self, value: Any) -> Any:
         """An argument with nodes in place of its tensors."""
@@ -318,16 +325,6 @@ class Values(RecordingMode):
         elif out is not None and type(out) is not bool:  # True is a single object, which has no identity
             self._objects[id(out)] = out, node
         return out
-
-    @contextmanager
-    def real(self) -> Iterator[None]:
-        """Within, calls are no steps, and new tensors have values."""
-        with self.pause(), without_dispatch_modes() if self.is_fake else nullcontext():
-            yield
-
-    def pause(self) -> AbstractContextManager[None]:
-        """Within, calls are no steps."""
-        return with_attribute(self, "paused", True)
 
 
 class _RecordedPending(Pending):

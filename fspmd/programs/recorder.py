@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fspmd import tracing
 from fspmd.errors import RecordError, ValuesNeededError
-from fspmd.fake_mode import UnknownValues
+from fspmd.fake_mode import CachingFakeMode, UnknownValues
 from fspmd.global_view.interceptors import Dispatch, intercept_dispatch
 from fspmd.inspection.causes import trace
 from fspmd.ops.schemas import facts_of
@@ -30,7 +31,6 @@ from fspmd.programs.steps import CASTS, Routed, runner, transposed_routes
 from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import (
-    DisableTorchFunction,
     HigherOrderOperator,
 )
 from fspmd.transport import Pending, as_pending
@@ -38,6 +38,7 @@ from fspmd.transport.abstract import imagined
 
 aten: Final = torch.ops.aten
 
+_requires_grad: Final = attrgetter("requires_grad")
 _DEVICE: Final = torch.ops.prim.device.default
 _LIFT: Final = aten.lift_fresh.default
 #: functions by which torch makes aliases that a replay does not need
@@ -49,10 +50,10 @@ class ProgramRecorder(Values):
 
     supports_higher_order_operators = True
 
-    def __init__(self, reached: Iterable[Any] = (), is_fake: bool = False) -> None:
+    def __init__(self, reached: Iterable[Any] = (), mode: CachingFakeMode | None = None) -> None:
         """``reached``: the values that the function gets and reaches. The recorder looks for generators in them."""
-        super().__init__(is_fake)
-        self.generators = Generators(reached, is_fake)
+        super().__init__(mode)
+        self.generators = Generators(reached, self.is_fake)
         self.modules: dict[int, torch.nn.Module] = {}  # modules that ran, by id
         self.refusing = RefusingMode(self)
 
@@ -60,8 +61,8 @@ class ProgramRecorder(Values):
         """Raise `RecordError` for effects of the function that steps do not repeat."""
         if self.refused is not None:
             raise self.refused
-        self.generators.check_end()
-        with self.real(), DisableTorchFunction():
+        with tracing.unseen():
+            self.generators.check_end()
             trained = [node for node, x in self.captured.items() if x.is_leaf and x.grad is not self._gradients[node]]
             for node in trained:  # undo the effect
                 self.captured[node].grad = self._gradients[node]
@@ -78,7 +79,7 @@ class ProgramRecorder(Values):
         if func is _DEVICE:  # C++ asks a fake tensor for its device
             return args[0].device
         kwargs = kwargs or {}
-        if any(type(x) is Sharded for x in args):  # torch.tensor(x): the steps are those on the blocks
+        if Sharded in map(type, args):  # torch.tensor(x): the steps are those on the blocks
             with self:
                 return Sharded.__torch_dispatch__(func, types, args, kwargs)
         if self.paused or func.namespace == "prim":  # questions that the tensor answers
@@ -89,20 +90,19 @@ class ProgramRecorder(Values):
         if facts_of(func).absent:  # torch aborts in a product with a zero tensor that a mode has seen
             func = torch.ops.aten.zeros.default
         facts, tensors = facts_of(func), list(tensors_in((*args, *kwargs.values())))
-        fixed = facts.pure and all(map(self.is_constant, tensors))
+        fixed = facts.pure and self.are_constant(tensors)
         if facts.gives_values or facts.dynamic_shape or facts.writes:
             if not fixed:
                 check(func, facts, args, kwargs, self)
             elif facts.gives_values or facts.shape_of_values(args, kwargs):
                 self.note_read(tensors)
-        placed = tuple(map(self._placed, args))
-        named = {name: self._placed(value) for name, value in kwargs.items()} if kwargs else kwargs
+        placed, named = self._operands(args, kwargs)
         if facts.random:
             self.check_draws(args, kwargs)
         if self.is_fake and facts.gives_values:
             with self.real():
                 return func(*map(self.values_of, args), **kwargs)
-        followed = any(x.requires_grad for x in tensors)
+        followed = any(map(_requires_grad, tensors))
         self.paused = True
         try:
             out = func(*args, **kwargs)
@@ -124,8 +124,7 @@ class ProgramRecorder(Values):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], real: bool = False
     ) -> Any:
         """Record a function of fspmd as one step. ``real``: run it on tensors with values."""
-        placed = tuple(map(self._placed, args))
-        named = {name: self._placed(value) for name, value in kwargs.items()}
+        placed, named = self._operands(args, kwargs)
         self.check_draws(args, kwargs)
         checked = given_alone(args, self) if hasattr(function, "python") else nullcontext()
         runs, out = (getattr(function, "imagined", function) if self.is_fake else function), None
@@ -249,7 +248,7 @@ class ProgramRecorder(Values):
         """``dispatch`` with replacements, for operators on `Sharded` values: a function mode does not see them."""
 
         def run(func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-            if tracing.recorder() is not self:
+            if self.paused:
                 return dispatch(func, types, args, kwargs)
             out = REPLACEMENTS[func](self, *args, **(kwargs or {})) if func in REPLACEMENTS else NotImplemented
             if out is NotImplemented:

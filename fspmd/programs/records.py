@@ -22,9 +22,9 @@ from fspmd.local_view.key_orders import check_order
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.traits import autocasts, without_autocast
 from fspmd.programs.backward import Halves, halves_of, replay
-from fspmd.programs.cache_misses import Facts
+from fspmd.programs.cache_misses import CallOfKind
 from fspmd.programs.capture import Capture
-from fspmd.programs.communication import histories, known_communication, name_of, replayed_by, report_when_run
+from fspmd.programs.communication import reports_of
 from fspmd.programs.donation import Donation, reuse
 from fspmd.programs.keys import Static, guard
 from fspmd.programs.program import memory_of, owner
@@ -114,7 +114,7 @@ def _may_thaw(x: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A function that replays a recorded run, and the facts that it depends on."""
+    """A function that replays a recorded run, and what it depends on."""
 
     run: Callable[..., tuple[Any, ...]]  # takes the tensors of the arguments, and returns the tensors of the result
     strides: list[Any]  # the recorded strides of the arguments
@@ -123,11 +123,10 @@ class Record:
     rebuild: Callable[[tuple[Any, ...]], Any]  # makes the result of its tensors
     closed: Closed  # tensors closed over
     modules: tuple[Any, ...]  # modules that ran, and their states
-    facts: Facts  # the parts of its key
+    call: CallOfKind  # the recorded call, without values
     donation: Donation  # arguments that ``run`` takes out of lists
     halves: Halves | None  # both parts of the program if autograd follows results
     moved: tuple[Communication, ...]  # the communication of a run
-    plain: bool  # whether nothing is donated
     unmet: list[History]  # the collectives of each group of processes, before the ranks have agreed on them
     draws_seeds: bool  # whether a run draws seeds, which all ranks must have alike, from torch's own generator
     by_values: bool  # whether the function ran with values, on all processes at once
@@ -208,25 +207,25 @@ def stale(record: Record) -> tuple[str, ...]:
     return *record.closed.changes(), *modules
 
 
-def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, donation: Donation, make: Maker) -> Record:
+def record_of(
+    function: Callable[..., Any], captured: Capture, call: CallOfKind, donation: Donation, make: Maker
+) -> Record:
     """The record of a capture of a function."""
     program, halves = captured.program, None
     donation = with_reuse(captured, donation, make)
     steps, deferred = program.steps, program.deferred
-    report_when_run([*steps, *deferred])
-    moved, unmet, name = known_communication(steps), histories((steps, False), (deferred, True)), name_of(function)
+    reports = reports_of(function, program)
     if captured.followed is None:
         inputs = program.inputs
         donated = [inputs[i] for i in donation.places]
-        told = replayed_by(name, steps)
         infers = not any(node.meta["backward"] for node in steps)
-        run = make(ProgramPart(steps, inputs, program.results, program.constants, donated, told, infers))
+        run = make(ProgramPart(steps, inputs, program.results, program.constants, donated, reports.replayed, infers))
         if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
         if any(x.requires_grad for x in (*captured.leaves, *captured.closed)):
             run = below_autograd(run)
     else:
-        halves = halves_of(name, program, captured.followed, captured.again, make)
+        halves = halves_of(reports, program, captured.followed, captured.again, make)
         run = replay(halves)
         if captured.same:
             run = _returning_arguments(run, captured.same)
@@ -234,12 +233,22 @@ def record_of(function: Callable[..., Any], captured: Capture, facts: Facts, don
             run = from_lists(run)  # autograd keeps the tensors, so ``run`` takes them at once
     if autocasts():
         run = _as_recorded(run)
-    strides = list(map(strides_of, captured.leaves))
-    modules = tuple((module, state_of(module)) for module in captured.modules)
-    made_of = captured.written, captured.same, rebuilder(captured.out), Closed(captured.closed), modules
-    draws_seeds = any(map(draws_seed, (*steps, *deferred)))
-    is_plain_call, by_values = not donation.places, not captured.is_fake
-    return Record(run, strides, *made_of, facts, donation, halves, moved, is_plain_call, unmet, draws_seeds, by_values)
+    return Record(
+        run=run,
+        strides=list(map(strides_of, captured.leaves)),
+        written=captured.written,
+        same=captured.same,
+        rebuild=rebuilder(captured.out),
+        closed=Closed(captured.closed),
+        modules=tuple((module, state_of(module)) for module in captured.modules),
+        call=call,
+        donation=donation,
+        halves=halves,
+        moved=reports.forward,
+        unmet=[*reports.histories],
+        draws_seeds=any(map(draws_seed, (*steps, *deferred))),
+        by_values=not captured.is_fake,
+    )
 
 
 def _returning_arguments(run: Callable[..., Any], same: dict[int, int]) -> Callable[..., Any]:

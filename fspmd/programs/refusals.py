@@ -29,6 +29,7 @@ from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import FakeTensor, c_module, pad_packed_sequence
+from fspmd.tracing import with_attribute
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.variance import unwrapped
 
@@ -199,17 +200,6 @@ def _advice() -> str:
     return _INSTEAD_OF_PLACES
 
 
-@contextmanager
-def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, in all threads, an attribute has another value."""
-    plain = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, plain)
-
-
 def _within(data: Any) -> list[Tensor]:
     """The tensors in a list or a tuple, also in nested ones."""
     if not isinstance(data, (list, tuple)):
@@ -299,6 +289,13 @@ OWN_TYPES: Final = BLOCKS | {FakeTensor}
 def is_dense(x: Tensor) -> bool:
     """Whether a tensor has strides, and its memory in this process."""
     return not loose_kind(x) and (type(x) in OWN_TYPES or not foreign_name(x))
+
+
+def check_dense(leaves: Iterable[Any]) -> None:
+    """Raise `RecordError` where a leaf is a tensor that is not dense."""
+    for x in leaves:
+        if isinstance(x, Tensor) and not is_dense(x):
+            raise not_dense(x)
 
 
 def written_while_copied(name: str) -> RecordError:

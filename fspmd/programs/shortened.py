@@ -90,7 +90,7 @@ class _Shorter:
 
     def takes(self, node: fx.Node) -> bool:
         """Whether a step is a collective of a new value that no other step reads."""
-        if not is_collective(node) or not node.meta["waits"]:
+        if not node.meta.get("waits") or not is_collective(node):
             return False
         (x,) = node.all_input_nodes
         inner = self.within.get(owner(x), ())
@@ -161,7 +161,7 @@ class _Shorter:
     def view(self, node: fx.Node) -> Joined | None:
         """One call in the place of a view of views."""
         views, x = list[fx.Node](), node
-        while x in self.place and is_link(x) and (x is node or next(self.calls(x), None) is None):
+        while x in self.place and owner(x) is not x and is_link(x) and (x is node or next(self.calls(x), None) is None):
             views.append(x)
             x = x.all_input_nodes[0]
         if len(views) < 2 or self.reshapes or (view := one_view(views[::-1])) is None:

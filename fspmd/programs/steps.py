@@ -189,7 +189,15 @@ def is_aten(node: fx.Node) -> bool:
 
 def is_pure(node: fx.Node) -> bool:
     """Whether a step only computes its result: run again on equal operands, it gives an equal one. Not collectives."""
-    return node.target in PARTS or (is_aten(node) and facts_of(node.target).is_pure(node.args, node.kwargs))
+    if not is_aten(node):
+        return node.target in PARTS
+    facts = facts_of(node.target)
+    return facts.pure or facts.is_pure(node.args, node.kwargs)
+
+
+def repeatable(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The steps that give equal results on equal operands: those that are pure, and collectives that are waited for."""
+    return [x for x in nodes if x.op == "call_function" and (x.meta["waits"] if is_collective(x) else is_pure(x))]
 
 
 #: steps between a value and the blocks of simulated ranks

@@ -17,7 +17,17 @@ from fspmd.programs.passes.overlap import Overlap
 from fspmd.programs.passes.recompute import Recompute
 from fspmd.programs.passes.rewrites import rewrites
 from fspmd.programs.program import UNLIKE, Program, leave
-from fspmd.programs.steps import PARTS, Aliases, has_effect, is_collective, is_pure, is_view, is_wait, replace, written
+from fspmd.programs.steps import (
+    PARTS,
+    Aliases,
+    has_effect,
+    is_collective,
+    is_view,
+    is_wait,
+    repeatable,
+    replace,
+    written,
+)
 
 Pass = Callable[[Program], Any]
 Passes = Iterable[str | Pass] | None
@@ -41,11 +51,11 @@ def equal_steps(program: Program) -> int:
     ends = {*program.results, *program.gradients}
     removed = phase = 0
     in_backward = False
+    shared = dict.fromkeys(repeatable(program.graph.nodes))
     for node in list(program.graph.nodes):
         if node.op == "call_function" and node.meta["backward"] is not in_backward:
             in_backward, phase = not in_backward, phase + 1
-        is_call = is_collective(node)
-        key = _key(node, is_call, phase) if _may_be_shared(node, is_call) else None
+        key = _key(node, phase) if node in shared else None
         if key is None or (program.places and _has_numbers(node)):
             continue
         first = known.setdefault(key, node)
@@ -55,7 +65,7 @@ def equal_steps(program: Program) -> int:
         by_size = any(x.meta.get("by_size") for x in node.all_input_nodes)
         if why := _why_kept(program, node, by_size) or _in_memory(memory, ends, first, node):
             known[key] = node
-            if is_call:
+            if is_collective(node):
                 leave(node, "equal_steps", why, first)
             continue
         memory.merge(node, first)
@@ -84,12 +94,6 @@ def _in_memory(memory: Aliases, ends: Container[fx.Node | None], first: fx.Node,
     return ""
 
 
-def _may_be_shared(node: fx.Node, is_call: bool) -> bool:
-    if node.op != "call_function":
-        return False
-    return bool(node.meta["waits"]) if is_call else is_pure(node)
-
-
 def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
     """Whether a common operand may be written into between two steps. Views show the write in both."""
     if is_view(node) and is_view(first):
@@ -97,10 +101,10 @@ def _is_changed(memory: Aliases, first: fx.Node, node: fx.Node) -> bool:
     return any(memory.is_written(x, first, node) for x in node.all_input_nodes)
 
 
-def _key(node: fx.Node, is_call: bool, phase: int) -> Hashable | None:
+def _key(node: fx.Node, phase: int) -> Hashable | None:
     """What equal steps have in common. ``phase``: how often forward and backward have taken turns."""
-    target: Any = node.meta.get("call", node.target)
-    part = phase if is_call else node.meta["backward"]
+    call = node.meta.get("call")
+    target, part = (node.target, node.meta["backward"]) if call is None else (call, phase)
     key = target, _frozen(node.args), _frozen(node.kwargs), node.meta["deferred"], part
     try:
         hash(key)
