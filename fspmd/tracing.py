@@ -287,8 +287,9 @@ def _outside_running() -> Iterator[None]:
 
 def outside_modes() -> Any:
     """Return a context in which no dispatch mode sees calls. A mode of fake tensors stays, since they need it."""
-    has_fake = any(isinstance(mode, FakeTensorMode) for mode in dispatch_mode_stack())
-    return nullcontext() if has_fake else without_dispatch_modes()
+    modes = dispatch_mode_stack()
+    stay = not modes or any(isinstance(mode, FakeTensorMode) for mode in modes)
+    return nullcontext() if stay else without_dispatch_modes()
 
 
 @contextmanager
