@@ -143,9 +143,10 @@ def test_rows_of_other_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("jitted", [False, True])
-def test_microbatches_may_have_any_shapes_and_a_loss_a_wider_dtype(name: str, jitted: bool) -> None:
-    assert of_any_shape(name, F64, "simulation", jitted) < 1e-12
-    assert of_any_shape(name, torch.bfloat16, "simulation", jitted) < 0.2
+@pytest.mark.parametrize("local", [False, True])
+def test_microbatches_may_have_any_shapes_and_a_loss_a_wider_dtype(name: str, jitted: bool, local: bool) -> None:
+    assert of_any_shape(name, F64, "simulation", jitted, local) < 1e-12
+    assert of_any_shape(name, torch.bfloat16, "simulation", jitted, local) < 0.2
 
 
 #: what stages pass on, which may have no gradient
@@ -176,6 +177,8 @@ def test_processes_with_microbatches_of_any_shapes() -> None:
         for name in ("one_f_one_b", "zbv"):
             assert max(pool.run(of_any_shape, name, F64)) < 1e-12
             assert max(pool.run(of_any_shape, name, torch.bfloat16)) < 0.2
+            for jitted in (False, True):
+                assert max(pool.run(of_any_shape, name, F64, "process_group", jitted, True)) < 1e-12
 
 
 @pytest.mark.one_of(8)
