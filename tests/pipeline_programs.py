@@ -288,13 +288,13 @@ def of_any_shape(
 ) -> float:
     """The largest distance from the dense model in float64, of microbatches of 1 to 5 tokens and a float32 loss.
 
-    Blocks are uneven or empty. ``local``: stages are bodies.
+    Blocks are even, uneven or empty. ``local``: stages are bodies.
     """
     mesh = make_mesh((2, 2), ("pp", "dp"), transport=transport, device="cpu")
     schedule = SCHEDULES[name](2, 4)
     torch.manual_seed(0)
     w = torch.randn(schedule.stages, 3, 3).to(dtype)
-    x, t = ([torch.randn(n, 3).to(dtype) for n in (3, 1, 5, 3)] for _ in range(2))
+    x, t = ([torch.randn(n, 3).to(dtype) for n in (2, 1, 5, 4)] for _ in range(2))
 
     def squares(y: Any, t: Any) -> Any:
         return (y.float() - t.float()).square().sum() if dtype is torch.bfloat16 else (y - t).square().sum()

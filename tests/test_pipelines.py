@@ -29,7 +29,7 @@ from pipeline_programs import (
 )
 from processes import Processes
 
-from fspmd import P, communication_log, device_get, device_put, jit, make_mesh
+from fspmd import P, communication_log, device_get, device_put, jit, make_mesh, shard_map
 from fspmd.errors import ArgumentError, AxisError, MeshError, ShapeError, SpecError, TreeError, VarianceError
 from fspmd.nn import Action, Costs, Precision, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv, zero_bubble
 
@@ -500,6 +500,26 @@ def test_forwards_alone_return_more() -> None:
     assert value == again
     assert both[1][1] is None
     assert torch.equal(device_get(aux["positive"]), device_get(more["positive"]))
+
+
+def test_microbatches_of_even_and_uneven_blocks_return_one_tree_beside() -> None:
+    """Stages are recorded on other meshes where blocks are uneven."""
+    mesh = make_mesh((2, 2), ("pp", "dp"), transport="simulation")
+    x = [torch.randn(n, 3, dtype=F64) for n in (4, 3, 1)]
+
+    def stage(w: Any, x: Any) -> Any:
+        y = shard_map(lambda w, x: x @ w, in_specs=(P(), P("dp")), out_specs=P("dp"))(w, x)
+        return y, 0.0, {"positive": (y > 0).sum()}
+
+    step = pipeline(stage, one_f_one_b(2, 3), loss=lambda y, t: (y - t).square().sum(), mesh=mesh, has_aux=True)
+    w = torch.randn(2, 3, 3, dtype=F64)
+    given = device_put((x, x), P("dp"), mesh=mesh)
+    with communication_log() as log:
+        (_, aux), _ = step(device_put(w, P("pp"), mesh=mesh), *given)
+    passed_on = torch.cat(x) @ w[0], torch.cat(x) @ w[0] @ w[1]
+    assert device_get(aux["positive"]).tolist() == [int((y > 0).sum()) for y in passed_on]
+    # three microbatches of three shapes there and back, each in a permute of its own
+    assert sum(call.kind == "ppermute" for call in log) == 6
 
 
 @pytest.mark.parametrize("jitted", [False, True])
