@@ -43,7 +43,8 @@ def boundary_of(
     except MeshError:
         found: Any = _boundary_on("simulation", *given)
     mesh = places.stand_in("abstract")  # as of other microbatches
-    return optree.tree_map(lambda x: TensorSpec(mesh, x.partition, x.shape, x.dtype), found)  # type: ignore[return-value]
+    boundary, aux = optree.tree_map(lambda x: TensorSpec(mesh, x.partition, x.shape, x.dtype), found)
+    return boundary, aux
 
 
 def _boundary_on(

@@ -97,8 +97,8 @@ class KVCache(NamedTuple):
         mesh, spec = the_mesh(mesh, "KVCache.zeros"), P() if spec is None else spec
         if words := complain(spec, mesh, None):
             raise SpecError(f"KVCache.zeros: {words}")
-        if len(spec) > 3:
-            raise ArgumentError(f"KVCache.zeros got {spec}; give it the axes of slots, heads and positions")
+        if len(spec) > 3 or spec.unreduced or spec.reduced:
+            raise ArgumentError(f"KVCache.zeros got {spec}; give it the axes of slots, heads and positions alone")
         n, ranks = (_ranks(mesh, spec, dim) for dim in (2, 1))
         if kv_heads % ranks and ranks % kv_heads:
             raise ShapeError(
@@ -113,7 +113,7 @@ class KVCache(NamedTuple):
     @checked
     def of(cls, layers: Iterable[KVCache]) -> KVCache:
         """The cache of some layers, of which all have the same sequences: the inverse of `layers`."""
-        layers = list(layers)
+        layers = [] if isinstance(layers, Tensor) else list(layers)
         for layer in layers:
             if not isinstance(layer, KVCache):
                 raise ArgumentError(f"KVCache.of got {described(layer)}; give it the caches of all layers")
