@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +182,34 @@ def test_what_moves_is_what_a_closed_form_says() -> None:
         with communication_log() as back:
             torch.autograd.grad(total, leaves)
         assert [sum(event.price.moved for event in log) / block for log in (there, back)] == [forward, backward], way
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention])
+def test_collectives_and_flops_of_a_rank_have_closed_forms(way: Any, n: int) -> None:
+    """Scores and products with values: 4 H K FLOPs of a pair forward, 10 backward, whatever the KV heads."""
+    heads, kv_heads, width, length = 8, 4, 16, 1024
+    mesh, rows = make_mesh((n,), ("cp",), transport="abstract"), P(None, "cp")
+    shapes = (heads, length, width), (kv_heads, length, width), (kv_heads, length, width)
+    given = [TensorSpec(mesh, rows, shape, torch.float32) for shape in shapes]
+    counts = {
+        ring_attention: ([("ppermute", n - 1)], [("ppermute", 3 * n - 2)]),
+        gathered_attention: ([("all_gather", 2)], [("all_gather", 2), ("psum_scatter", 2)]),
+        ulysses_attention: ([("all_to_all", 4)], [("all_to_all", 8)]),
+    }[way]
+    for mask, pairs in ((Full(), length * length), (Causal(), length * (length + 1) // 2)):
+        lies = contiguous(length, n) if way is ulysses_attention else zigzag(length, n)
+        attend = functools.partial(way, axis="cp", mask=mask, layout=lies)
+        call = shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
+        steps = call, value_and_grad(lambda q, k, v, call=call: call(q, k, v).sum(), argnums=(0, 1, 2))
+        for step, kinds, products in zip(steps, counts, (4, 14), strict=True):
+            program = jit(step).lower(*given)
+            kernels = [x.flops for x in program.schedule() if x.flops and "attention" in str(x.node.target)]
+            assert sum(kernels) == products * heads * width * pairs / n
+            if isinstance(mask, Full):  # the tiles of other masks are merged by small products
+                assert program.cost().flops == sum(kernels)
+            found = Counter(event.kind for event in program.collectives())
+            assert found == (Counter(dict(kinds)) if n > 1 else Counter())
 
 
 @pytest.mark.one_of(6)

@@ -270,6 +270,19 @@ def test_a_lowered_pipeline_is_that_of_the_first_rank() -> None:
     assert peaks[0] - peaks[1] == (8 - 4 - 1) * 64 * 64 * 4
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_flops_of_a_rank_have_a_closed_form(name: str) -> None:
+    """A product forward and two backward of each stage and microbatch; the first stage has no gradient of its input."""
+    p, m, rows, width = 2, 3, 8, 16
+    mesh, schedule = make_mesh((p, 2), ("pp", "dp")), SCHEDULES[name](p, m)
+    w = device_put(torch.ones(schedule.stages, width, width), P("pp"), mesh=mesh)
+    x = device_put([torch.ones(rows, width)] * m, P("dp"), mesh=mesh)
+    step = pipeline(lambda w, x: torch.tanh(x @ w), schedule, loss=lambda y, t: (y - t).sum(), mesh=mesh)
+    mine = sum(rank == 0 for rank in schedule.ranks_of_stages)
+    program = jit(step).lower(w, x, x)
+    assert program.cost().flops == m * (3 * mine - 1) * 2 * (rows // 2) * width * width
+
+
 def test_the_loss_times_c_gives_gradients_times_c() -> None:
     value, grads, _, _ = compute("zbv", {"pp": 2}, 3)
     value_c, grads_c, _, _ = compute("zbv", {"pp": 2}, 3, scale=8)
