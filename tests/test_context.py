@@ -215,22 +215,23 @@ def test_collectives_and_flops_of_a_rank_have_closed_forms(way: Any, n: int) -> 
 @pytest.mark.one_of(6)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kv_heads", [8, 4, 1])
-@pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention])
+@pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention, "both"])
 def test_bfloat16_is_as_exact_on_eight_ranks_as_on_one(way: Any, kv_heads: int, seed: int) -> None:
     """Ranks that share a head of keys each have a part of its gradient."""
     torch.manual_seed(seed)
     q, k, v = (torch.randn(heads, 512, 32, dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     expected = dense(*exact, seen_by("causal", 512), 32**-0.5, None)
-    cotangent, rows = torch.randn_like(expected), P(None, "cp")
+    cotangent = torch.randn_like(expected)
     right = [expected.detach(), *torch.autograd.grad(expected, exact, cotangent)]
 
     def errors(n: int) -> list[float]:
-        mesh = make_mesh((n,), ("cp",), transport="simulation")
-        lies = zigzag(512, n)
-        call = shard_map(
-            functools.partial(way, axis="cp", mask=Causal(), layout=lies), mesh=mesh, in_specs=rows, out_specs=rows
-        )
+        inner = min(n, 4) if way == "both" else 1
+        mesh, rows = make_mesh((n // inner, inner), ("cp", "sp"), transport="simulation"), P(None, ("cp", "sp"))
+        lies = zigzag(512, n // inner)
+        attend = functools.partial(ulysses_attention, axis="sp", ring="cp") if way == "both" else way
+        options = {"mask": Causal(), "layout": lies} | ({} if way == "both" else {"axis": "cp"})
+        call = shard_map(functools.partial(attend, **options), mesh=mesh, in_specs=rows, out_specs=rows)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = lies.restore(device_get(call(*(lies.store(x, 1) for x in leaves))), 1)
         found = [out.detach(), *torch.autograd.grad(out, leaves, cotangent.bfloat16())]
