@@ -239,6 +239,22 @@ def test_what_is_equal_on_all_ranks_is_not_counted_by_each(told: str) -> None:
         call(*values)
 
 
+def test_heads_that_are_cut_already_are_not_cut_again() -> None:
+    call = shard_map(lambda x: nn.own_heads(x, "a"), mesh=MESH, in_specs=P(None, "a"), out_specs=P(None, "a"))
+    with pytest.raises(VarianceError, match=r"own_heads got heads of type .*, which differ from rank to rank of 'a'"):
+        call(Q)
+
+
+def test_ranks_that_share_a_sequence_draw_with_one_key() -> None:
+    """They agreed on a token, but not on that of another mesh."""
+    logits, keys = torch.randn(3, 8), random.split(random.key(0), 6)
+    call = shard_map(
+        lambda x, keys: nn.sample(x, keys, AT[:3], "a"), mesh=MESH, in_specs=(P(None, "a"), P("a")), out_specs=P()
+    )
+    with pytest.raises(VarianceError, match=r"sample got keys of type .*, which differ from rank to rank of 'a'"):
+        call(logits, keys)
+
+
 @checked
 def example(x: Tensor, n: int = 1, *, at: str | tuple[str, ...] | None = None, rest: Any = None) -> int:
     """An example."""

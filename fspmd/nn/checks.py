@@ -61,6 +61,17 @@ def check_varies(what: str, axis: Axes, words: str, *operands: Tensor) -> None:
         )
 
 
+def check_equal(what: str, axis: Axes, words: str, x: Tensor) -> None:
+    """Raise `VarianceError` in a body with types unless a value is equal on all ranks of an axis."""
+    body = bound_body(what)
+    varying = get_variance(x).varying
+    if body.checked and (differs := [name for name in resolve_axes(body, axis, what) if name in varying]):
+        raise VarianceError(
+            f"{what} got {words} of type {show(x)}, which differ from rank to rank of {quoted(differs)}; give it the "
+            "same on all of these ranks"
+        )
+
+
 def check_operands(query: Tensor, key: Tensor, value: Tensor, what: str, everywhere: Everywhere | None = None) -> None:
     """Raise `ShapeError` or `ArgumentError` unless queries, keys and values fit together."""
     dtypes = [x.dtype for x in (query, key, value)]

@@ -28,6 +28,7 @@ from fspmd.nn.checks import (
     Everywhere,
     Shape,
     check_counts,
+    check_equal,
     check_slots,
     check_varies,
     shapes_everywhere,
@@ -345,6 +346,7 @@ def own_heads(x: Tensor, axis: Axes) -> Tensor:
 
     Raises:
         ShapeError: Neither the heads are a multiple of the ranks, nor the ranks of the heads.
+        VarianceError: ``x`` differs over ``axis``, as keys whose heads are cut already.
 
     >>> from fspmd import device_get, make_mesh, shard_map
     >>> mesh, x = make_mesh((4,), ("tp",)), torch.tensor([5.0, 7.0]).view(2, 1, 1)
@@ -359,6 +361,7 @@ def own_heads(x: Tensor, axis: Axes) -> Tensor:
             f"own_heads got {heads} KV heads for the {ranks} ranks of {axis!r}; the heads must be a multiple of the "
             "ranks, or the ranks of the heads"
         )
+    check_equal("own_heads", axis, "heads", x)
     first = axis_index(axis) * heads // ranks
     return x.index_select(-3, first + torch.arange(max(heads // ranks, 1), device=x.device))
 
