@@ -2,8 +2,9 @@
 
 Layers as those of Llama decode one token of each sequence: norms, rotary embeddings, grouped queries, a cache that
 grows, a gated MLP, and the most probable token. By hand they are plain torch: it writes into its caches, makes its mask
-once a step, and calls c10d for sums over ranks. Widths are small, so that the time is that of the host. The ranks are
-those of torch's fake backend: calls cost what they cost, and move nothing.
+once a step, and calls c10d for sums over ranks. Widths are small, so that the time is that of the host. The ranks of
+the first table are those of torch's fake backend: calls cost what they cost, and move nothing. The second is of four
+processes with Gloo, whose tokens must be equal.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import optree
 import torch
 import torch.distributed as dist
 from bodies import RANKS, fake_world
+from ranks import HEADER, on_processes, rows_of_steps
 from report import report
 from timing import Goal, Row, Table, calls, side_by_side
 from torch import Tensor
@@ -80,7 +82,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def ours(w: Weights, mesh: Mesh, record: bool, **options: Any) -> Callable[[], object]:
+def ours(w: Weights, mesh: Mesh, record: bool, **options: Any) -> Callable[[], Tensor]:
     """A step of fspmd, with options of `jit`. A sequence begins anew before it is too long."""
 
     def body(w: Weights, cache: KVCache, tokens: Tensor) -> tuple[Tensor, KVCache]:
@@ -104,16 +106,17 @@ def ours(w: Weights, mesh: Mesh, record: bool, **options: Any) -> Callable[[], o
     tokens, begin = (device_put(torch.zeros(SLOTS, dtype=torch.int64), P(), mesh=mesh) for _ in range(2))
     steps = 0
 
-    def step() -> None:
+    def step() -> Tensor:
         nonlocal cache, tokens, steps
         if (steps := steps + 1) % CAPACITY == 0:
             cache = cache._replace(lengths=begin.clone())
         tokens, cache = call(w, cache, tokens)
+        return tokens.local
 
     return step
 
 
-def by_hand(w: Weights, mesh: Mesh) -> Callable[[], object]:
+def by_hand(w: Weights, mesh: Mesh) -> Callable[[], Tensor]:
     """The same step in plain torch."""
     n, group = mesh.shape["tp"], dist.new_group(list(range(RANKS))[: mesh.shape["tp"]])
     w = optree.tree_map(lambda x: x.local, w, is_leaf=lambda x: isinstance(x, Sharded))
@@ -132,11 +135,12 @@ def by_hand(w: Weights, mesh: Mesh) -> Callable[[], object]:
             return logits.argmax(1)
         value, token = logits.max(1)
         both = torch.stack([value.double(), (token + dist.get_rank() * logits.shape[1]).double()])
-        of_ranks = torch.empty(n, 2, SLOTS, dtype=torch.float64)
-        dist.all_gather_into_tensor(of_ranks, both, group=group)
+        gathered = torch.empty(2 * n, SLOTS, dtype=torch.float64)
+        dist.all_gather_into_tensor(gathered, both, group=group)
+        of_ranks = gathered.view(n, 2, SLOTS)
         return of_ranks[:, 1].gather(0, of_ranks[:, 0].argmax(0, keepdim=True))[0].long()
 
-    def step() -> None:
+    def step() -> Tensor:
         nonlocal tokens, steps
         if (steps := steps + 1) % CAPACITY == 0:
             lengths.zero_()
@@ -154,9 +158,25 @@ def by_hand(w: Weights, mesh: Mesh) -> Callable[[], object]:
             x = x + summed(F.silu(h @ layer["gate"]) * (h @ layer["up"]) @ layer["down"])
         lengths.add_(1)
         tokens = best(x[:, 0] @ w["out"])
+        return tokens
 
     return step
 
 
+def measured(_: Mesh) -> Table:
+    """Time, memory and bytes on processes, as text in the notes of a table."""
+    mesh = make_mesh((1, dist.get_world_size()), ("dp", "tp"), device="cpu")
+    w = device_put(weights(), SPECS, mesh=mesh)
+    steps = {"fspmd, jit": ours(w, mesh, True), "fspmd": ours(w, mesh, False), "by hand": by_hand(w, mesh)}
+    with torch.no_grad():
+        for _ in range(5):
+            first, *others = (step() for step in steps.values())
+            if not all(torch.equal(first, other) for other in others):
+                raise AssertionError(f"steps choose other tokens: {first} and {others}")
+        lines = [*HEADER, *rows_of_steps(f"{LAYERS} layers", steps, 20)]
+    return Table("A step of decoding on processes with Gloo", [], "\n".join(lines))
+
+
 if __name__ == "__main__":
     report(__doc__, ("decoding",))
+    print(on_processes(measured).notes)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fspmd import P, checkpoint, communication_log, device_get, device_put, jit, make_mesh, reshard
+from fspmd import P, checkpoint, communication_log, device_get, device_put, jit, make_mesh, reshard, shard_map
 from fspmd.nn import Precision, Schedule, dual_pipe_v, gpipe, interleaved, one_f_one_b, pipeline, zbv, zero_bubble
 
 F64 = torch.float64
@@ -283,20 +283,27 @@ def waiting(
     return error, sorted((call.kind, str(call.dtype)) for call in log if call.axes == ("dp",) and call.shape)
 
 
-def of_any_shape(name: str, dtype: torch.dtype, transport: str = "process_group", jitted: bool = False) -> float:
-    """The largest distance from the dense model in float64, of microbatches of 1 to 5 tokens and a float32 loss."""
+def of_any_shape(
+    name: str, dtype: torch.dtype, transport: str = "process_group", jitted: bool = False, local: bool = False
+) -> float:
+    """The largest distance from the dense model in float64, of microbatches of 1 to 5 tokens and a float32 loss.
+
+    Blocks are even, uneven or empty. ``local``: stages are bodies.
+    """
     mesh = make_mesh((2, 2), ("pp", "dp"), transport=transport, device="cpu")
     schedule = SCHEDULES[name](2, 4)
     torch.manual_seed(0)
     w = torch.randn(schedule.stages, 3, 3).to(dtype)
-    x, t = ([torch.randn(n, 3).to(dtype) for n in (3, 1, 5, 3)] for _ in range(2))
+    x, t = ([torch.randn(n, 3).to(dtype) for n in (2, 1, 5, 4)] for _ in range(2))
 
     def squares(y: Any, t: Any) -> Any:
         return (y.float() - t.float()).square().sum() if dtype is torch.bfloat16 else (y - t).square().sum()
 
-    step = pipeline(
-        lambda w, x: x + torch.tanh(x @ w), schedule, loss=squares, count=lambda t: t.shape[0], mesh=mesh, axis="pp"
-    )
+    def block(w: Any, x: Any) -> Any:
+        return x + torch.tanh(x @ w)
+
+    body = shard_map(block, in_specs=(P(), P("dp")), out_specs=P("dp"))
+    step = pipeline(body if local else block, schedule, loss=squares, count=lambda t: t.shape[0], mesh=mesh, axis="pp")
     step = jit(step) if jitted else step
     given = device_put((x, t), P("dp"), mesh=mesh)
     value, gradient = step(device_put(w[list(schedule.order)], P("pp"), mesh=mesh), *given)

@@ -48,7 +48,9 @@ def operands(draw: random.Random, widths: tuple[int, int], ranks: int) -> tuple[
     """Parameters, and microbatches of several lengths."""
     d, h = widths
     params = {"w1": torch.randn(d, h, dtype=F64), "w2": torch.randn(h, d, dtype=F64), "b": torch.randn(h, dtype=F64)}
-    lengths = [ranks * draw.choice([1, 2, 3]) for _ in range(draw.choice([1, 2, 4]))]
+    even = (d, h) == WIDTHS["even"]  # otherwise a batch is cut unevenly as well, or some rank has none of it
+    lengths = [ranks * draw.choice([1, 2, 3]) if even else draw.choice([1, ranks + 1, 2 * ranks + 1, 12])]
+    lengths += [ranks * draw.choice([1, 2, 3]) for _ in range(draw.choice([0, 1, 3]))]
     return params, [(torch.randn(n, d, dtype=F64), torch.randint(1, 4, (n,)).to(F64)) for n in lengths]
 
 

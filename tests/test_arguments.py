@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fspmd import FspmdError, P, TensorSpec, jit, make_mesh, nn, random, shard_map
+from fspmd import FspmdError, P, TensorSpec, device_put, jit, make_mesh, nn, random, shard_map
 from fspmd.errors import ArgumentError, VarianceError
 from fspmd.nn import Action, Causal, Costs, KVCache, LossScale, contiguous, zigzag
 from fspmd.nn.arguments import checked
@@ -94,6 +94,22 @@ WRONG: dict[str, Callable[[], Any]] = {
         LOGITS,
     ),
     "counts of torch.float32; give it ints": lambda: nn.grouped_matmul(X, torch.ones(1, 4, 4), torch.ones(1)),
+    "got a sparse_coo tensor for logits; give it a dense one": lambda: nn.route(LOGITS.to_sparse(), 1),
+    r"counts \[5, 3\], 8 together, for 6 rows": lambda: nn.grouped_matmul(X, torch.ones(2, 4, 4), torch.tensor([5, 3])),
+    r"counts \[7, -1\], 6 together, for 6 rows": lambda: nn.grouped_matmul(
+        X, torch.ones(2, 4, 4), torch.tensor([7, -1])
+    ),
+    r"counts \[0, 4\], 4 together, for 3 rows": lambda: shard_map(  # of the second rank
+        lambda x, counts: nn.grouped_matmul(x, torch.ones(2, 4, 4), counts),
+        mesh=MESH,
+        in_specs=P("a"),
+        out_specs=P("a"),
+    )(X, torch.tensor([1, 2, 0, 4])),
+    r"counts \[9\], 9 together, for 6 rows": lambda: nn.grouped_matmul(
+        *device_put((X, torch.ones(1, 4, 4), torch.tensor([9])), (P("a"), P(), P()), mesh=MESH)
+    ),
+    "the float nan for rate; give it a finite number": lambda: nn.balance(torch.zeros(1), torch.zeros(1), math.nan),
+    "the float inf for scale; give it a finite number": lambda: nn.attend_block(Q, Q, Q, scale=math.inf),
     # schedules
     "gpipe got the int 0 for ranks": lambda: nn.gpipe(0, 2),
     "zbv got the int -1 for microbatches": lambda: nn.zbv(2, -1),
@@ -141,6 +157,17 @@ WRONG: dict[str, Callable[[], Any]] = {
     "growth=0.5": lambda: LossScale.of(1.0).after(torch.tensor(True), growth=0.5),
     "for finite; give it a 0-d bool": lambda: LossScale.of(1.0).after(torch.ones(())),
     "for condition; give it a 0-d bool": lambda: nn.selected(torch.ones(2) > 0, PARAMS, PARAMS),
+    "'nope' for device; give it a device that this process has": lambda: LossScale.of(1.0, "nope"),
+    "True for device": lambda: LossScale.of(1.0, True),
+    "a sparse_coo tensor as a leaf; give it a tree of tensors": lambda: nn.all_finite(torch.eye(2).to_sparse()),
+    "a sparse_coo tensor as a leaf of grads": lambda: updated(nn.adamw(), grads={"w": torch.eye(4).to_sparse()}),
+    r"a tensor of shape \(\) for microbatches": lambda: nn.accumulate(lambda p, x: (p, 1))(
+        torch.ones(()), torch.ones(())
+    ),
+    "for eps; give it a number": lambda: nn.adamw(eps=torch.ones(2)),  # type: ignore[arg-type]
+    "for coefficients; give it three numbers": lambda: nn.muon(coefficients="abc"),  # type: ignore[arg-type]
+    "muon got the dtype torch.int64 for dtype": lambda: nn.muon(dtype=torch.int64),
+    "with_master got the dtype torch.int64": lambda: nn.with_master(nn.adamw(), torch.int64),
     "the list .* for device": lambda: LossScale.of(1.0, [1]),  # type: ignore[arg-type]
     "the string 'x' for scale": lambda: LossScale.of("x"),  # type: ignore[arg-type]
     "None for loss": lambda: LossScale.of(1.0).scaled(None),  # type: ignore[arg-type]
@@ -156,6 +183,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "the string 'x' for value_width": lambda: KVCache.zeros(1, 2, 2, 8, 4, value_width="x"),  # type: ignore[arg-type]
     "layers of 2, 3 slots": lambda: KVCache.of([KVCache.zeros(1, n, 1, 4, 4) for n in (2, 3)]),
     "own_heads got 0 KV heads": lambda: within(lambda x: nn.own_heads(x, "a"), torch.ones(0, 3, 2)),
+    "KVCache.of got no layers": lambda: KVCache.of(torch.ones(())),  # type: ignore[arg-type]
+    "give it the axes of slots, heads and positions alone": lambda: KVCache.zeros(
+        1, 2, 2, 8, 4, spec=P(unreduced={"a"}), mesh=MESH
+    ),
     "KVCache.of got the int 1": lambda: KVCache.of([1]),  # type: ignore[list-item]
     "list .* for key": lambda: CACHE.append([1], K),  # type: ignore[arg-type]
     r"slots \[1, 2\] of a cache of 2 slots, of which 2 is out of": lambda: CACHE.append(
@@ -206,6 +237,22 @@ def test_what_is_equal_on_all_ranks_is_not_counted_by_each(told: str) -> None:
     call = shard_map(body, mesh=MESH, in_specs=specs, out_specs=P())
     with pytest.raises(VarianceError, match=f"{told} .*equal on all ranks of 'a'(, 'b')?, .*leave the axis out"):
         call(*values)
+
+
+def test_heads_that_are_cut_already_are_not_cut_again() -> None:
+    call = shard_map(lambda x: nn.own_heads(x, "a"), mesh=MESH, in_specs=P(None, "a"), out_specs=P(None, "a"))
+    with pytest.raises(VarianceError, match=r"own_heads got heads of type .*, which differ from rank to rank of 'a'"):
+        call(Q)
+
+
+def test_ranks_that_share_a_sequence_draw_with_one_key() -> None:
+    """They agreed on a token, but not on that of another mesh."""
+    logits, keys = torch.randn(3, 8), random.split(random.key(0), 6)
+    call = shard_map(
+        lambda x, keys: nn.sample(x, keys, AT[:3], "a"), mesh=MESH, in_specs=(P(None, "a"), P("a")), out_specs=P()
+    )
+    with pytest.raises(VarianceError, match=r"sample got keys of type .*, which differ from rank to rank of 'a'"):
+        call(logits, keys)
 
 
 @checked

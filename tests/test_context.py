@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -183,25 +184,54 @@ def test_what_moves_is_what_a_closed_form_says() -> None:
         assert [sum(event.price.moved for event in log) / block for log in (there, back)] == [forward, backward], way
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention])
+def test_collectives_and_flops_of_a_rank_have_closed_forms(way: Any, n: int) -> None:
+    """Scores and products with values: 4 H K FLOPs of a pair forward, 10 backward, whatever the KV heads."""
+    heads, kv_heads, width, length = 8, 4, 16, 1024
+    mesh, rows = make_mesh((n,), ("cp",), transport="abstract"), P(None, "cp")
+    shapes = (heads, length, width), (kv_heads, length, width), (kv_heads, length, width)
+    given = [TensorSpec(mesh, rows, shape, torch.float32) for shape in shapes]
+    counts = {
+        ring_attention: ([("ppermute", n - 1)], [("ppermute", 3 * n - 2)]),
+        gathered_attention: ([("all_gather", 2)], [("all_gather", 2), ("psum_scatter", 2)]),
+        ulysses_attention: ([("all_to_all", 4)], [("all_to_all", 8)]),
+    }[way]
+    for mask, pairs in ((Full(), length * length), (Causal(), length * (length + 1) // 2)):
+        lies = contiguous(length, n) if way is ulysses_attention else zigzag(length, n)
+        attend = functools.partial(way, axis="cp", mask=mask, layout=lies)
+        call = shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
+        steps = call, value_and_grad(lambda q, k, v, call=call: call(q, k, v).sum(), argnums=(0, 1, 2))
+        for step, kinds, products in zip(steps, counts, (4, 14), strict=True):
+            program = jit(step).lower(*given)
+            kernels = [x.flops for x in program.schedule() if x.flops and "attention" in str(x.node.target)]
+            assert sum(kernels) == products * heads * width * pairs / n
+            if isinstance(mask, Full):  # the tiles of other masks are merged by small products
+                assert program.cost().flops == sum(kernels)
+            found = Counter(event.kind for event in program.collectives())
+            assert found == (Counter(dict(kinds)) if n > 1 else Counter())
+
+
 @pytest.mark.one_of(6)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kv_heads", [8, 4, 1])
-@pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention])
+@pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention, "both"])
 def test_bfloat16_is_as_exact_on_eight_ranks_as_on_one(way: Any, kv_heads: int, seed: int) -> None:
     """Ranks that share a head of keys each have a part of its gradient."""
     torch.manual_seed(seed)
     q, k, v = (torch.randn(heads, 512, 32, dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads))
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     expected = dense(*exact, seen_by("causal", 512), 32**-0.5, None)
-    cotangent, rows = torch.randn_like(expected), P(None, "cp")
+    cotangent = torch.randn_like(expected)
     right = [expected.detach(), *torch.autograd.grad(expected, exact, cotangent)]
 
     def errors(n: int) -> list[float]:
-        mesh = make_mesh((n,), ("cp",), transport="simulation")
-        lies = zigzag(512, n)
-        call = shard_map(
-            functools.partial(way, axis="cp", mask=Causal(), layout=lies), mesh=mesh, in_specs=rows, out_specs=rows
-        )
+        inner = min(n, 4) if way == "both" else 1
+        mesh, rows = make_mesh((n // inner, inner), ("cp", "sp"), transport="simulation"), P(None, ("cp", "sp"))
+        lies = zigzag(512, n // inner)
+        attend = functools.partial(ulysses_attention, axis="sp", ring="cp") if way == "both" else way
+        options = {"mask": Causal(), "layout": lies} | ({} if way == "both" else {"axis": "cp"})
+        call = shard_map(functools.partial(attend, **options), mesh=mesh, in_specs=rows, out_specs=rows)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = lies.restore(device_get(call(*(lies.store(x, 1) for x in leaves))), 1)
         found = [out.detach(), *torch.autograd.grad(out, leaves, cotangent.bfloat16())]

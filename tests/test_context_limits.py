@@ -153,6 +153,22 @@ def test_what_inference_made_serves_training() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_no_axis_is_attention_to_what_a_rank_has(way: Any) -> None:
+    q, k, v = torch.randn(3, 2, 6, 4, dtype=torch.float64).requires_grad_()
+
+    def body(*operands: Tensor) -> Tensor:
+        return way(*operands, (), mask=Causal())
+
+    spec = P("cp")
+    found = device_get(shard_map(body, mesh=make_mesh((2,), ("cp",)), in_specs=spec, out_specs=spec)(q, k, v))
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(found, right)
+    cotangent = torch.randn_like(right)
+    for mine, other in zip(*(torch.autograd.grad(y, (q, k, v), cotangent) for y in (found, right)), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_what_does_not_fit_is_refused(way: Any) -> None:
     for (error, match, _, _), (raised, message, _) in zip(refused(way, 2), refusals(way, 2), strict=True):
         assert raised == error.__name__, message

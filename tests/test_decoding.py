@@ -96,6 +96,16 @@ def test_a_step_moves_what_a_closed_form_says(sizes: tuple[int, int]) -> None:
         assert sum(event.price.moved for event in log) == 2 * (cp - 1) / cp * 3 * (4 // tp) * (6 + 2) * 8
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
+def test_flops_of_a_step_have_a_closed_form(sizes: tuple[int, int]) -> None:
+    """Of each query its scores and its products with the values of all rows that the rank has."""
+    mesh, (tp, cp) = make_mesh(sizes, ("tp", "cp"), transport="simulation"), sizes
+    cache = KVCache.zeros(1, 3, 2, 12, 4, dtype=torch.float32, spec=BOTH, mesh=mesh)
+    q, k = (torch.randn(3, heads, 1, 4) for heads in (4, 2))
+    program = jit(attend(mesh, cache)).lower(q, k, k, cache)
+    assert program.cost().flops == 2 * 3 * (4 // tp) * (12 // cp + 1) * (4 + 4)
+
+
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)])
 def test_a_donated_cache_is_written_in_place(sizes: tuple[int, int]) -> None:
     mesh = make_mesh(sizes, ("tp", "cp"), transport="simulation")

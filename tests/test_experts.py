@@ -312,6 +312,26 @@ def test_lowered_exchanges_are_those_of_an_even_choice(transport: str) -> None:
         assert [event.price.moved for event in log] == moved
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_flops_with_a_capacity_have_a_closed_form(n: int) -> None:
+    """Of the rows that a rank has room for: those of its experts, from each rank. A product forward, two backward."""
+    total, capacity, width, hidden = 8, 3, 8, 16
+    mesh = make_mesh((n,), ("ep",), transport="abstract")
+
+    def body(x: Tensor, logits: Tensor, w: Tensor) -> Tensor:
+        def f(rows: Tensor, counts: Tensor) -> Tensor:
+            return grouped_matmul(rows, w, counts)
+
+        return experts(x, route(logits, 2), f, axis="ep", capacity=capacity)[0]
+
+    call = shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    step = grad(lambda x, w, logits: call(x, logits, w).sum(), argnums=(0, 1))
+    shapes = (16, width), (total, width, hidden), (16, total)
+    program = jit(step).lower(*(TensorSpec(mesh, P("ep"), shape, torch.float32) for shape in shapes))
+    assert program.cost().flops == 3 * 2 * (total * capacity) * width * hidden
+    assert len(list(program.collectives())) == (4 if n > 1 else 0)
+
+
 def test_the_norm_of_cut_experts_and_whole_routers_is_the_true_one() -> None:
     torch.manual_seed(0)
     mesh = make_mesh((2, 2), ("dp", "ep"), transport="simulation")

@@ -29,7 +29,7 @@ from pipeline_programs import (
 )
 from processes import Processes
 
-from fspmd import P, communication_log, device_get, device_put, jit, make_mesh
+from fspmd import P, communication_log, device_get, device_put, jit, make_mesh, shard_map
 from fspmd.errors import ArgumentError, AxisError, MeshError, ShapeError, SpecError, TreeError, VarianceError
 from fspmd.nn import Action, Costs, Precision, Schedule, gpipe, one_f_one_b, pipeline, pipelines, zbv, zero_bubble
 
@@ -143,9 +143,10 @@ def test_rows_of_other_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("jitted", [False, True])
-def test_microbatches_may_have_any_shapes_and_a_loss_a_wider_dtype(name: str, jitted: bool) -> None:
-    assert of_any_shape(name, F64, "simulation", jitted) < 1e-12
-    assert of_any_shape(name, torch.bfloat16, "simulation", jitted) < 0.2
+@pytest.mark.parametrize("local", [False, True])
+def test_microbatches_may_have_any_shapes_and_a_loss_a_wider_dtype(name: str, jitted: bool, local: bool) -> None:
+    assert of_any_shape(name, F64, "simulation", jitted, local) < 1e-12
+    assert of_any_shape(name, torch.bfloat16, "simulation", jitted, local) < 0.2
 
 
 #: what stages pass on, which may have no gradient
@@ -176,6 +177,8 @@ def test_processes_with_microbatches_of_any_shapes() -> None:
         for name in ("one_f_one_b", "zbv"):
             assert max(pool.run(of_any_shape, name, F64)) < 1e-12
             assert max(pool.run(of_any_shape, name, torch.bfloat16)) < 0.2
+            for jitted in (False, True):
+                assert max(pool.run(of_any_shape, name, F64, "process_group", jitted, True)) < 1e-12
 
 
 @pytest.mark.one_of(8)
@@ -265,6 +268,19 @@ def test_a_lowered_pipeline_is_that_of_the_first_rank() -> None:
         assert sum(call.kind == "ppermute" for call in program.collectives()) == sum(map(len, schedule.moves()))
         peaks.append(program.memory().peak)
     assert peaks[0] - peaks[1] == (8 - 4 - 1) * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_flops_of_a_rank_have_a_closed_form(name: str) -> None:
+    """A product forward and two backward of each stage and microbatch; the first stage has no gradient of its input."""
+    p, m, rows, width = 2, 3, 8, 16
+    mesh, schedule = make_mesh((p, 2), ("pp", "dp")), SCHEDULES[name](p, m)
+    w = device_put(torch.ones(schedule.stages, width, width), P("pp"), mesh=mesh)
+    x = device_put([torch.ones(rows, width)] * m, P("dp"), mesh=mesh)
+    step = pipeline(lambda w, x: torch.tanh(x @ w), schedule, loss=lambda y, t: (y - t).sum(), mesh=mesh)
+    mine = sum(rank == 0 for rank in schedule.ranks_of_stages)
+    program = jit(step).lower(w, x, x)
+    assert program.cost().flops == m * (3 * mine - 1) * 2 * (rows // 2) * width * width
 
 
 def test_the_loss_times_c_gives_gradients_times_c() -> None:
@@ -497,6 +513,26 @@ def test_forwards_alone_return_more() -> None:
     assert value == again
     assert both[1][1] is None
     assert torch.equal(device_get(aux["positive"]), device_get(more["positive"]))
+
+
+def test_microbatches_of_even_and_uneven_blocks_return_one_tree_beside() -> None:
+    """Stages are recorded on other meshes where blocks are uneven."""
+    mesh = make_mesh((2, 2), ("pp", "dp"), transport="simulation")
+    x = [torch.randn(n, 3, dtype=F64) for n in (4, 3, 1)]
+
+    def stage(w: Any, x: Any) -> Any:
+        y = shard_map(lambda w, x: x @ w, in_specs=(P(), P("dp")), out_specs=P("dp"))(w, x)
+        return y, 0.0, {"positive": (y > 0).sum()}
+
+    step = pipeline(stage, one_f_one_b(2, 3), loss=lambda y, t: (y - t).square().sum(), mesh=mesh, has_aux=True)
+    w = torch.randn(2, 3, 3, dtype=F64)
+    given = device_put((x, x), P("dp"), mesh=mesh)
+    with communication_log() as log:
+        (_, aux), _ = step(device_put(w, P("pp"), mesh=mesh), *given)
+    passed_on = torch.cat(x) @ w[0], torch.cat(x) @ w[0] @ w[1]
+    assert device_get(aux["positive"]).tolist() == [int((y > 0).sum()) for y in passed_on]
+    # three microbatches of three shapes there and back, each in a permute of its own
+    assert sum(call.kind == "ppermute" for call in log) == 6
 
 
 @pytest.mark.parametrize("jitted", [False, True])

@@ -235,7 +235,7 @@ def dense_losses(*flags: str) -> list[float]:
 
 def check(tmp_path: Path, text: str, pool: Processes | None = None) -> None:
     given = arguments(text, losses=tmp_path / "losses.json", out=tmp_path, **{"text-log": tmp_path / "log.txt"})
-    printed = train(given) if pool is None else "".join(pool.run(train, given))
+    printed = train(given) if pool is None else "".join(pool.run(train, given, seconds=3000 if FULL else 300))
     assert printed.count(f"step {STEPS}/{STEPS}") == 1  # one process prints
     found = json.loads((tmp_path / "losses.json").read_text())["losses"]
     assert found == pytest.approx(expected(text), rel=1e-10)

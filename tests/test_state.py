@@ -83,6 +83,16 @@ def test_one_reduction_for_any_number_of_microbatches(count: int, layout: P, kin
     assert sum(call.price.moved for call in log if call not in last) == moved * size * (n - 1) / n
 
 
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("cut", [P(), P("s"), P(None, "s")])
+def test_flops_of_a_rank_are_its_share_of_the_dense_ones(count: int, cut: P) -> None:
+    """A product forward and one backward, for the rows of this rank."""
+    mesh, n = make_mesh((4,), ("s",), transport="abstract"), 4
+    params, x = {"w": TensorSpec(mesh, cut, (8, 16), F64)}, TensorSpec(mesh, P("s"), (12, 8), F64)
+    for step in (accumulate(squares, "s"), accumulate(lambda p, x: squares(gathered(p, "s"), x))):
+        assert jit(step).lower(params, [x] * count).cost().flops == count * 2 * 2 * (12 / n) * 8 * 16
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("jitted", [False, True])

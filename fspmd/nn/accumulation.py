@@ -20,7 +20,7 @@ from fspmd.body import state
 from fspmd.collectives import psum
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
 from fspmd.messages import as_axis_name, described
-from fspmd.nn.arguments import Positive, checked
+from fspmd.nn.arguments import Positive, checked, is_sparse
 from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, dtype_of_sum, gathered, settled
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
@@ -49,8 +49,18 @@ class LossScale(NamedTuple):
     @classmethod
     @checked
     def of(cls, scale: Positive = 65536.0, device: torch.device | str | int | None = None) -> LossScale:
-        """A scale to begin with, above 0."""
-        return cls(torch.tensor(scale, device=device), torch.zeros((), dtype=torch.int64, device=device))
+        """A scale to begin with, above 0.
+
+        Raises:
+            ArgumentError: The scale is no number above 0, or this process has no such device.
+        """
+        try:
+            return cls(torch.tensor(scale, device=device), torch.zeros((), dtype=torch.int64, device=device))
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise ArgumentError(
+                f"LossScale.of got {described(device)} for device; give it a device that this process has, such as "
+                "mesh.device or 'cpu'"
+            ) from error
 
     @checked
     def scaled(self, loss: Tensor) -> Any:
@@ -94,8 +104,8 @@ def all_finite(tree: Any) -> Tensor:
     counts: dict[Any, list[Any]] = {}
     leaves: list[Any] = optree.tree_leaves(tree, is_leaf=is_sharded)
     for x in leaves:
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"all_finite got {described(x)} as a leaf; give it a tree of tensors")
+        if not isinstance(x, Tensor) or is_sparse(x):
+            raise ArgumentError(f"all_finite got {described(x)} as a leaf; give it a tree of tensors, which are dense")
         count: Any = (~x.isfinite()).sum()
         counts.setdefault(count.spec if is_sharded(count) else get_variance(count), []).append(count)
     totals = list(map(_total, counts.values())) or [torch.zeros((), dtype=torch.int64)]
@@ -201,7 +211,7 @@ def accumulate(
     one_step = value_and_grad(functools.partial(_pair, loss, has_aux), has_aux=True)
 
     def accumulated(params: Any, microbatches: Sequence[Any]) -> tuple[Any, Any]:
-        if not isinstance(microbatches, Iterable):
+        if not isinstance(microbatches, Iterable) or (isinstance(microbatches, Tensor) and not microbatches.dim()):
             raise ArgumentError(f"accumulate got {described(microbatches)} for microbatches; give it a list of them")
         if precision is not None:
             check_dtypes(params, (precision.param,), "accumulate")

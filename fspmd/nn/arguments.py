@@ -9,6 +9,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from math import isfinite
 from numbers import Real
 from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -60,7 +61,11 @@ class Fits:
 Size = Annotated[int, Fits("an int from 1 on", lambda n: type(n) is int and n > 0)]
 Count = Annotated[int, Fits("an int from 0 on", lambda n: type(n) is int and n >= 0)]
 Positive = Annotated[float, Fits("a number above 0", lambda x: 0 < x < torch.inf)]
-Scale = Annotated[float, Fits("a number, and multiply queries by tensors", lambda x: type(x) in (int, float))]
+Scale = Annotated[
+    float,
+    Fits("a finite number, and multiply queries by tensors", lambda x: type(x) in (int, float) and isfinite(x)),
+]
+Finite = Annotated[float, Fits("a finite number from 0 on", lambda x: 0 <= x < torch.inf)]
 FloatDtype = Annotated[torch.dtype, Fits("a floating dtype, such as torch.bfloat16", lambda x: x.is_floating_point)]
 Block = Annotated[
     Tensor,
@@ -111,7 +116,14 @@ def check_fields(x: Any) -> None:
         _check(type(x).__name__, field.name, getattr(x, field.name), kinds or ((object, None),))
 
 
+def is_sparse(x: Any) -> bool:
+    """Whether a value is a tensor of torch that has no rows in memory, one after another."""
+    return type(x) is Tensor and x.layout is not torch.strided
+
+
 def _check(what: str, name: str, x: Any, kinds: tuple[Kind, ...]) -> None:
+    if is_sparse(x):
+        raise ArgumentError(f"{what} got {described(x)} for {name}; give it a dense one: x.to_dense()")
     for kind, note in kinds:
         if isinstance(x, kind) and (note is None or note.test(x)):
             return

@@ -10,7 +10,7 @@ from typing import Any
 import optree
 
 from fspmd import tracing
-from fspmd.errors import ArgumentError, FspmdError, ShapeError, TreeError
+from fspmd.errors import ArgumentError, FspmdError, MeshError, ShapeError, TreeError
 from fspmd.meshes.mesh import set_mesh
 from fspmd.messages import described
 from fspmd.nn.places import Places, without_row
@@ -32,8 +32,33 @@ def boundary_of(
     first: TensorSpec,
     has_aux: bool,
 ) -> tuple[TensorSpec | None, Any]:
-    """What stages pass on of an input, and beside it, by recording each of them alone on an abstract mesh."""
-    mesh = places.abstract
+    """What stages pass on of an input, and beside it, by recording each of them alone, without values.
+
+    An abstract mesh takes no time for many ranks, but does not tell the lengths of uneven blocks that a body returns.
+    Where there are some, the ranks of a simulation do.
+    """
+    given = places, schedule, functions, leaves, treedef, first, has_aux
+    try:
+        return _boundary_on("abstract", *given)
+    except MeshError:
+        found: Any = _boundary_on("simulation", *given)
+    mesh = places.stand_in("abstract")  # as of other microbatches
+    boundary, aux = optree.tree_map(lambda x: TensorSpec(mesh, x.partition, x.shape, x.dtype), found)
+    return boundary, aux
+
+
+def _boundary_on(
+    transport: str,
+    places: Places,
+    schedule: Schedule,
+    functions: Sequence[Stage],
+    leaves: Sequence[Any],
+    treedef: Any,
+    first: TensorSpec,
+    has_aux: bool,
+) -> tuple[TensorSpec | None, Any]:
+    """`boundary_of`, on a mesh of a transport."""
+    mesh = places.stand_in(transport)
 
     def seen(x: Any, r: int) -> TensorSpec | None:
         if places.owner(x) not in (None, r):

@@ -1,9 +1,10 @@
-"""Checks of what attention is given. They raise before anything moves, and of shapes and types alike on all ranks."""
+"""Checks of what functions are given. They raise before anything moves, and of shapes and types alike on all ranks."""
 
 from __future__ import annotations
 
 import itertools
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.meshes.axes import row_major
 from fspmd.messages import quoted
 from fspmd.nn.sequences import Axes, SequenceLayout, contiguous, joined
+from fspmd.sharded import is_sharded
 from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, FakeTensor, level_of
 from fspmd.tracing import outside_transforms, reading
 from fspmd.transport.local_tensor import blocks_of
@@ -56,6 +58,17 @@ def check_varies(what: str, axis: Axes, words: str, *operands: Tensor) -> None:
         raise VarianceError(
             f"{what} got {words} of type {', '.join(map(show, operands))}, equal on all ranks of {quoted(equal)}, "
             "which it would count as often as there are ranks; leave the axis out, or cut what is given over it"
+        )
+
+
+def check_equal(what: str, axis: Axes, words: str, x: Tensor) -> None:
+    """Raise `VarianceError` in a body with types unless a value is equal on all ranks of an axis."""
+    body = bound_body(what)
+    varying = get_variance(x).varying
+    if body.checked and (differs := [name for name in resolve_axes(body, axis, what) if name in varying]):
+        raise VarianceError(
+            f"{what} got {words} of type {show(x)}, which differ from rank to rank of {quoted(differs)}; give it the "
+            "same on all of these ranks"
         )
 
 
@@ -104,6 +117,32 @@ def check_counts(what: str, counts: Tensor, n: int) -> None:
             raise ArgumentError(
                 f"{what} got the counts {row} of {n} positions; give it a number from 0 to {n} for each sequence"
             )
+
+
+def check_groups(what: str, rows: Tensor, counts: Tensor) -> None:
+    """Raise `ArgumentError` on CPUs unless groups of these sizes fit into the rows: those of this or each rank."""
+    blocks_of_counts: Any = counts
+    if is_sharded(counts):
+        if blocks_of_counts.spec.partition.unreduced:
+            return
+        blocks_of_counts = blocks_of_counts.local
+    numbers, lengths = _numbers_on_host(blocks_of_counts), _lengths(rows)
+    if len(lengths) != len(numbers):  # the same rows for all, or other ones
+        lengths = [max(lengths)] * len(numbers)
+    for row, n in zip(numbers, lengths, strict=True):
+        if any(count < 0 for count in row) or sum(row) > n:
+            raise ArgumentError(
+                f"{what} got the counts {row}, {sum(row)} together, for {n} rows; give it how many rows each group "
+                "has, from 0 on, at most all rows together"
+            )
+
+
+def _lengths(x: Tensor) -> list[int]:
+    """How many rows each simulated rank has, or this one."""
+    with DisableTorchFunction(), outside_transforms():
+        if is_sharded(x) or level_of(x) != NO_LEVEL:
+            return [x.shape[0]]
+        return [block.shape[0] for block in blocks_of(unwrapped(x))]
 
 
 def _numbers_on_host(x: Tensor) -> list[list[int]]:

@@ -93,7 +93,8 @@ def gathered_attention(
 
     Communication: an `all_gather` of keys and one of values, forward; a reduce-scatter of each gradient, backward.
     """
-    way = _checked(query, key, value, axis, (), mask, layout, scale, sinks, "gathered_attention", Gathered)
+    given = query, key, value, axis, (), mask, layout, scale, sinks, "gathered_attention"
+    way = _checked(*given, Gathered) if axis else _checked(*given, Ring)  # which is one step, of what a rank has
     return _attend(way, _padded((query, key, value), way.turns.length), sinks, query)
 
 
@@ -125,6 +126,8 @@ def ulysses_attention(
         ShapeError: As `ring_attention`; and the number of heads is no multiple of the ranks.
     """
     way = _checked(query, key, value, ring or (), axis, mask, layout, scale, sinks, "ulysses_attention", Ring)
+    if not axis:
+        return _attend(way, _padded((query, key, value), way.turns.length), sinks, query)
     n, heads = axis_size(axis), query.shape[-3]
     exchanged = Exchanged(way, axis, lcm(key.shape[-3], n) // key.shape[-3])
     query_rows, *pair = _padded((query, key, value), way.turns.length // n)

@@ -28,6 +28,7 @@ from fspmd.nn.checks import (
     Everywhere,
     Shape,
     check_counts,
+    check_equal,
     check_slots,
     check_varies,
     shapes_everywhere,
@@ -97,8 +98,8 @@ class KVCache(NamedTuple):
         mesh, spec = the_mesh(mesh, "KVCache.zeros"), P() if spec is None else spec
         if words := complain(spec, mesh, None):
             raise SpecError(f"KVCache.zeros: {words}")
-        if len(spec) > 3:
-            raise ArgumentError(f"KVCache.zeros got {spec}; give it the axes of slots, heads and positions")
+        if len(spec) > 3 or spec.unreduced or spec.reduced:
+            raise ArgumentError(f"KVCache.zeros got {spec}; give it the axes of slots, heads and positions alone")
         n, ranks = (_ranks(mesh, spec, dim) for dim in (2, 1))
         if kv_heads % ranks and ranks % kv_heads:
             raise ShapeError(
@@ -113,7 +114,7 @@ class KVCache(NamedTuple):
     @checked
     def of(cls, layers: Iterable[KVCache]) -> KVCache:
         """The cache of some layers, of which all have the same sequences: the inverse of `layers`."""
-        layers = list(layers)
+        layers = [] if isinstance(layers, Tensor) else list(layers)
         for layer in layers:
             if not isinstance(layer, KVCache):
                 raise ArgumentError(f"KVCache.of got {described(layer)}; give it the caches of all layers")
@@ -345,6 +346,7 @@ def own_heads(x: Tensor, axis: Axes) -> Tensor:
 
     Raises:
         ShapeError: Neither the heads are a multiple of the ranks, nor the ranks of the heads.
+        VarianceError: ``x`` differs over ``axis``, as keys whose heads are cut already.
 
     >>> from fspmd import device_get, make_mesh, shard_map
     >>> mesh, x = make_mesh((4,), ("tp",)), torch.tensor([5.0, 7.0]).view(2, 1, 1)
@@ -359,6 +361,7 @@ def own_heads(x: Tensor, axis: Axes) -> Tensor:
             f"own_heads got {heads} KV heads for the {ranks} ranks of {axis!r}; the heads must be a multiple of the "
             "ranks, or the ranks of the heads"
         )
+    check_equal("own_heads", axis, "heads", x)
     first = axis_index(axis) * heads // ranks
     return x.index_select(-3, first + torch.arange(max(heads // ranks, 1), device=x.device))
 

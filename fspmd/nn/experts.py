@@ -19,8 +19,8 @@ from fspmd.collectives.ragged import exchanged_rows
 from fspmd.entries import blocks
 from fspmd.errors import ArgumentError, RecordError, ShapeError
 from fspmd.messages import as_axis_name, described
-from fspmd.nn.arguments import Block, Count, checked
-from fspmd.nn.checks import check_varies
+from fspmd.nn.arguments import Block, Count, Finite, checked
+from fspmd.nn.checks import check_groups, check_varies
 from fspmd.nn.parameters import moved
 from fspmd.nn.parts import wide
 from fspmd.nn.sequences import Axes, names_of
@@ -109,7 +109,7 @@ def route(
 
 
 @checked
-def balance(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+def balance(bias: Tensor, counts: Tensor, rate: Finite) -> Tensor:
     """The bias for the next step: higher for experts with less than the mean, lower for those with more.
 
     Call it once a step with the counts of the step, outside of what is recomputed. It is a pure function. From Wang et
@@ -118,7 +118,7 @@ def balance(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     Args:
         bias: [..., experts], that of `route`, or of several layers.
         counts: [..., experts], `Routing.counts`. Add up those of microbatches.
-        rate: By how much a bias changes, such as 0.001.
+        rate: By how much a bias changes, from 0 on, such as 0.001.
 
     >>> import torch
     >>> from fspmd.nn import balance
@@ -313,12 +313,16 @@ def grouped_matmul(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
         w: [groups, a, b], of the same dtype.
         counts: [groups], how many rows each group has.
 
+    On CPUs counts that are below 0, or more than the rows together, are an error. GPUs would have to wait for that, and
+    a record cannot raise for it: there, groups past the last row have no rows.
+
     Returns:
         [rows, b]. `torch.nn.functional.grouped_mm` computes it where it has the dtype. Otherwise each group has a
         product with all rows, those of other groups being 0; so the host reads nothing.
 
     Raises:
         ShapeError: The shapes do not fit together.
+        ArgumentError: The dtypes do not; or, on CPUs, the counts do not fit the rows.
 
     >>> import torch
     >>> from fspmd.nn import grouped_matmul
@@ -334,6 +338,8 @@ def grouped_matmul(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
         raise ArgumentError(f"grouped_matmul got counts of {counts.dtype}; give it ints: how many rows each group has")
     if x.dtype is not w.dtype:
         raise ArgumentError(f"grouped_matmul got {x.dtype} and {w.dtype}; give it one dtype")
+    if recorder() is None:
+        check_groups("grouped_matmul", x, counts)
     return rows_by_groups(x, w, counts.cumsum(0).to(torch.int32))
 
 

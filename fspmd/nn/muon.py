@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError
 from fspmd.messages import described, quoted
-from fspmd.nn.arguments import Count, checked
+from fspmd.nn.arguments import Count, FloatDtype, checked
 from fspmd.nn.optimizers import Leaves, Lies, Optimizer, Rate, Slots, check_known, check_numbers, leafwise
 from fspmd.nn.parameters import moved
 from fspmd.placement.reshard import reshard
@@ -38,7 +39,7 @@ def muon(
     steps: Count = 5,
     eps: float = 1e-7,
     adjustment: str = "original",
-    dtype: torch.dtype | None = torch.bfloat16,
+    dtype: FloatDtype | None = torch.bfloat16,
     specs: Any = None,
 ) -> Optimizer:
     """Muon, as ``torch.optim.Muon``, on matrices of any layout, and on blocks in a body.
@@ -73,7 +74,7 @@ def muon(
     (['all_to_all', 'all_to_all'], Sharded f32[8@dp, 8] on mesh(dp=4))
     """
     check_numbers("muon", [("rate", rate, 0, math.inf), ("eps", eps, 0, math.inf), ("momentum", momentum, 0, math.inf)])
-    if len(coefficients) != 3:
+    if len(coefficients) != 3 or not all(isinstance(x, Real) for x in coefficients):
         raise ArgumentError(f"muon got {described(coefficients)} for coefficients; give it three numbers")
     if adjustment not in ADJUSTMENTS:
         raise ArgumentError(f"muon got adjustment={adjustment!r}; expected one of {quoted(ADJUSTMENTS)}")

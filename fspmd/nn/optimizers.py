@@ -16,7 +16,7 @@ from fspmd.collectives import psum
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
 from fspmd.messages import described, quoted
-from fspmd.nn.arguments import checked
+from fspmd.nn.arguments import FloatDtype, checked, is_sparse
 from fspmd.nn.parameters import cast_terms, layouts
 from fspmd.placement.creation import zeros
 from fspmd.placement.reshard import reshard
@@ -112,7 +112,7 @@ def adamw(
 
 
 @checked
-def with_master(optimizer: Optimizer, dtype: torch.dtype = torch.float32, *, specs: Any = None) -> Optimizer:
+def with_master(optimizer: Optimizer, dtype: FloatDtype = torch.float32, *, specs: Any = None) -> Optimizer:
     """The optimizer on master weights: copies of the parameters in a wider dtype, which are part of the state.
 
     An update changes the master weights. Parameters are their values, rounded. So small changes are not lost.
@@ -228,7 +228,7 @@ def _rate_at(step: Tensor, rate: Rate) -> Any:
 def check_numbers(what: str, numbers: Iterable[tuple[str, Any, float, float]]) -> None:
     """Raise `ArgumentError` for a number that is not from the least on and below the bound of its row."""
     for name, x, least, bound in numbers:
-        if isinstance(x, Tensor) or (callable(x) and name == "rate"):
+        if (isinstance(x, Tensor) and not x.dim()) or (callable(x) and name == "rate"):
             continue
         if not isinstance(x, Real) or not least <= float(x) < bound:
             below = "" if bound == math.inf else f", and below {bound}"
@@ -260,8 +260,10 @@ def _like(tree: Any, treedef: Any, what: str) -> Leaves:
     except ValueError as error:
         raise ArgumentError(f"update got {what} that is no tree like params: {error}") from None
     for x in leaves:
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"update got {described(x)} as a leaf of {what}; give it a tensor for each parameter")
+        if not isinstance(x, Tensor) or is_sparse(x):
+            raise ArgumentError(
+                f"update got {described(x)} as a leaf of {what}; give it a dense tensor for each parameter"
+            )
     return leaves
 
 

@@ -41,11 +41,11 @@ class Places:
         self.simulated = mesh.transport == "simulation"
         mine = None if self.simulated else mesh.coordinate()
         self.mine = range(len(self.parts)) if mine is None else (mine[self.at],)
-        self.abstract = make_mesh(
-            tuple(1 if name == axis else size for name, size in mesh.shape.items()),
-            mesh.axis_names,
-            transport="abstract",
-        )
+
+    def stand_in(self, transport: str) -> Mesh:
+        """A mesh like that of one position, of another transport."""
+        sizes = tuple(1 if name == self.axis else size for name, size in self.mesh.shape.items())
+        return make_mesh(sizes, self.mesh.axis_names, transport=transport)
 
     def owner(self, leaf: Any) -> int | None:
         """The position to whose part a leaf belongs; None if it lies on the whole mesh."""

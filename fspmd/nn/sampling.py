@@ -19,7 +19,7 @@ from fspmd.errors import ArgumentError, ShapeError
 from fspmd.meshes.axes import row_major
 from fspmd.messages import described
 from fspmd.nn.arguments import checked
-from fspmd.nn.checks import check_varies, shapes_everywhere
+from fspmd.nn.checks import check_equal, check_varies, shapes_everywhere
 from fspmd.nn.parts import wide
 from fspmd.nn.sequences import Axes
 from fspmd.random.counter import derived
@@ -91,6 +91,7 @@ def sample(
     Raises:
         ShapeError: The shapes do not fit.
         ArgumentError: Keys or positions are no int64, or a number is out of range.
+        VarianceError: Keys, positions or numbers of sequences differ over ``axis``; or logits are equal over it.
 
     >>> from fspmd.random import key, split
     >>> logits = torch.tensor([0.1, 0.2, 0.7]).log().expand(10_000, 3)
@@ -100,6 +101,17 @@ def sample(
     """
     first, block = _places(logits, axis, vocabulary, "sample")
     _check_rows(logits, keys=keys, positions=positions)
+    if axis:
+        of_sequences = {
+            "keys": keys,
+            "positions": positions,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
+        for name, given in of_sequences.items():
+            if isinstance(given, Tensor):
+                check_equal("sample", axis, name, given)
     x = logits.to(wide(logits))
     tiny = torch.finfo(x.dtype).tiny
     heat = _column("temperature", temperature, x, 0, torch.inf)
