@@ -41,17 +41,17 @@ def digests(tensors: Sequence[Tensor]) -> list[int]:
     >>> a == b, a == c
     (True, False)
     """
-    found: list[Any] = []
+    parts: list[Any] = []
     with torch.no_grad(), DisableTorchFunction():
         for x in tensors:
             data = raw_bytes(x)
             is_small = data.numel() <= _SMALL and data.device.type == "cpu"
-            found.append(_of_memory(data) if is_small else _of_words(data))
-        for device in {x.device for x in found if isinstance(x, Tensor)}:
-            places = [i for i, x in enumerate(found) if isinstance(x, Tensor) and x.device == device]
-            for i, number in zip(places, torch.stack([found[i] for i in places]).tolist(), strict=True):
-                found[i] = number  # one wait for all
-    return found
+            parts.append(_of_memory(data) if is_small else _of_words(data))
+        for device in {x.device for x in parts if isinstance(x, Tensor)}:
+            places = [i for i, x in enumerate(parts) if isinstance(x, Tensor) and x.device == device]
+            for i, number in zip(places, torch.stack([parts[i] for i in places]).tolist(), strict=True):
+                parts[i] = number  # one wait for all
+    return parts
 
 
 def raw_bytes(x: Tensor) -> Tensor:
@@ -145,13 +145,13 @@ def difference(a: Tensor, b: Tensor) -> Difference | None:
     """
     with torch.no_grad(), DisableTorchFunction():
         width = a.element_size()
-        apart = (raw_bytes(a).view(-1, width) != raw_bytes(b).view(-1, width)).any(-1)
-        count = int(apart.sum())
+        differs = (raw_bytes(a).view(-1, width) != raw_bytes(b).view(-1, width)).any(-1)
+        count = int(differs.sum())
         if not count:
             return None
         wide = torch.complex128 if a.is_complex() else torch.float64
-        x, y = (t.reshape(-1)[apart].to(wide) for t in (a, b))
-        return Difference(count, float((x - y).abs().max()), int(apart.nonzero()[0]))
+        x, y = (t.reshape(-1)[differs].to(wide) for t in (a, b))
+        return Difference(count, float((x - y).abs().max()), int(differs.nonzero()[0]))
 
 
 def mixed(*numbers: int) -> int:

@@ -104,22 +104,22 @@ def refuse(header: str, failures: Sequence[Failure]) -> NoReturn:
     raise failures[0].error(join_failures(header, [failure.text for failure in failures], advice))
 
 
-def one_python_value(call: str, shown: str, axes: Iterable[str], instead: str = "") -> str:
+def one_python_value(call: str, shown: str, axes: Iterable[str], advice: str = "") -> str:
     """Return the message for a call that needs a Python value of a varying value."""
     equal = (
         "make it equal first (psum, pmax, all_gather to='invarying'), choose with torch.where, or run it in rank_map, "
         "rank by rank"
     )
     over = quoted(sorted(axes))
-    return f"{call} needs one Python value for all ranks, but {shown} varies over {over}; {instead or equal}"
+    return f"{call} needs one Python value for all ranks, but {shown} varies over {over}; {advice or equal}"
 
 
-def written_in_place(call: str, shown: str, axes: Iterable[str], instead: str = "") -> str:
+def written_in_place(call: str, shown: str, axes: Iterable[str], advice: str = "") -> str:
     """Return the message for a call that writes a varying value into a value that is equal on all ranks."""
     new = "compute a new tensor (x = x + y, not x += y), or write into one that varies: torch.zeros_like(y)"
     return (
         f"{call} would write a value that varies over {quoted(sorted(axes))} into {shown}, which is equal on all ranks "
-        f"there; {instead or new}"
+        f"there; {advice or new}"
     )
 
 

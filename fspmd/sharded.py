@@ -26,7 +26,7 @@ from fspmd.remembered import forget_graph, is_bound, remember_no_moves
 from fspmd.spec import SAVED, P, TensorSpec
 from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, make_wrapper_subclass
 from fspmd.tracing import refuse_tracer
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import blocks_of, expand, held_frame, local_tensor, owned
 
 
@@ -265,8 +265,8 @@ class Sharded(WithOperators):
         if value is None:
             self.block.grad = None
             return
-        value, held = _moved(value, spec.partition), held_frame(self.block)
-        gradient = value.local if held is None else owned(expand(value.local, held))  # backward adds to one per rank
+        value, frame = _moved(value, spec.partition), held_frame(self.block)
+        gradient = value.local if frame is None else owned(expand(value.local, frame))  # backward adds to one per rank
         self.block.grad = gradient
         if gradient is value.local and value.form is not self.form:
             self.__dict__[_GRAD] = grad = alike(self.block.grad, value)
@@ -376,12 +376,12 @@ class Sharded(WithOperators):
         """
         x, attributes = self.block, _attributes(self)
         rest = (*lies(self), attributes) if attributes else lies(self)
-        if (held := held_frame(x)) is None:
+        if (frame := held_frame(x)) is None:
             refuse_checkpoint(self.spec, place := place_of(self.spec))
             block = x.detach().requires_grad_(x.requires_grad)
             return _of_block, (block, self.spec, place, *rest)
         blocks = [block.detach() for block in blocks_of(owned(x))]
-        return _of_blocks, (self.spec, held.axes, blocks, x.requires_grad, *rest)
+        return _of_blocks, (self.spec, frame.axes, blocks, x.requires_grad, *rest)
 
     def __len__(self) -> int:
         if not self.spec.shape:
@@ -614,11 +614,11 @@ def held_as(x: Tensor, spec: TensorSpec) -> Tensor:
 
     A value with a gradient keeps its frame, because the cotangents of its copies differ.
     """
-    held = held_frame(x)
-    if held is None or (x.requires_grad and torch.is_grad_enabled()):
+    frame = held_frame(x)
+    if frame is None or (x.requires_grad and torch.is_grad_enabled()):
         return x
     partition, mesh = spec.partition, spec.mesh
-    absent = tuple(a for a in held.axes if a not in partition.axes and a not in partition.unreduced)
+    absent = tuple(a for a in frame.axes if a not in partition.axes and a not in partition.unreduced)
     return apply(x, call("held_once", mesh, absent)) if absent else x
 
 
@@ -697,7 +697,7 @@ def _of_blocks(
 ) -> Sharded:
     """Load the blocks that a simulation has saved."""
     check_blocks(spec, axes, blocks, requires_grad)
-    return _loaded(local_tensor(blocks, frame(spec.mesh, axes)).requires_grad_(requires_grad), spec, rest)
+    return _loaded(local_tensor(blocks, frame_over(spec.mesh, axes)).requires_grad_(requires_grad), spec, rest)
 
 
 def _loaded(local: Tensor, spec: TensorSpec, rest: tuple[Any, ...]) -> Sharded:

@@ -232,7 +232,7 @@ class Entries:
     """The leaves that a prefix may have: ``fits(leaf)``, and the advice for a leaf that does not fit."""
 
     fits: Callable[[Any], bool]
-    instead: Callable[[Any], str]
+    advice: Callable[[Any], str]
     noun: str
 
 
@@ -274,10 +274,10 @@ def prefix_over(
         return [prefix] * optree.tree_structure(tree, none_is_leaf=True).num_leaves
     given = f"{what} is {described(prefix)}"
     if _is_leaf(prefix):
-        failures.append(Failure(f"{given}; {entries.instead(prefix)}", TreeError))
+        failures.append(Failure(f"{given}; {entries.advice(prefix)}", TreeError))
     elif _is_leaf(tree):
         if entries is SPECS and type(prefix) in (tuple, list) and all(x is None or isinstance(x, str) for x in prefix):
-            failures.append(Failure(f"{given}; {entries.instead(prefix)}", TreeError))
+            failures.append(Failure(f"{given}; {entries.advice(prefix)}", TreeError))
         else:
             here = f"{what} is {a(type(prefix).__name__)}, but {where} is {described(tree)}"
             text = f"{here}: write one {entries.noun} there"

@@ -31,8 +31,8 @@ _INSTALLED: Final = ("site-packages", "dist-packages")
 class _Libraries(dict[str, bool]):
     def __missing__(self, path: str) -> bool:
         is_standard = path.startswith(_STANDARD) and not any(name in path for name in _INSTALLED)
-        found = self[path] = is_standard or path.startswith(LIBRARIES)
-        return found
+        known = self[path] = is_standard or path.startswith(LIBRARIES)
+        return known
 
 
 #: by file whether its code is of a library, Python's included, that no line of a message names
@@ -63,7 +63,7 @@ def augmented_items(code: CodeType) -> list[tuple[range, range]]:
     """
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     ends = [step.offset for step in steps[1:]]  # a frame may be at the caches behind an instruction
-    found: list[tuple[range, range]] = []
+    places: list[tuple[range, range]] = []
     read = None
     for i, step in enumerate(steps[2:-1], start=2):
         place = range(step.offset, ends[i])
@@ -72,9 +72,9 @@ def augmented_items(code: CodeType) -> list[tuple[range, range]]:
         elif step.opname == "BINARY_OP" and step.argrepr.endswith("="):
             after = next(other.opname for other in steps[i + 1 :] if other.opname != "SWAP")
             if read is not None and after in ("STORE_SUBSCR", "STORE_SLICE"):
-                found.append((read, place))
+                places.append((read, place))
             read = None
-    return found
+    return places
 
 
 def line_of_error(error: BaseException) -> str:

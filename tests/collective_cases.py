@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fspmd
 from fspmd import Mesh, P, make_mesh, shard_map
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 NAMES = ("a", "b", "c")
@@ -441,7 +441,7 @@ def run_case(case: Case, transport: str) -> list[list[Tensor]] | None:
 
     shard_map(body, mesh=mesh, in_specs=(x_spec, ct_spec, v_spec), out_specs=P())(x, ct, v)
     if transport == "simulation":
-        return [[b.detach() for b in shards_of(r.detach(), frame(mesh, mesh.axis_names))] for r in results]
+        return [[b.detach() for b in shards_of(r.detach(), frame_over(mesh, mesh.axis_names))] for r in results]
     return [[r.detach()] for r in results]
 
 

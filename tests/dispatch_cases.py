@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fspmd import Mesh, P, Sharded, device_get, device_put, propagation_cache_clear
 from fspmd.redistribution.cost import Link, Topology, set_topology, topology
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 F64 = torch.float64
@@ -135,7 +135,7 @@ def check_lies_as_told(x: Sharded) -> None:
         blocks = {mesh.coordinate(): block}
     else:
         every = itertools.product(*map(range, mesh.shape.values()))
-        blocks = dict(zip(every, shards_of(block, frame(mesh, mesh.axis_names)), strict=True))
+        blocks = dict(zip(every, shards_of(block, frame_over(mesh, mesh.axis_names)), strict=True))
     for at, own in blocks.items():
         assert at is not None
         assert tuple(own.shape) == x.spec.local_shape(at), (x, at, own.shape)

@@ -41,7 +41,7 @@ from fspmd import (
     shard_map,
 )
 from fspmd.pairs import call, lend
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import LocalTensor
 
 # --- mistakes -------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def _local(make: Callable[[int], Tensor], spec: Any) -> Any:
 
     def run(mesh: Mesh) -> None:
         if mesh.transport == "simulation":
-            local: Tensor = LocalTensor([make(i) for i in range(4)], frame(mesh, ("x",)))
+            local: Tensor = LocalTensor([make(i) for i in range(4)], frame_over(mesh, ("x",)))
         else:
             local = make(torch.distributed.get_rank())
         from_local(local, spec(mesh) if callable(spec) else spec, mesh=mesh)
@@ -564,8 +564,8 @@ def functions_of_a_step(biased: bool) -> list[str]:
     called: list[str] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code in codes:
-            called.append(codes[frame.f_code])
+        if event == "call" and frame_over.f_code in codes:
+            called.append(codes[frame_over.f_code])
 
     sys.setprofile(note)
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fspmd import Mesh, P, TensorSpec, device_get, device_put, from_callback, from_local, make_mesh
 from fspmd.placement.scatter import ScatterRoute, _Scatter
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 MESHES: tuple[tuple[tuple[int, ...], tuple[int, ...] | None], ...] = (
@@ -144,7 +144,7 @@ def run_placement(case: Placement, transport: str) -> list[list[Tensor]] | None:
     at_source = simulated or mesh.coordinate(source) == here
 
     def blocks(x: Tensor) -> list[Tensor]:
-        return list(shards_of(x.detach(), frame(mesh, mesh.axis_names))) if simulated else [x.detach()]
+        return list(shards_of(x.detach(), frame_over(mesh, mesh.axis_names))) if simulated else [x.detach()]
 
     put = device_put({"w": whole}, partition, mesh=mesh)["w"]
     assert put.spec is spec

@@ -14,7 +14,7 @@ from collective_cases import DIFFERENTIABLE, MOVED, NAMES, draw
 from torch import Tensor
 
 from fspmd import Mesh, P, make_mesh, ragged_all_to_all, shard_map
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 Lists = list[list[int]]  # per rank, a number per slice
@@ -183,6 +183,6 @@ def run_ragged(case: Ragged, transport: str) -> list[list[Tensor]] | None:
     spec = P(NAMES[: len(case.mesh_shape)])
     shard_map(body, mesh=mesh, in_specs=spec, out_specs=P())(*arguments)
     if transport == "simulation":
-        whole = frame(mesh, mesh.axis_names)
+        whole = frame_over(mesh, mesh.axis_names)
         return [[b.detach() for b in shards_of(r.detach(), whole)] for r in results]
     return [[r.detach()] for r in results]

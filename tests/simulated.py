@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fspmd import Mesh, P, device_put, make_mesh, shard_map, typeof
-from fspmd.transport.frame import Frame, frame
+from fspmd.transport.frame import Frame, frame_over
 from fspmd.transport.local_tensor import shards_of
 
 F64 = torch.float64
@@ -29,7 +29,7 @@ def simulated(*shape: int, seed: int = 0) -> Tensor:
 
 
 def shards(x: Tensor, held: Frame | None = None) -> list[Tensor]:
-    return shards_of(x.detach(), held or frame(MESH, ("x",)))
+    return shards_of(x.detach(), held or frame_over(MESH, ("x",)))
 
 
 def layouts(mesh: Mesh, dims: int) -> list[P]:

@@ -70,9 +70,9 @@ WRONG: dict[str, Callable[[], Any]] = {
         spec(4, 16, 8), spec(3, 16, 8), spec(3, 16, 8), ("a", "b")
     ),
     "got a layout of 3": lambda: nn.attention_costs(*[spec(4, 24, 8)] * 3, ("a", "b"), layout=zigzag(24, 3)),
-    "nothing got .* the width -1": lambda: nn.nothing(Q, -1),
-    "the float 1.5 for width": lambda: nn.nothing(Q, 1.5),  # type: ignore[arg-type]
-    "nothing got a tensor .*bool": lambda: nn.nothing(Q > 0, 2),
+    "empty_part got .* the width -1": lambda: nn.empty_part(Q, -1),
+    "the float 1.5 for width": lambda: nn.empty_part(Q, 1.5),  # type: ignore[arg-type]
+    "empty_part got a tensor .*bool": lambda: nn.empty_part(Q > 0, 2),
     "the int 3 for axis; give it the name of a mesh axis": lambda: nn.attention_costs(*[spec(4, 16, 8)] * 3, 3),  # type: ignore[arg-type]
     # experts
     "route got the int 0 for axes": lambda: nn.route(LOGITS, 1, axes=0),  # type: ignore[arg-type]

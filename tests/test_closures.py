@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fspmd
 from fspmd import Mesh, P, VarianceError, device_get, make_mesh, psum, shard_map
-from fspmd.local_view.closures import held_values
+from fspmd.local_view.closures import captured_values
 
 W = torch.linspace(-1.0, 1.0, 3, dtype=F64)
 X = torch.linspace(-2.0, 2.0, 36, dtype=F64).reshape(12, 3)
@@ -306,10 +306,10 @@ def test_a_search_runs_no_code_of_objects() -> None:
     def body(x: Tensor) -> Tensor:
         return x * proxy.weight if x is not None else proxy.local + proxy.absent
 
-    assert [name for name, _ in held_values(body)] == ["proxy.weight"]
+    assert [name for name, _ in captured_values(body)] == ["proxy.weight"]
 
 
 def test_names_of_closed_over_tensors_have_no_addresses() -> None:
     states = {"w": W, 1: W + 1, object(): W + 2, id(W): W + 3}
-    names = [name for name, _ in held_values(lambda: states)]
+    names = [name for name, _ in captured_values(lambda: states)]
     assert names == ["states['w']", "states[1]", "states[key 2]", "states[key 3]"]

@@ -28,9 +28,9 @@ from fspmd.nn import (
     attend_block,
     balanced,
     contiguous,
+    empty_part,
     gathered_attention,
     merge,
-    nothing,
     ring,
     ring_attention,
     striped,
@@ -268,7 +268,7 @@ def test_parts_are_a_monoid() -> None:
     parts = [attend_block(q, k[:, c], v[:, c], seen[:, c]) for c in cuts]
     whole = attend_block(q, k, v, seen)
     for order in itertools.permutations(range(4)):
-        total = nothing(q, 4)
+        total = empty_part(q, 4)
         for i in order:
             total = merge(total, parts[i])
         torch.testing.assert_close(total, whole, rtol=1e-13, atol=1e-13)

@@ -16,7 +16,7 @@ import fspmd
 from fspmd import ArgumentError, MeshError, P, Sharded, SpecError, device_get, make_mesh, set_mesh
 from fspmd.random.blocks import fill
 from fspmd.random.counter import Block
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 MESHES = [
@@ -45,7 +45,7 @@ def check_blocks(made: Sharded, whole: Tensor) -> None:
     """Every block is its part of the whole, and no larger in memory."""
     spec = made.spec
     assert (made.shape, made.dtype) == (tuple(whole.shape), whole.dtype)
-    every = frame(spec.mesh, spec.mesh.axis_names)
+    every = frame_over(spec.mesh, spec.mesh.axis_names)
     for coordinate, block in zip(every.coordinates(), shards_of(made.local, every), strict=True):
         where = zip(spec.offset(coordinate), spec.local_shape(coordinate), strict=True)
         expected = whole[tuple(slice(o, o + n) for o, n in where)]
@@ -113,7 +113,9 @@ def test_two_draws_differ_and_a_generator_of_ones_own_is_used() -> None:
 def test_empty_and_empty_blocks() -> None:
     made = fspmd.empty(5, 0, 2, spec=P("x"), mesh=LINE, dtype=torch.int8)
     assert (made.shape, made.dtype) == ((5, 0, 2), torch.int8)
-    assert [tuple(s.shape) for s in shards_of(fspmd.rand(5, spec=P("x"), mesh=LINE).local, frame(LINE, ("x",)))] == [
+    assert [
+        tuple(s.shape) for s in shards_of(fspmd.rand(5, spec=P("x"), mesh=LINE).local, frame_over(LINE, ("x",)))
+    ] == [
         (2,),
         (2,),
         (1,),

@@ -33,7 +33,7 @@ from fspmd import (
     reshard,
     shard_map,
 )
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 F64 = torch.float64
@@ -89,7 +89,7 @@ def test_a_block_is_that_of_all_factors_flattened(mesh: Mesh) -> None:
         x = device_put(whole, P(Flat(*factors)), mesh=mesh)
         wanted = places(mesh, factors)
         check_lies_as_told(x)
-        for block, rows in zip(shards_of(x.local, frame(mesh, mesh.axis_names)), wanted, strict=True):
+        for block, rows in zip(shards_of(x.local, frame_over(mesh, mesh.axis_names)), wanted, strict=True):
             assert block.tolist() == whole[rows].tolist(), factors
         assert (device_get(x) == whole).all()
         key = size, str(wanted)

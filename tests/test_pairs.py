@@ -20,7 +20,7 @@ from fspmd.entries import Flat
 from fspmd.flights import depart, land
 from fspmd.pairs import PAIRS, Call, apply, call
 from fspmd.transport import Options
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import LocalTensor, shards_of
 from fspmd.transport.rows import Routes, plan_route
 from fspmd.transport.windows import Reblock, Regroup
@@ -121,7 +121,7 @@ def ragged_routes(mesh: Mesh, axes: tuple[str, ...]) -> Routes:
             sizes = [min(i, j, 2) + 1 for j in range(n)]
             offsets = [3 * j for j in range(n)]
             found[at] = plan_route(list(range(n)), sizes, offsets, sizes, (2 * n, 3 * n), n, torch.device("cpu"))
-    return Routes(tuple(found[at] for at in coordinates(mesh)), frame(mesh, mesh.axis_names))
+    return Routes(tuple(found[at] for at in coordinates(mesh)), frame_over(mesh, mesh.axis_names))
 
 
 def same(b: Blocks, o: Options) -> Blocks:
@@ -218,7 +218,7 @@ def inner(x: dict[Where, Tensor], y: dict[Where, Tensor], kinds: tuple[str, str]
 
 def as_value(mesh: Mesh, x: dict[Where, Tensor], kind: str, axes: tuple[str, ...]) -> Tensor:
     """A simulated value of the blocks: held apart over all axes, or all but ``axes`` where it is equal there."""
-    held = frame(mesh, mesh.axis_names if kind in "VU" else tuple(a for a in mesh.axis_names if a not in axes))
+    held = frame_over(mesh, mesh.axis_names if kind in "VU" else tuple(a for a in mesh.axis_names if a not in axes))
     zero = {mesh.axis_names.index(a) for a in mesh.axis_names if a not in held.axes}
     places = [at for at in coordinates(mesh) if not any(at[i] for i in zero)]
     shards = [x[at].clone() for at in places]
@@ -226,7 +226,7 @@ def as_value(mesh: Mesh, x: dict[Where, Tensor], kind: str, axes: tuple[str, ...
 
 
 def blocks_of(mesh: Mesh, value: Tensor) -> dict[Where, Tensor]:
-    shards = shards_of(value, frame(mesh, mesh.axis_names))
+    shards = shards_of(value, frame_over(mesh, mesh.axis_names))
     return dict(zip(coordinates(mesh), (shard.detach() for shard in shards), strict=True))
 
 
@@ -422,12 +422,12 @@ def test_a_batch_is_mapped_by_the_row_with_one_more_dim(name: str) -> None:
 def test_calls_are_interned_and_transposes_close_the_circle() -> None:
     mesh = make_mesh((4,), ("x",), transport="simulation")
     c = call("all_gather", mesh, ("x",), Options(dim=1))
-    held = frame(mesh, ("x",))
+    held = frame_over(mesh, ("x",))
     for other in range(9000):  # more than the caches in front keep
         call("all_gather", mesh, ("x",), Options(dim=other + 2))
     for size in range(2, 1100):
-        frame(make_mesh((size,), ("y",), transport="abstract"), ("y",))
-    assert frame(mesh, ("x",)) is held
+        frame_over(make_mesh((size,), ("y",), transport="abstract"), ("y",))
+    assert frame_over(mesh, ("x",)) is held
     assert call("all_gather", mesh, ("x",), Options(dim=1)) is c
     assert c.transposed.transposed is c
     assert repr(c) == "all_gather over ('x',)"

@@ -39,7 +39,7 @@ from fspmd import (
     typeof,
     with_spec,
 )
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -60,7 +60,7 @@ def line(transport: str) -> Mesh:
 
 def shards(x: Sharded) -> list[Tensor]:
     """The block of every simulated rank, in the order of the mesh."""
-    return list(shards_of(x.local.detach(), frame(x.spec.mesh, x.spec.mesh.axis_names)))
+    return list(shards_of(x.local.detach(), frame_over(x.spec.mesh, x.spec.mesh.axis_names)))
 
 
 # --- exact round trips ----------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_gradients_reach_a_local_leaf() -> None:
     assert x.local is block
     assert x.shape == (8, 3)
     assert block.grad is not None
-    for found, judged in zip(shards_of(block.grad, frame(LINE, ("x",))), ct.chunk(4), strict=True):
+    for found, judged in zip(shards_of(block.grad, frame_over(LINE, ("x",))), ct.chunk(4), strict=True):
         assert torch.equal(found, judged)  # each rank's leaf has its own
 
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import fspmd
 from fspmd import P, device_get, make_mesh, pcast, psum, rank_map, shard_map
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.randomness import draw_seed, fold_in, one_stream, per_rank_generators, streams
 
 Body = Callable[[Tensor, Tensor], Any]
@@ -301,7 +301,7 @@ def test_one_stream_leaves_the_generator_as_it_was() -> None:
 
 def test_streams_of_a_frame_repeat_along_the_axes_of_a_wider_one() -> None:
     mesh = make_mesh((2, 3), ("x", "y"), transport="simulation")
-    narrow, wide = frame(mesh, ("x",)), frame(mesh, ("x", "y"))
+    narrow, wide = frame_over(mesh, ("x",)), frame_over(mesh, ("x", "y"))
     found = []
     with streams(narrow, 5), per_rank_generators(wide) as switch:
         for i in range(wide.volume):
@@ -314,7 +314,7 @@ def test_streams_of_a_frame_repeat_along_the_axes_of_a_wider_one() -> None:
 
 def test_a_stream_goes_on_within_one_torch_call() -> None:
     mesh = make_mesh((2,), ("x",), transport="simulation")
-    held = frame(mesh, ("x",))
+    held = frame_over(mesh, ("x",))
     rows: list[list[Tensor]] = []
     with streams(held, 5):
         for _ in range(2):

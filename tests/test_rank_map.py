@@ -21,7 +21,7 @@ from fspmd import (
     rank_map,
     shard_map,
 )
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 
 
 def test_rank_map_runs_python_per_rank_with_shapes_of_its_own() -> None:
@@ -37,7 +37,7 @@ def test_rank_map_runs_python_per_rank_with_shapes_of_its_own() -> None:
 
 def test_rank_map_knows_its_rank() -> None:
     at = run(lambda: rank_map(lambda: torch.tensor(GRID.coordinate())), mesh=GRID, specs=())
-    held = frame(GRID, ("x", "y"))
+    held = frame_over(GRID, ("x", "y"))
     assert [tuple(s.tolist()) for s in shards(at, held)] == list(held.coordinates())
 
 

@@ -16,7 +16,7 @@ from fspmd import Mesh, P, Sharded, TensorSpec, device_get, device_put, make_mes
 from fspmd.redistribution.cost import Link, Topology, topology
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.redistribution.routes import Route, route
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 F64 = torch.float64
@@ -53,7 +53,7 @@ def check_blocks(found: Sharded, x: Tensor) -> None:
     mesh, spec = found.spec.mesh, found.spec
     coordinates = list(itertools.product(*map(range, mesh.shape.values())))
     sums: dict[Any, Tensor] = {}
-    for at, block in zip(coordinates, shards_of(found.local.detach(), frame(mesh, mesh.axis_names)), strict=True):
+    for at, block in zip(coordinates, shards_of(found.local.detach(), frame_over(mesh, mesh.axis_names)), strict=True):
         key = tuple(c for axis, c in zip(mesh.axis_names, at, strict=True) if axis not in spec.partition.unreduced)
         sums[key, at if not spec.partition.unreduced else ()] = sums.get((key, ()), torch.zeros_like(block)) + block
         window = tuple(slice(a, a + n) for a, n in zip(spec.offset(at), spec.local_shape(at), strict=True))
@@ -169,7 +169,7 @@ def _on_processes(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     simulated = make_mesh(sizes, axes, transport="simulation")
     x, weight, here = value(shape), value(shape) + 2, mesh.coordinate()
     assert here is not None
-    at = frame(simulated, axes)
+    at = frame_over(simulated, axes)
     for source, target in pairs(simulated, shape, (1, 1, 29)[len(sizes) - 1] if FULL else 23 ** len(sizes) // 2):
         leaf = x.clone().requires_grad_()
         found = moved(leaf, source, target, mesh)

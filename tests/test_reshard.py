@@ -36,7 +36,7 @@ from fspmd import (
 )
 from fspmd.inspection.watch import communicates
 from fspmd.redistribution.routes import Route
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import shards_of
 
 F64 = torch.float64
@@ -200,7 +200,7 @@ def check_accounts(x: Sharded, way: Route) -> None:
     for step in way.steps:
         result = step.call.run(held)
         sizes = [
-            [part.nbytes for part in shards_of(value, frame(on.mesh, on.mesh.axis_names))]
+            [part.nbytes for part in shards_of(value, frame_over(on.mesh, on.mesh.axis_names))]
             for value, on in ((held, spec), (result, step.spec))
         ]
         assert max(sizes[0]) + max(sizes[1]) == step.price.peak
@@ -298,7 +298,7 @@ def _on_processes(name: str, shape: tuple[int, ...], every: int) -> None:
         if here is None:
             assert found.local.numel() == 0
             continue
-        blocks = shards_of(expected.local, frame(simulated[1], simulated[1].axis_names))
+        blocks = shards_of(expected.local, frame_over(simulated[1], simulated[1].axis_names))
         mine = blocks[list(itertools.product(*map(range, after.shape.values()))).index(here)]
         torch.testing.assert_close(found.local.detach(), mine, rtol=1e-14, atol=1e-14)
         if set(before.ranks) == set(after.ranks):

@@ -23,25 +23,25 @@ from fspmd import (
     psum,
     shard_map,
 )
-from fspmd.transport.frame import frame, groups, spread, union
+from fspmd.transport.frame import frame_over, groups, spread, union
 from fspmd.transport.local_tensor import frame_of
 
 # --- frames ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_frame_holds_its_axes_in_mesh_order() -> None:
-    held = frame(CUBE, ("z", "x"))
+    held = frame_over(CUBE, ("z", "x"))
     assert held.axes == ("x", "z")
     assert held.sizes == (2, 2)
     assert held.volume == 4
-    assert frame(CUBE, frozenset(("x", "z"))) is held
+    assert frame_over(CUBE, frozenset(("x", "z"))) is held
     assert repr(held) == "Frame(x=2, z=2)"
     assert list(held.coordinates()) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_frames_of_three_axes_join_spread_and_group() -> None:
-    x, zx = frame(CUBE, ("x",)), frame(CUBE, ("x", "z"))
-    whole = union(union(x, frame(CUBE, ("y",))), zx)
+    x, zx = frame_over(CUBE, ("x",)), frame_over(CUBE, ("x", "z"))
+    whole = union(union(x, frame_over(CUBE, ("y",))), zx)
     assert whole.axes == ("x", "y", "z")
     places = list(whole.coordinates())
     assert spread(x, whole) == tuple(at[0] for at in places)
@@ -104,7 +104,7 @@ def test_each_rank_may_write_into_its_own_copy(own: Callable[..., Any], before: 
     mesh = fspmd.make_mesh((2,), ("x",))
     out = run(body, torch.arange(1, 5, dtype=F64), mesh=mesh, specs=(P("x"),), check_vma=check_vma)
     start = torch.tensor(before, dtype=F64)
-    for rank, (block, x) in enumerate(zip(shards(out, frame(mesh, ("x",))), ([1, 2], [3, 4]), strict=True)):
+    for rank, (block, x) in enumerate(zip(shards(out, frame_over(mesh, ("x",))), ([1, 2], [3, 4]), strict=True)):
         expected = (start + torch.tensor([*x, 0, 0])) * (rank + 1)
         torch.testing.assert_close(block, expected, rtol=0, atol=0)
 
@@ -112,7 +112,7 @@ def test_each_rank_may_write_into_its_own_copy(own: Callable[..., Any], before: 
 def test_values_on_three_axes_meet_coordinate_by_coordinate() -> None:
     a, b, c = (torch.randn(12, dtype=F64) for _ in range(3))
     out = run(lambda a, b, c: a[:2] * b[:2] + c[:2], a, b, c, mesh=CUBE, specs=(P("x"), P("y"), P("z")))
-    held = frame(CUBE, ("x", "y", "z"))
+    held = frame_over(CUBE, ("x", "y", "z"))
     for (x, y, z), block in zip(held.coordinates(), shards(out, held), strict=True):
         expected = a.view(2, 6)[x, :2] * b.view(3, 4)[y, :2] + c.view(2, 6)[z, :2]
         torch.testing.assert_close(block, expected, rtol=0, atol=0)
@@ -239,7 +239,7 @@ def test_gradients_at_places_that_differ_from_rank_to_rank(f: Callable[..., Tens
 
 
 def test_an_axis_index_of_two_axes_counts_major_first() -> None:
-    held = frame(GRID, ("x", "y"))
+    held = frame_over(GRID, ("x", "y"))
     out = run(lambda: axis_index(("y", "x")), mesh=GRID, specs=())
     assert [int(s) for s in shards(out, held)] == [y * 2 + x for x, y in held.coordinates()]
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch_calls import CALLS, ROWS, UNEVEN_CALLS, operands
 
 from fspmd import P, make_mesh, shard_map
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_int import LocalInt
 from fspmd.transport.local_tensor import shards_of
 
 SIZE = 4
 MESH = make_mesh((SIZE,), ("x",), transport="simulation")
-HELD = frame(MESH, ("x",))
+HELD = frame_over(MESH, ("x",))
 Blocks = list[list[Tensor]]  # per rank, per operand
 
 

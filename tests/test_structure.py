@@ -146,6 +146,25 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
+#: words that say of any value what they say of this one
+EMPTY_NAMES = {"apart", "found", "held", "one"}
+
+
+def test_names_of_values_say_what_they_are() -> None:
+    named = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in _nodes(path)
+        for name in (
+            node.arg if isinstance(node, ast.arg) else None,
+            node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None,
+            node.attr if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else None,
+        )
+        if name is not None and name.strip("_") in EMPTY_NAMES
+    ]
+    assert named == []
+
+
 def test_caches_of_functions_can_be_forgotten() -> None:
     """What `functools` keeps for good, on the level of a module, would keep meshes."""
     kept = [

@@ -385,8 +385,8 @@ def _mesh_within(f: Any, leaves: list[Any], *mapping: Any) -> Mesh | None:
     try:
         with torch.no_grad(), kept():
             _batched(f, [x.clone() if isinstance(x, Tensor) else x for x in leaves], *mapping)
-    except _MeshFound as found:
-        return found.mesh
+    except _MeshFound as outer:
+        return outer.mesh
     finally:
         state.seeks_mesh = before
     return None

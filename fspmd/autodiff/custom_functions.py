@@ -179,8 +179,8 @@ class _FunctionContext:
         self._of_blocks, function = of_blocks, self._function
         given = [self._cotangent(g, y) for g, y in zip(cotangents, self.results, strict=True)]
         run = function.backward if function.vjp is _Function.vjp else function.vjp
-        found = run(self, *given)
-        row = list(found) if isinstance(found, tuple) else [found]
+        gradients = run(self, *given)
+        row = list(gradients) if isinstance(gradients, tuple) else [gradients]
         name = f"{function.__name__}.backward"
         if len(row) < len(self._args) or any(g is not None for g in row[len(self._args) :]):
             raise ArgumentError(

@@ -156,9 +156,9 @@ def install() -> None:
         if Sharded not in map(type, args):
             return original(self, put_hook, args)
         tensors = [x for x in args if isinstance(x, Tensor)]
-        likes, leaves = [x.detach() for x in tensors], [x.is_leaf for x in tensors]
+        outputs, leaves = [x.detach() for x in tensors], [x.is_leaf for x in tensors]
         blocks = tuple(x.local if type(x) is Sharded else x for x in args)
-        out, places = completing(original, self, lambda node: put_hook(_LaidOutNode(node, likes, leaves)), blocks)
+        out, places = completing(original, self, lambda node: put_hook(_LaidOutNode(node, outputs, leaves)), blocks)
         if places is None:
             return args, None
         values = [alike(new, x) if type(x) is Sharded else new for new, x in zip(out, args, strict=True)]
@@ -168,20 +168,20 @@ def install() -> None:
 
 
 class _LaidOutNode:
-    """A node of the graph that shows hooks its gradients as gradients of the values ``likes``."""
+    """A node of the graph that shows hooks its gradients as gradients of the values ``outputs``."""
 
-    def __init__(self, node: Any, likes: list[Any], leaves: list[bool]) -> None:
-        self._node, self._likes, self._leaves = node, likes, leaves
+    def __init__(self, node: Any, outputs: list[Any], leaves: list[bool]) -> None:
+        self._node, self._likes, self._leaves = node, outputs, leaves
         node.materialize_grads = False  # torch does not know the shapes of uneven blocks; `completing` does
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         """Register a hook of the user. It sees zeros in place of gradients that do not exist."""
-        likes, leaves = self._likes, self._leaves
+        outputs, leaves = self._likes, self._leaves
 
         def local_hook(after: tuple[Tensor | None, ...], before: tuple[Tensor | None, ...]) -> Any:
-            filled = [torch.zeros_like(local_of(x)) if g is None else g for g, x in zip(after, likes, strict=True)]
-            new = hook(tuple(map(laid_out, filled, likes)), tuple(map(laid_out, before, likes)))
-            return None if new is None else tuple(map(_block, new, likes, after, leaves))
+            filled = [torch.zeros_like(local_of(x)) if g is None else g for g, x in zip(after, outputs, strict=True)]
+            new = hook(tuple(map(laid_out, filled, outputs)), tuple(map(laid_out, before, outputs)))
+            return None if new is None else tuple(map(_block, new, outputs, after, leaves))
 
         return self._node.register_hook(local_hook)
 

@@ -72,13 +72,13 @@ def boxed(spec: TensorSpec) -> TensorSpec:
 def boxes_of(spec: TensorSpec) -> dict[Cuboid, list[int]]:
     """Return the different boxes of a layout, each with the global ranks that hold it. Only an empty tensor has an
     empty box."""
-    found: dict[Cuboid, list[int]] = {}
+    ranks_of: dict[Cuboid, list[int]] = {}
     coordinates = itertools.product(*map(range, spec.mesh.shape.values()))
     for rank, coordinate in zip(spec.mesh.ranks, coordinates, strict=True):
         box = Cuboid(spec.offset(coordinate), spec.local_shape(coordinate))
         if box.numel:
-            found.setdefault(box, []).append(rank)
-    return found or {whole(spec.shape): list(spec.mesh.ranks)}
+            ranks_of.setdefault(box, []).append(rank)
+    return ranks_of or {whole(spec.shape): list(spec.mesh.ranks)}
 
 
 def wrong_cover(shape: Sequence[int], boxes: Iterable[Cuboid]) -> str:
@@ -93,10 +93,10 @@ def wrong_cover(shape: Sequence[int], boxes: Iterable[Cuboid]) -> str:
     for box in every:
         if len(box.offsets) != len(shape) or whole(shape).overlap(box) != box:
             return f"its block of {box.sizes} at {box.offsets} lies outside"
-    held = sum(box.numel for box in every)
-    if held != prod(shape):
-        return f"its blocks have {held} of {prod(shape)} elements"
-    if not held:
+    covered = sum(box.numel for box in every)
+    if covered != prod(shape):
+        return f"its blocks have {covered} of {prod(shape)} elements"
+    if not covered:
         return ""
     starts = [sorted({box.offsets[dim] for box in every}) for dim in range(len(shape))]
     stops = [dict(zip(cuts, [*cuts[1:], n], strict=True)) for cuts, n in zip(starts, shape, strict=True)]
@@ -105,9 +105,9 @@ def wrong_cover(shape: Sequence[int], boxes: Iterable[Cuboid]) -> str:
         stops[dim][start] == start + n for box in every for dim, (start, n) in enumerate(zip(*box, strict=True))
     ):
         return ""
-    for one, other in itertools.combinations(every, 2):
-        if one.overlap(other):
-            return f"its blocks at {one.offsets} and {other.offsets} overlap"
+    for first, second in itertools.combinations(every, 2):
+        if first.overlap(second):
+            return f"its blocks at {first.offsets} and {second.offsets} overlap"
     return ""
 
 
@@ -186,22 +186,22 @@ def named_leaves(tree: Any, what: str, root: str, kinds: tuple[type, ...]) -> tu
     """
     adopt()
     accessors, values, treedef = optree.tree_flatten_with_accessor(tree, _is_plain_list, none_is_leaf=True)
-    found: list[NamedLeaf] = []
+    leaves: list[NamedLeaf] = []
     for place, (accessor, value) in enumerate(zip(accessors, values, strict=True)):
         path = tuple(
             key if isinstance(key, int) and isinstance(entry, optree.SequenceEntry) else str(key)
             for key, entry in _keys(accessor)
         )
-        found.append(NamedLeaf(".".join(map(str, path)) or "value", path, accessor.codify(root), value, place))
-    failures = [failure for leaf in found if (failure := _failure(leaf, kinds))]
+        leaves.append(NamedLeaf(".".join(map(str, path)) or "value", path, accessor.codify(root), value, place))
+    failures = [failure for leaf in leaves if (failure := _failure(leaf, kinds))]
     names: dict[str, NamedLeaf] = {}
-    for leaf in found:
+    for leaf in leaves:
         if names.setdefault(leaf.name, leaf) is not leaf:
             both = f"{names[leaf.name].label} and {leaf.label} have one name, {leaf.name!r}"
             failures.append(Failure(both, TreeError, "give them keys that differ with dots between"))
     if failures:
         refuse(f"{what} got leaves that it cannot take:", failures)
-    return sorted(found), treedef
+    return sorted(leaves), treedef
 
 
 def _keys(accessor: Any) -> list[tuple[Any, Any]]:

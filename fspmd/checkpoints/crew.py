@@ -167,9 +167,9 @@ class Settlement:
     def _lost(self, late: set[int], heard: dict[int, tuple[int, float]]) -> str:
         """Return a text about processes that have ended on this machine, or give no sign of life, or ""."""
         ranks = {self.crew.ranks[place]: place for place in late}
-        if found := ended(ranks):
-            self.gone.update(ranks[rank] for rank in found)
-            return "; ".join(f"rank {rank} {text}" for rank, text in sorted(found.items()))
+        if causes := ended(ranks):
+            self.gone.update(ranks[rank] for rank in causes)
+            return "; ".join(f"rank {rank} {text}" for rank, text in sorted(causes.items()))
         begin = time.monotonic()
         signs = {place: self.store.add(f"alive/{place}", 0) for place in late}  # `get` would wait for a deleted key
         now = time.monotonic()

@@ -64,7 +64,7 @@ def opened(folder: Path, what: str) -> Iterator[dict[str, StoredTensor]]:
     """
     safe_open = package("safetensors", what).safe_open
     listed = _listed(folder, what)
-    failures, found = [], dict[str, StoredTensor]()
+    failures, stored = [], dict[str, StoredTensor]()
     with ExitStack() as stack:
         for path, names in listed.items():
             try:
@@ -76,13 +76,13 @@ def opened(folder: Path, what: str) -> Iterator[dict[str, StoredTensor]]:
             if lost := sorted(set(names or ()) - has):
                 failures.append(f"{path} lacks {lost[0]!r}, which the index names{_more(lost)}")
             for name in has:
-                if name in found:
-                    failures.append(f"{path} and {found[name].path} both have {name!r}")
+                if name in stored:
+                    failures.append(f"{path} and {stored[name].path} both have {name!r}")
                 head = file.get_slice(name)
-                found[name] = StoredTensor(file, name, path, tuple(head.get_shape()), _DTYPES.get(head.get_dtype()))
+                stored[name] = StoredTensor(file, name, path, tuple(head.get_shape()), _DTYPES.get(head.get_dtype()))
         if failures:
             raise ArgumentError(f"{what}: {'; '.join(failures)}; copy the files once more")
-        yield found
+        yield stored
 
 
 def _listed(folder: Path, what: str) -> dict[Path, list[str] | None]:

@@ -197,25 +197,25 @@ def parameters_of(
         return {name: whole(name, shape) for name, shape in shapes.items()}
     loading = package("transformers.core_model_loading", what)
     mapping = package("transformers.conversion_mapping", what).get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+    renamings = [tensor for tensor in mapping if isinstance(tensor, loading.WeightRenaming)]
+    converters = [tensor for tensor in mapping if isinstance(tensor, loading.WeightConverter)]
     sources: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(shapes, key=_natural):
         renamed, pattern = loading.rename_source_key(
             name, renamings, converters, model.base_model_prefix or None, dict.fromkeys(targets, True)
         )
         sources[renamed][pattern].append(name)
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    found: dict[str, FileParameter] = {}
+    by_pattern = {pattern: tensor for tensor in converters for pattern in tensor.source_patterns}
+    parameters: dict[str, FileParameter] = {}
     for name, patterns in sources.items():
-        given = {pattern: [whole(one, shapes[one]) for one in names] for pattern, names in patterns.items()}
+        given = {pattern: [whole(tensor, shapes[tensor]) for tensor in names] for pattern, names in patterns.items()}
         direct = given.pop(None, [])
         made = dict.fromkeys([name], direct[0]) if direct else _converted(given, by_pattern, targets, what, name)
-        if len(direct) > 1 or (direct and given) or found.keys() & made.keys():
-            names = [one for names in patterns.values() for one in names]
+        if len(direct) > 1 or (direct and given) or parameters.keys() & made.keys():
+            names = [tensor for names in patterns.values() for tensor in names]
             raise TreeError(f"{what}: the files have several tensors for {name!r}: {_some(names)}")
-        found |= made
-    return found
+        parameters |= made
+    return parameters
 
 
 def file_names(shapes: Mapping[str, Shape], model: Any, what: str) -> dict[str, FileParameter]:
@@ -266,7 +266,7 @@ def _converted(
     name: str,
 ) -> dict[str, FileParameter]:
     """The parameters that a converter makes of the tensors that it collects, by pattern. ``name`` is the first."""
-    (converter,) = {id(one): one for one in map(converters.__getitem__, given)}.values()
+    (converter,) = {id(converter_): converter_ for converter_ in map(converters.__getitem__, given)}.values()
     values = [given[pattern] for pattern in converter.source_patterns if pattern in given]
     patterns = list(converter.target_patterns)
     try:

@@ -99,12 +99,12 @@ def _own_index(path: str) -> Leaves:
     body, _, rest = data.partition(b"\n")
     if rest != f"{crc32(body):08x}\n".encode():
         raise CheckpointError(f"{path} is damaged: its checksum is not that of its text")
-    found = json.loads(body)
-    if found["version"] != _VERSION:
-        raise CheckpointError(f"{path} has the version {found['version']}; this fspmd reads version {_VERSION}")
+    index = json.loads(body)
+    if index["version"] != _VERSION:
+        raise CheckpointError(f"{path} has the version {index['version']}; this fspmd reads version {_VERSION}")
     return {
         name: SavedLeaf(tuple(keys), dtype and _dtype(dtype), tuple(shape), kind, blocks_of_rows(rows))
-        for name, (keys, dtype, shape, kind, rows) in found["leaves"].items()
+        for name, (keys, dtype, shape, kind, rows) in index["leaves"].items()
     }
 
 
@@ -158,10 +158,10 @@ class _Unpickler(pickle.Unpickler):
             or name in classes.get(module, ())
         )
         is_plain = (known or module == "torch") and "." not in name  # "os.system" reaches into what a module imports
-        found = super().find_class(module, name) if is_plain else None
-        if not isinstance(found, torch.dtype) and not (known and getattr(found, "__module__", None) == module):
+        kind = super().find_class(module, name) if is_plain else None
+        if not isinstance(kind, torch.dtype) and not (known and getattr(kind, "__module__", None) == module):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint has")
-        return found
+        return kind
 
 
 def _index_of_torch(path: str) -> Leaves:

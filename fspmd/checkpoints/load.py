@@ -34,7 +34,7 @@ from fspmd.messages import Failure, counted, described, refuse
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec, describe
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import local_tensor
 
 _AT_ONCE: Final = 1 << 26  # bytes that are read together, beside the result
@@ -200,9 +200,9 @@ def load(
         _compare(wanted, saved, folder, strict)
         return wanted, treedef, saved
 
-    found: list[Any] = []
-    crew.hear(lambda: found.extend(compared()))
-    wanted, treedef, saved = found
+    compared_with: list[Any] = []
+    crew.hear(lambda: compared_with.extend(compared()))
+    wanted, treedef, saved = compared_with
     blocks: list[Any] = []
 
     def read() -> None:
@@ -268,18 +268,18 @@ def _read(reader: Reader, leaf: NamedLeaf, saved: SavedLeaf) -> Any:
     """Return what this process holds of a leaf: a value, a generator, or a tensor for each of its boxes."""
     value = leaf.value
     if not is_tensor(value):
-        found = reader.plain(leaf.name, saved)
-        if kind_of(found) != kind_of(value):
-            raise CheckpointError(f"{leaf.label} is {described(value)}, but {described(found)} was saved")
-        return type(value)(found) if type(value) in (list, tuple) else found
+        value_saved = reader.plain(leaf.name, saved)
+        if kind_of(value_saved) != kind_of(value):
+            raise CheckpointError(f"{leaf.label} is {described(value)}, but {described(value_saved)} was saved")
+        return type(value)(value_saved) if type(value) in (list, tuple) else value_saved
     if isinstance(value, (Sharded, TensorSpec)):
         spec = value.spec if isinstance(value, Sharded) else value
         return [reader.tensor(leaf.name, saved, box) for box in _own_boxes(boxed(spec))]
-    found = reader.tensor(leaf.name, saved, whole(saved.shape))
+    value_saved = reader.tensor(leaf.name, saved, whole(saved.shape))
     if not isinstance(value, torch.Generator):
-        return found
+        return value_saved
     generator = torch.Generator(value.device)
-    generator.set_state(found)
+    generator.set_state(value_saved)
     return generator
 
 
@@ -293,24 +293,24 @@ def _own_boxes(spec: TensorSpec) -> Iterator[Cuboid]:
         else:
             yield Cuboid(spec.offset(coordinate), spec.local_shape(coordinate))
         return
-    for coordinate in frame(mesh, spec.partition.axes).mesh_coordinates():
+    for coordinate in frame_over(mesh, spec.partition.axes).mesh_coordinates():
         yield Cuboid(spec.offset(coordinate), spec.local_shape(coordinate))
 
 
-def _finished(leaf: NamedLeaf, found: Any) -> Any:
+def _finished(leaf: NamedLeaf, loaded: Any) -> Any:
     """Return a leaf of the result, on its device and mesh."""
     value = leaf.value
     if isinstance(value, (Sharded, TensorSpec)):
         spec = value.spec if isinstance(value, Sharded) else value
         lies, mesh = boxed(spec), spec.mesh
-        blocks = [block.to(mesh.device) for block in found]
+        blocks = [block.to(mesh.device) for block in loaded]
         simulated = mesh.transport == "simulation"
-        local = local_tensor(blocks, frame(mesh, lies.partition.axes)) if simulated else blocks[0]
+        local = local_tensor(blocks, frame_over(mesh, lies.partition.axes)) if simulated else blocks[0]
         x: Any = Sharded(redistribute(local, lies, spec), spec)
         return x.requires_grad_() if isinstance(value, Sharded) and value.requires_grad else x
     if not isinstance(value, Tensor):
-        return found
-    x = found.to("cpu" if value.is_meta else value.device)
+        return loaded
+    x = loaded.to("cpu" if value.is_meta else value.device)
     return (
         torch.nn.Parameter(x, value.requires_grad)
         if isinstance(value, torch.nn.Parameter)

@@ -27,7 +27,7 @@ from fspmd.messages import Failure, described, refuse
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import blocks_of, local_tensor
 
 WHAT: Final = "load_huggingface"
@@ -118,8 +118,8 @@ def _load(folder: Path, specs: Mapping[str, TensorSpec], model: Any, strict: boo
         model = model_of(_config(folder), WHAT)
     with opened(folder, WHAT) as stored:
         shapes = {name: x.shape for name, x in stored.items()}
-        found = parameters_of(shapes, model, {name: spec.shape for name, spec in specs.items()}, WHAT)
-        chosen, twins = _chosen(found, specs, stored, model, strict, folder)
+        parameters = parameters_of(shapes, model, {name: spec.shape for name, spec in specs.items()}, WHAT)
+        chosen, twins = _chosen(parameters, specs, stored, model, strict, folder)
         made: dict[tuple[FileParameter, TensorSpec], Sharded] = {}
         for name, spec in specs.items():  # a tied value is read once per layout
             key = chosen[name], spec
@@ -144,7 +144,7 @@ def _config(folder: Path) -> Any:
 
 
 def _chosen(
-    found: Mapping[str, FileParameter],
+    parameters: Mapping[str, FileParameter],
     specs: Mapping[str, TensorSpec],
     stored: Mapping[str, StoredTensor],
     model: Any,
@@ -157,16 +157,16 @@ def _chosen(
     twins: list[tuple[str, str, FileParameter]] = []
     failures = []
     groups: dict[str, list[str]] = {}
-    for name in found:
+    for name in parameters:
         groups.setdefault(sources.get(name, name), []).append(name)
     for name, spec in specs.items():
         tied = groups.get(sources.get(name, name), [])
-        source = name if name in found else next(iter(tied), None)
+        source = name if name in parameters else next(iter(tied), None)
         if source is None:
             failures.append(Failure(f"{name!r} is not in the files", TreeError, _MISSING))
             continue
-        x = chosen[name] = found[source]
-        twins += [(name, other, found[other]) for other in tied if other not in specs and other != source]
+        x = chosen[name] = parameters[source]
+        twins += [(name, other, parameters[other]) for other in tied if other not in specs and other != source]
         wanted = spec.text
         dtypes = [stored[part.name].dtype for part in x.parts]
         unfit = [has for has in dtypes if has is None or not torch.can_cast(has, spec.dtype)]
@@ -178,7 +178,7 @@ def _chosen(
             kind = unfit[0] or "a dtype that torch does not have"
             failures.append(Failure(f"{name!r} has {kind} in the files, but like has {wanted}", ArgumentError))
     known = {sources.get(name, name) for name in specs}
-    for name in found if strict else ():
+    for name in parameters if strict else ():
         if sources.get(name, name) not in known and not is_ignored(name, model):
             failures.append(Failure(f"{name!r} is in the files alone", TreeError, _UNEXPECTED))
     if failures:
@@ -194,7 +194,7 @@ _UNEXPECTED: Final = "to leave tensors of the files out, write strict=False"
 
 
 def _check_equal(x: Sharded, name: str, other: Sharded, twin: str) -> None:
-    blocks, others = (blocks_of(one.local) for one in (x, other))
+    blocks, others = (blocks_of(side.local) for side in (x, other))
     if not all(map(torch.equal, blocks, others)):
         raise TreeError(
             f"{WHAT}: {name!r} and {twin!r} are tied in the model, but differ in the files; write "
@@ -206,8 +206,8 @@ def _sharded(source: FileParameter, spec: TensorSpec, stored: Mapping[str, Store
     """A value of a layout, of which this process reads its blocks."""
     lies, mesh = boxed(spec), spec.mesh
     if mesh.transport == "simulation":
-        held = frame(mesh, lies.partition.axes)
-        local = local_tensor([_block(source, lies, at, stored) for at in held.mesh_coordinates()], held)
+        frame = frame_over(mesh, lies.partition.axes)
+        local = local_tensor([_block(source, lies, at, stored) for at in frame.mesh_coordinates()], frame)
     else:
         local = _block(source, lies, mesh.coordinate() or (), stored)
     return Sharded(redistribute(local, lies, spec), spec)
@@ -218,9 +218,9 @@ def _block(source: FileParameter, spec: TensorSpec, at: tuple[int, ...], stored:
     box = Cuboid(spec.offset(at), spec.local_shape(at))
     block = torch.empty(box.sizes, dtype=spec.dtype, device="cpu")
     for part in source.parts:
-        held = Cuboid(part.start, part.extent)
-        if (shared := held.overlap(box)) is not None:
-            block[shared.within(box)].copy_(_read(part, shared.within(held), stored))
+        cuboid = Cuboid(part.start, part.extent)
+        if (shared := cuboid.overlap(box)) is not None:
+            block[shared.within(box)].copy_(_read(part, shared.within(cuboid), stored))
     return block.to(spec.mesh.device)
 
 

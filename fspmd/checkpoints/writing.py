@@ -72,13 +72,13 @@ def _tasks(leaves: list[NamedLeaf], crew: Crew, copies: bool) -> tuple[Leaves, l
     A block goes to that of its holders which has the fewest bytes so far. All processes find the same, without asking.
     """
     me, loads = crew.ranks[crew.place], dict.fromkeys(crew.ranks, 0)
-    found: Leaves = {}
+    leaves_saved: Leaves = {}
     tasks: list[Task] = []
     boxes_by_spec: dict[TensorSpec, dict[Cuboid, list[int]]] = {}
     for leaf in leaves:
         value = leaf.value
         tensor = is_tensor(value)
-        found[leaf.name] = SavedLeaf(
+        leaves_saved[leaf.name] = SavedLeaf(
             leaf.path,
             value.dtype if tensor else None,
             tuple(value.shape) if tensor else (),
@@ -99,7 +99,7 @@ def _tasks(leaves: list[NamedLeaf], crew: Crew, copies: bool) -> tuple[Leaves, l
         tasks += [Task(leaf.name, box, _copied(data) if copies else data) for box, data in _data(value, mine)]
     if copies:
         _finish_copies(leaves)
-    return found, tasks
+    return leaves_saved, tasks
 
 
 def _data(value: Any, mine: set[Cuboid]) -> list[tuple[Cuboid, Tensor | bytes]]:

@@ -18,7 +18,7 @@ from fspmd.messages import as_axis_name, described
 from fspmd.spec import short_dtype
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.tracing import outside_transforms
-from fspmd.transport.frame import UNEVEN, frame, groups
+from fspmd.transport.frame import UNEVEN, frame_over, groups
 from fspmd.transport.local_tensor import is_uneven
 from fspmd.variance import show
 
@@ -175,13 +175,13 @@ def check_alike(
         return
     n = math.prod(body.sizes(axes))
     wanted = lengths or (() if size is None else (size // n,) * n)
-    _, table = groups(frame(body.mesh, body.mesh.axis_names), axes)
+    _, table = groups(frame_over(body.mesh, body.mesh.axis_names), axes)
     with DisableTorchFunction(), outside_transforms():
         if asks:
-            found = body.transport.layouts(tensors, body.mesh)
+            layouts = body.transport.layouts(tensors, body.mesh)
         else:  # blocks are even: all have the shape of this one
-            found, table = [tuple((x.dtype, tuple(x.shape)) for x in tensors)] * body.mesh.size, table[:1]
-    for rows in zip(*found, strict=True):
+            layouts, table = [tuple((x.dtype, tuple(x.shape)) for x in tensors)] * body.mesh.size, table[:1]
+    for rows in zip(*layouts, strict=True):
         for members in table:
             _compare(body, [rows[i] for i in members], members, axes, what, dim, wanted, size)
 

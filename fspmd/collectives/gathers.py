@@ -385,5 +385,5 @@ def _check(what: str, body: Body, axes: tuple[str, ...], out: Any, x: Any, gathe
 
 
 def _axes_of(x: Tensor) -> frozenset[str]:
-    held = held_frame(x)
-    return frozenset() if held is None else frozenset(held.axes)
+    frame = held_frame(x)
+    return frozenset() if frame is None else frozenset(frame.axes)

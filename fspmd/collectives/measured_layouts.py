@@ -15,7 +15,7 @@ from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.tracing import outside_transforms
 from fspmd.transport import transport_named
 from fspmd.transport.call import Layout
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 
 
 def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: object) -> TensorSpec:
@@ -31,7 +31,7 @@ def spec_of_blocks(x: Tensor | None, partition: P, mesh: Any, name: object) -> T
 
 def spec_of_layouts(layouts: Sequence[Layout | None], partition: P, mesh: Any, name: object) -> TensorSpec:
     """Return `spec_of_blocks` for the dtype and shape of each rank, in row-major order."""
-    coordinates = list(frame(mesh, mesh.axis_names).coordinates())
+    coordinates = list(frame_over(mesh, mesh.axis_names).coordinates())
     checked = []
     for at, layout in zip(coordinates, layouts, strict=True):
         if layout is None:

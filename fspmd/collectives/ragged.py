@@ -22,7 +22,7 @@ from fspmd.pairs import Call, apply
 from fspmd.torch_internals import NOT_MAPPED, DisableTorchFunction, batch_dim_of
 from fspmd.tracing import outside_transforms, step_of_values
 from fspmd.transport import Options, arrived, carriers
-from fspmd.transport.frame import Frame, frame, union
+from fspmd.transport.frame import Frame, frame_over, union
 from fspmd.transport.local_tensor import blocks_of, frame_of, local_tensor, shards_of
 from fspmd.transport.rows import Routes, even_routes, landing_mask, plan_route
 from fspmd.transport.simulation import shapes_of
@@ -150,8 +150,8 @@ def exchanged_rows(
         after = _result_type(body, (x, slices), axes, what)
         with outside_transforms():
             numbers, wanted = unwrapped(slices), None if needed is None else unwrapped(needed)
-            held, lengths = _frame_and_rows(body, axes, [numbers], x, rows)
-            routes = _known_routes(body, axes, numbers, wanted, held, lengths, what)
+            frame, lengths = _frame_and_rows(body, axes, [numbers], x, rows)
+            routes = _known_routes(body, axes, numbers, wanted, frame, lengths, what)
         exchange = Call("ragged_all_to_all", body.mesh, axes, Options(routes=routes))
         result = apply(as_varying(body, x, after), exchange)
         return set_variance(result, after) if body.checked else result
@@ -161,18 +161,18 @@ def _frame_and_rows(
     body: Body, axes: tuple[str, ...], numbers: list[Tensor], x: Tensor, out: int | Tensor
 ) -> tuple[Frame | None, list[tuple[int, int]]]:
     """The frame of all values, in a simulation, and how many rows each of its ranks has before and after."""
-    held: Frame | None = None
+    frame: Frame | None = None
     if body.mesh.transport == "simulation":
         values = (*numbers, *(unwrapped(value) for value in (x, out) if isinstance(value, Tensor)))
-        held = functools.reduce(union, (frame_of(value, body.mesh) for value in values), frame(body.mesh, axes))
-    return held, list(zip(_lengths(x, held), _lengths(out, held), strict=True))
+        frame = functools.reduce(union, (frame_of(value, body.mesh) for value in values), frame_over(body.mesh, axes))
+    return frame, list(zip(_lengths(x, frame), _lengths(out, frame), strict=True))
 
 
-def _lengths(x: int | Tensor, held: Frame | None) -> list[int]:
+def _lengths(x: int | Tensor, frame: Frame | None) -> list[int]:
     """The number of rows on each rank of a frame, or of this process."""
     if not isinstance(x, Tensor):
-        return [x] * (1 if held is None else held.volume)
-    return [x.shape[0]] if held is None else [shape[0] for shape in shapes_of(x, held)]
+        return [x] * (1 if frame is None else frame.volume)
+    return [x.shape[0]] if frame is None else [shape[0] for shape in shapes_of(x, frame)]
 
 
 def _even_known_routes(
@@ -180,12 +180,12 @@ def _even_known_routes(
     axes: tuple[str, ...],
     slices: Tensor,
     needed: Tensor | None,
-    held: Frame | None,
+    frame: Frame | None,
     lengths: list[tuple[int, int]],
     what: str,
 ) -> Routes:
     """`_known_routes` where numbers have no values."""
-    return even_routes(lengths, held, math.prod(body.sizes(axes)), slices.device)
+    return even_routes(lengths, frame, math.prod(body.sizes(axes)), slices.device)
 
 
 @step_of_values(_even_known_routes)
@@ -194,7 +194,7 @@ def _known_routes(
     axes: tuple[str, ...],
     slices: Tensor,
     needed: Tensor | None,
-    held: Frame | None,
+    frame: Frame | None,
     lengths: list[tuple[int, int]],
     what: str,
 ) -> Routes:
@@ -207,10 +207,10 @@ def _known_routes(
         if complaint := complaint if n == mesh.size else body.transport.agree(complaint, mesh):
             raise ShapeError(complaint)
     routes = []
-    for numbers, rows in zip([slices] if held is None else shards_of(slices, held), lengths, strict=True):
+    for numbers, rows in zip([slices] if frame is None else shards_of(slices, frame), lengths, strict=True):
         starts, sizes, places, arriving = numbers.tolist()
         routes.append(plan_route(starts, sizes, places, arriving, rows, n, slices.device))
-    return Routes(tuple(routes), held)
+    return Routes(tuple(routes), frame)
 
 
 def _check_kinds(operand: Any, output: Any, numbers: tuple[Any, ...]) -> None:
@@ -269,8 +269,8 @@ def _plan(
     """The routes of rows, and a mask of the rows of the result that arrive. A simulation has a route per rank."""
     with outside_transforms():
         plain = [unwrapped(value) for value in numbers]
-        held, lengths = _frame_and_rows(body, axes, plain, operand, output)
-        return _routes(body, axes, o, plain, held, lengths, n, operand.device)
+        frame, lengths = _frame_and_rows(body, axes, plain, operand, output)
+        return _routes(body, axes, o, plain, frame, lengths, n, operand.device)
 
 
 def _even_routes(
@@ -278,14 +278,14 @@ def _even_routes(
     axes: tuple[str, ...],
     o: Options,
     numbers: list[Tensor],
-    held: Frame | None,
+    frame: Frame | None,
     lengths: list[tuple[int, int]],
     n: int,
     device: torch.device,
 ) -> tuple[Routes, Tensor]:
     """`_routes` where numbers have no values. Shapes are right. The price is that of an even exchange."""
     masks = [torch.zeros(rows, dtype=torch.bool, device=device) for _, rows in lengths]
-    return even_routes(lengths, held, n, device), local_tensor(masks, held) if held is not None else masks[0]
+    return even_routes(lengths, frame, n, device), local_tensor(masks, frame) if frame is not None else masks[0]
 
 
 @step_of_values(_even_routes)
@@ -294,7 +294,7 @@ def _routes(
     axes: tuple[str, ...],
     o: Options,
     numbers: list[Tensor],
-    held: Frame | None,
+    frame: Frame | None,
     lengths: list[tuple[int, int]],
     n: int,
     device: torch.device,
@@ -305,22 +305,22 @@ def _routes(
         starts, sizes, targets, receiving = (value.detach().to(torch.int64) for value in numbers)
         told, told_to = torch.stack([targets, sizes]), Options(dim=1, concat_dim=1, index_groups=o.index_groups)
         columns: list[Any] = [starts, sizes, targets, receiving, arrived(transport.exchange(told, mesh, axes, told_to))]
-        columns = [[x] if held is None else shards_of(x, held) for x in columns]
+        columns = [[x] if frame is None else shards_of(x, frame) for x in columns]
         routes, complaint = [], ""
         for place, (row, rows) in enumerate(zip(zip(*columns, strict=True), lengths, strict=True)):
             *lists, there = (x.tolist() for x in row)
-            complaint = complaint or _complaint(body, held, place, lists, there, rows)
+            complaint = complaint or _complaint(body, frame, place, lists, there, rows)
             if not complaint:
                 routes.append(plan_route(lists[0], lists[1], there[0], lists[3], rows, n, device))
         if complaint := transport.agree(complaint, mesh):
             raise ShapeError(complaint)
         masks = [landing_mask(route) for route in routes]
-        return Routes(tuple(routes), held), local_tensor(masks, held) if held is not None else masks[0]
+        return Routes(tuple(routes), frame), local_tensor(masks, frame) if frame is not None else masks[0]
 
 
 def _complaint(
     body: Body,
-    held: Frame | None,
+    frame: Frame | None,
     place: int,
     lists: Sequence[list[int]],
     there: list[list[int]],
@@ -345,8 +345,8 @@ def _complaint(
         return ""
     mesh = body.mesh
     at = mesh.coordinate() or ()
-    if held is not None:
-        at = list(held.mesh_coordinates())[place]
+    if frame is not None:
+        at = list(frame.mesh_coordinates())[place]
     return (
         f"ragged_all_to_all: on {where(mesh, at)} {wrong}; recv_sizes is all_to_all(send_sizes, axis_name, 0, 0, "
         "tiled=True), and offsets and sizes must stay within the tensors"

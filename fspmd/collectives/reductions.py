@@ -259,7 +259,7 @@ def _extremes(operand: Operand, op: str, groups: Groups, within: Within | None, 
         if not followed:
             return step
         counted = watched(x, count)
-        return then(step, lambda found: _Extremum.apply(x, [found], counted, within))
+        return then(step, lambda extreme: _Extremum.apply(x, [extreme], counted, within))
 
     return build
 
@@ -271,8 +271,8 @@ class _Extremum(torch.autograd.Function):
     def forward(x: Tensor, find: Call | list[Tensor], count: Call, within: Within | None) -> Tensor:
         if isinstance(find, Call):
             return find.run(x if within is None else within(x))
-        (found,) = find
-        return found.clone() if found._is_view() else found  # torch forbids writes into a view that a Function returns
+        (result,) = find
+        return result.clone() if result._is_view() else result  # torch forbids writes into a view that is returned
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Any, Call, Within | None], output: Tensor) -> None:

@@ -56,7 +56,7 @@ class Combination:
                 lengths[factor] = length = -(-n // parts[factor]) if factor in parts else n
                 block_bytes *= length
             size += block_bytes
-        lengths[None] = factors.products
+        lengths[None] = factors.multiplications
         time = work(prod(lengths.values()), size, machine)
         self.least += time if self.least else 0.0
         self.most += time
@@ -69,7 +69,12 @@ def combinations(question: Question) -> Iterator[Combination]:
 
     The largest operand of an elementwise function is not gathered, unless the result is fixed.
     """
-    factors, operands, linear, bodied = question.factors, question.operands, question.passes_on, bool(question.row.body)
+    factors, operands, linear, has_body = (
+        question.factors,
+        question.operands,
+        question.passes_on,
+        bool(question.row.body),
+    )
     mesh, machine, place = operands[0].mesh, topology(), itertools.count()
     plain = _are_plain(operands, machine)
     idle = not plain and True in [0 in spec.shape for spec in operands]  # there is nothing to move
@@ -77,7 +82,7 @@ def combinations(question: Question) -> Iterator[Combination]:
         stay = _STAY if question.fixed else _leading(reading, operands, question.results)
         options: list[list[_Option]] = []
         for axis, n in mesh.shape.items():
-            choices = _choices(axis, reading, linear, operands, bodied, stay)
+            choices = _choices(axis, reading, linear, operands, has_body, stay)
             if n == 1 or idle:
                 options.append([(axis, choice, _NOTHING, False) for choice in choices])
             else:
@@ -86,7 +91,7 @@ def combinations(question: Question) -> Iterator[Combination]:
                 options.append([_option(axis, choice, reading, operands, native, unknown) for choice in choices])
         for combination in _combinations(options, operands, machine):
             least, most, chosen = _bounds(combination, machine)
-            if not plain or (bodied and not reading.whole.isdisjoint(chosen.values())) or _share_a_dim(chosen):
+            if not plain or (has_body and not reading.whole.isdisjoint(chosen.values())) or _share_a_dim(chosen):
                 most = inf
             yield Combination(least, most, next(place), reading, chosen)
 
@@ -275,7 +280,7 @@ def _choices(
     factors: Factors,
     linear: str,
     operands: Sequence[TensorSpec],
-    bodied: bool,
+    has_body: bool,
     stay: Sequence[tuple[Dims, TensorSpec]],
 ) -> list[Choice]:
     """Return the choices of an axis, the preferred first: its part in some operand, or none.
@@ -296,7 +301,7 @@ def _choices(
         for factor, axes in zip(dims, spec.partition.dim_axes, strict=True):
             if axis not in axes:
                 continue
-            if factor is None or (factor in factors.whole and not bodied):
+            if factor is None or (factor in factors.whole and not has_body):
                 choices += [free for free in _free(axis, factors, operands) if free not in choices]
             elif factor not in choices:
                 choices.append(factor)

@@ -111,7 +111,7 @@ def _flattened(dims: Iterable[Dims]) -> Dims:
 
 
 def with_flat_dims_split(
-    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], bodied: bool
+    factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec], has_body: bool
 ) -> ViewedCall:
     """Return the call on views: all dims of a factor are split as its `Flat` dim is.
 
@@ -119,7 +119,7 @@ def with_flat_dims_split(
     operands of the returned call have these layouts, from which strategies start.
     """
     readings = (factors, *factors.others)
-    specs = [_in_blocks_where(spec, i, readings, operands, results, bodied) for i, spec in enumerate(operands)]
+    specs = [_in_blocks_where(spec, i, readings, operands, results, has_body) for i, spec in enumerate(operands)]
     sizes: dict[int, Sizes] = {}
     for factor in {f for dims, spec in zip(factors.operands, specs, strict=True) for f in _flat(dims, spec)}:
         if factor is not None:
@@ -151,13 +151,13 @@ def _in_blocks_where(
     readings: Sequence[Factors],
     operands: Sequence[TensorSpec],
     results: Sequence[TensorSpec],
-    bodied: bool,
+    has_body: bool,
 ) -> TensorSpec:
     """Return the spec with consecutive blocks along dims that need them."""
     for d, entry in enumerate(spec.partition):
         if isinstance(entry, Flat) and any(
             (factor := reading.operands[operand][d]) in reading.scaled
-            or (bodied and (factor in reading.whole if factor is not None else len(readings) > 1))
+            or (has_body and (factor in reading.whole if factor is not None else len(readings) > 1))
             or (factor is not None and not _is_of_one_size(factor, reading, operands, results))
             for reading in readings
         ):

@@ -100,7 +100,7 @@ def rank_by_rank(func: Any, pure: bool, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def as_local_call(
-    bodied: Bodied,
+    row_body: Bodied,
     name: str,
     site: Site,
     operands: Sequence[tuple[int | tuple[int, int], TensorSpec]],
@@ -116,7 +116,7 @@ def as_local_call(
     """
     mesh = site.mesh
     body = Body(mesh, frozenset(mesh.axis_names), True, name)
-    body.asks, body.linear = bodied.asks, linear
+    body.asks, body.linear = row_body.asks, linear
     if not all(spec.even for spec in (*(spec for _, spec in operands), *results)):
         body.mark_uneven()
     entries = [(place, typed_entry(spec)) for place, spec in operands]
@@ -130,7 +130,7 @@ def as_local_call(
                 values[place] = enter(values[place])
         given = dict(zip(kwargs, values[len(args) :], strict=True))
         tracker = _Sharing(body, values)
-        out = run_in(body, tracker, lambda: bodied.body(site, *values[: len(args)], **given))
+        out = run_in(body, tracker, lambda: row_body.body(site, *values[: len(args)], **given))
         if tracker.kept:
             results_ids = {id(x) for x in tensors_in((out,))}  # a graph that keeps its own result is never freed
             keep([cast for cast in tracker.kept if id(cast) not in results_ids], out, _KEPT)

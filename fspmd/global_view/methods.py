@@ -59,9 +59,9 @@ def _radd(self: Sharded, other: Any) -> Any:
 _add_to: Final = _reflected("radd")
 
 
-def _absent(name: str, instead: str = "use it in a function run by shard_map, or on device_get(x)") -> Any:
+def _absent(name: str, advice: str = "use it in a function run by shard_map, or on device_get(x)") -> Any:
     def getter(_: Sharded) -> NoReturn:
-        raise ShardedAttributeError(f"a Sharded has no .{name}; {instead}")
+        raise ShardedAttributeError(f"a Sharded has no .{name}; {advice}")
 
     return property(getter)  # a __getattr__ would slow down every attribute
 

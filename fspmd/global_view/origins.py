@@ -120,7 +120,7 @@ class _Again:
                 time += move.time
         if time >= moves(self.result, need, (), topology(), True).time:
             return None
-        question = question._replace(products=question.at(laid.operands).products)
+        question = question._replace(as_views=question.at(laid.operands).as_views)
         return _Remake(plan_of(question, laid), time, legs)
 
 

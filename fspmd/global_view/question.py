@@ -51,7 +51,7 @@ class Question(NamedTuple):
     linear: str  # see `Row.linear`
     fixed: bool = False  # the call writes into its first operand, which is not moved, and lies as it does
     viewed: Place | None = None  # the operand that the results view
-    products: ViewedCall | None = None  # where dims are `Flat`: the call on views, for which strategies are found
+    as_views: ViewedCall | None = None  # where dims are `Flat`: the call on views, for which strategies are found
     plain: frozenset[int] = frozenset()  # operands that are plain tensors
     made: frozenset[int] = frozenset()  # operands that are made of less (`forms.py`)
     memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
@@ -71,15 +71,15 @@ class Question(NamedTuple):
 
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """Return the question for other layouts of the operands."""
-        products = viewed_call(self.row, self.factors, specs, self.results)
-        return self._replace(operands=specs, products=products, weighs=_weighs(self.row, self.factors, specs))
+        as_views = viewed_call(self.row, self.factors, specs, self.results)
+        return self._replace(operands=specs, as_views=as_views, weighs=_weighs(self.row, self.factors, specs))
 
     @property
     def on_views(self) -> Question:
         """The question of the call on views, where dims are `Flat`."""
-        assert self.products is not None
-        operands, results = self.products.views
-        return self._replace(factors=self.products.factors, operands=operands, results=results, products=None)
+        assert self.as_views is not None
+        operands, results = self.as_views.views
+        return self._replace(factors=self.as_views.factors, operands=operands, results=results, as_views=None)
 
 
 def ask(
@@ -139,7 +139,7 @@ def ask(
         linear=_linearity(row, func, args, kwargs, specs, results[0]),
         fixed=fixed,
         viewed=viewed,
-        products=viewed_call(row, factors, specs, results),
+        as_views=viewed_call(row, factors, specs, results),
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
         made=frozenset([i for i, x in sharded if isinstance(x.form, Strided) and x.form.made]),
         memory=outcome.memory,

@@ -87,9 +87,9 @@ def rule(
         raise ArgumentError(f"rule got {described(pattern)} for pattern; write a string: rule(f, 'm k, k n -> m n')")
     if linear not in _LINEAR:
         raise ArgumentError(f"rule got linear={linear!r}; write one of {', '.join(map(repr, _LINEAR))}")
-    bodied = _priced(_checked(body, shown(func)), price) if body is not None else None
+    row_body = _priced(_checked(body, shown(func)), price) if body is not None else None
     free = FLOATS if body is None and _tells_sizes(pattern) else NONE
-    register(func, Row(_fitting(shown(func), pattern, body is not None), linear, free=free, body=bodied))
+    register(func, Row(_fitting(shown(func), pattern, body is not None), linear, free=free, body=row_body))
     forget_plans()
     if is_dispatched(func):
         return func
@@ -134,13 +134,13 @@ def _tells_sizes(pattern: str) -> bool:
     return all("1" not in dims for dims in parse(pattern).results)
 
 
-def _fitting(name: str, pattern: str, bodied: bool) -> Rule:
+def _fitting(name: str, pattern: str, has_body: bool) -> Rule:
     """Return the rule of a pattern. It checks each call; a dim in brackets may change its size if there is a body."""
     parsed = parse(pattern)
 
     def fitting(call: ShapedCall) -> Factors:
         factors = match(parsed, call.shapes)
-        if wrong := next(_misfits(call, factors, factors.whole if bodied else frozenset()), None):
+        if wrong := next(_misfits(call, factors, factors.whole if has_body else frozenset()), None):
             sides = (", ".join(str(tuple(shape)) for shape in shapes) for shapes in (call.shapes, call.results))
             raise ArgumentError(
                 f"{name} does not fit its rule {pattern!r}: of shapes {' it made '.join(sides)}, and {wrong}; name "

@@ -135,14 +135,14 @@ class Agreement(Gathering, Rendezvous):
 
     def _look(self, waited: float) -> None:
         late = [rank for rank in self.ranks if not self.store.check([f"{self.number}/{rank}"])]
-        found = waits(late)
-        in_vain = any(self.me in told["ranks"] and told["waits"] > _IN_VAIN for told in found.values())
+        waiting = waits(late)
+        in_vain = any(self.me in told["ranks"] and told["waits"] > _IN_VAIN for told in waiting.values())
         is_over = waited > self.limit
         if not is_over and (not in_vain or waited < _IN_VAIN or under_way()):
             return
         lines = []
         for rank in late[:SHOWN]:
-            told = found.get(rank)
+            told = waiting.get(rank)
             waits_at = (
                 f"has waited {told['waits']:.1f} s at {told['at']}" if told else "has not come, and waits for nobody"
             )

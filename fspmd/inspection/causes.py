@@ -277,12 +277,12 @@ def position(innermost: FrameType | None = None) -> tuple[str, tuple[int, ...]]:
     forward, operand = "", None
     while frame is not None and is_library[frame.f_code.co_filename]:
         named = frame.f_locals
-        found = named["flight"].trip.call if frame.f_code is land.__code__ else named.get("call", named.get("self"))
-        if isinstance(found, StandIn) and not forward:
-            line = getattr(found.by, "where", "")  # a recorder is at no line
+        caller = named["flight"].trip.call if frame.f_code is land.__code__ else named.get("call", named.get("self"))
+        if isinstance(caller, StandIn) and not forward:
+            line = getattr(caller.by, "where", "")  # a recorder is at no line
             forward = line and f", for {line}"
-        if call is None and isinstance(found, Call):
-            call, operand = found, named.get("x")
+        if call is None and isinstance(caller, Call):
+            call, operand = caller, named.get("x")
         replayed = replayed or frame.f_globals.get(CAUSES, {}).get(frame.f_lineno)
         if isinstance(agreement := named.get("agreement"), Rendezvous):
             return f"{agreement.what} ({trace(innermost).cause.where})", agreement.ranks

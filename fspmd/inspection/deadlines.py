@@ -187,12 +187,12 @@ class Monitor(Comparison):
         me, end = world.process_rank(), time.monotonic() + 8 * self.period
         for monitor in self._with_outer():
             monitor.hurries = True  # let its thread listen and compare from now on, as in a long wait
-        while time.monotonic() < end and not (found := self._parted()):
+        while time.monotonic() < end and not (text := self._parted()):
             time.sleep(self.period / 8)
             if self.gone:  # if it has parted, the thread is about to hear of that
                 end = min(end, time.monotonic() + self.period)
-        if found:
-            return LockstepError(found)
+        if text:
+            return LockstepError(text)
         head = f"rank {me} failed at {where}: {what_failed(error)}:"
         return PeerError(join_failures(head, self._states(ranks), _FAILED))
 

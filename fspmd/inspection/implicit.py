@@ -88,7 +88,7 @@ def implied(x: Tensor, call: Call, trace: Trace) -> tuple[Call, ...]:
     """The communication of a call on ``x``: the call, and its transpose if ``x`` will have a gradient."""
     dispatched = trace.dispatches[0]
     backward = (call.transposed,) if _is_followed(x) and _is_differentiable(dispatched) else ()
-    calls = tuple(one for one in (call, *backward) if communicates(one))
+    calls = tuple(step for step in (call, *backward) if communicates(step))
     return () if backward and calls == backward and _is_only_read(x, dispatched) else calls
 
 
@@ -129,7 +129,7 @@ def report(x: Tensor, first: Call, trace: Trace) -> Implicit:
     names = _names(trace.user, expression or cause.text)
     operands = _operands(func, args, kwargs, sources, names, _is_differentiable(inner))
     findings = _findings(func, args, kwargs, operands)
-    rows = findings.rows or [f"first {_priced(one, _largest(x), x.dtype)}" for one in implied(x, first, trace)]
+    rows = findings.rows or [f"first {_priced(step, _largest(x), x.dtype)}" for step in implied(x, first, trace)]
     lines += [f"  {row}" for row in rows]
     if findings.alternatives:
         lines.append("other ways:")
@@ -185,7 +185,7 @@ def _findings(
         rows = [f"a sharded body, {micros(cheapest.body)} of collectives"]
         bodiless = next((_needs(_moves(ordered, other)) for other in others if not other.by_body), ())
     idle = not cheapest.by_body and not any(move.forward for move in implied)
-    backward = [one for move in implied for one in (*(one for one, _ in move.backward), *move.casts)]
+    backward = [step for move in implied for step in (*(step for step, _ in move.backward), *move.casts)]
     only_sums = idle and _are_sums(backward)
     return _Findings(rows, _needs(implied), _alternatives(ordered, others), bodiless, idle, only_sums)
 
@@ -319,7 +319,7 @@ class _ImpliedMove:
     @property
     def price(self) -> Price:
         """The price of all collectives."""
-        prices = [price_of(one, spec.block_shape, spec.dtype) for one, spec in self.backward]
+        prices = [price_of(step, spec.block_shape, spec.dtype) for step, spec in self.backward]
         prices += [price_of(cast, self.need.block_shape, self.need.dtype) for cast in self.casts]
         return sum(prices, self.route.price)
 
@@ -336,7 +336,7 @@ class _ImpliedMove:
         if self.forward:
             cost = f"{', '.join(map(_over, self.forward))}, {_cost(self.route.price)}"
         else:
-            parts = [_priced(one, spec.block_shape, spec.dtype) for one, spec in self.backward]
+            parts = [_priced(step, spec.block_shape, spec.dtype) for step, spec in self.backward]
             cost = f"in backward {', '.join(parts)}" if parts else "moves nothing"
         return f"{self.operand.spec.text} → {self.route.target.text} [{cost}]"
 
@@ -348,7 +348,7 @@ def _moves(operands: Sequence[_NamedOperand], strategy: Strategy) -> list[_Impli
 
 def _are_sums(calls: Sequence[Call]) -> bool:
     """Whether there are collectives, and all of them are sums."""
-    return bool(calls) and all(one.pair.kernel.startswith("reduce") for one in calls)
+    return bool(calls) and all(step.pair.kernel.startswith("reduce") for step in calls)
 
 
 def _over(call: Call) -> str:
@@ -357,7 +357,7 @@ def _over(call: Call) -> str:
 
 def _largest(x: Tensor) -> tuple[int, ...]:
     """The shape of a block; in a simulation each dim has its largest size of all ranks."""
-    return tuple(map(max, zip(*[one.shape for one in blocks_of(x)], strict=True)))
+    return tuple(map(max, zip(*[block.shape for block in blocks_of(x)], strict=True)))
 
 
 def _priced(call: Call, shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -77,7 +77,7 @@ def _tell() -> None:
 
 def ended(ranks: Iterable[int], or_stopped: bool = False) -> dict[int, str]:
     """Those of some ranks on this machine whose process has ended, ``or_stopped``: a text by rank."""
-    found, store = {}, own_store(_STORE)
+    causes, store = {}, own_store(_STORE)
     for rank in ranks:
         if store.check([str(rank)]):
             machine, process, began = json.loads(store.get(str(rank)))
@@ -85,10 +85,10 @@ def ended(ranks: Iterable[int], or_stopped: bool = False) -> dict[int, str]:
                 continue
             state, since = _facts(process)
             if state in "XZ" or (state != "?" and since != began):
-                found[rank] = f"has ended: its process {process} is gone"
+                causes[rank] = f"has ended: its process {process} is gone"
             elif state in "Tt" and or_stopped:
-                found[rank] = f"is stopped: its process {process}"
-    return found
+                causes[rank] = f"is stopped: its process {process}"
+    return causes
 
 
 _PERIOD: Final = 0.5  # seconds between two looks
@@ -327,18 +327,18 @@ def waits(ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
 
     def ask() -> dict[int, dict[str, Any]]:
         store = own_store("fspmd.waits")
-        found = {rank: json.loads(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
-        for told in found.values():
+        told_by = {rank: json.loads(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
+        for told in told_by.values():
             told["waits"] += time.time() - told["time"]
-        return found
+        return told_by
 
     return within(PATIENCE, ask, {})  # type: ignore[no-any-return]
 
 
 def waits_told_by(ranks: Sequence[int]) -> list[str]:
     """A line for each other rank that has told of a long wait."""
-    found = waits(_others(ranks))
-    return [f"rank {rank} has waited {told['waits']:.1f} s at {told['at']}" for rank, told in sorted(found.items())]
+    told_by = waits(_others(ranks))
+    return [f"rank {rank} has waited {told['waits']:.1f} s at {told['at']}" for rank, told in sorted(told_by.items())]
 
 
 ADVICE: Final = (
@@ -373,8 +373,8 @@ def what_failed(error: RuntimeError) -> str:
 
 def gone(ranks: Sequence[int]) -> list[str]:
     """A line for each other rank that is known to have ended, or to be stopped."""
-    found = within(PATIENCE, lambda: ended(_others(ranks), or_stopped=True))
-    return [STORE_ENDED] if found is None else [f"rank {rank} {text}" for rank, text in sorted(found.items())]
+    causes = within(PATIENCE, lambda: ended(_others(ranks), or_stopped=True))
+    return [STORE_ENDED] if causes is None else [f"rank {rank} {text}" for rank, text in sorted(causes.items())]
 
 
 def _causes(ranks: Sequence[int]) -> list[str]:
@@ -408,9 +408,9 @@ def _explained(error: RuntimeError) -> FspmdError | None:
             time.sleep(0.1)
         lines = [*(causes or within(PATIENCE, lambda: _silent(ranks), [])), *waits_told_by(ranks)][:_SHOWN]
     head = f"rank {me} failed at {where}: {what_failed(error)}{':' * bool(lines)}"
-    found = PeerError(join_failures(head, lines, ADVICE))
-    tell_failure(found)
-    return found
+    failure = PeerError(join_failures(head, lines, ADVICE))
+    tell_failure(failure)
+    return failure
 
 
 def install() -> None:

@@ -83,8 +83,8 @@ def circle(me: int, waits: Mapping[int, Wait]) -> list[int]:
         wait = waits[rank]
         for other in wait.ranks:
             is_late = other in waits and waits[other].counts.get(wait.group, 0) < wait.count
-            if is_late and (found := search(other)):
-                return found
+            if is_late and (chain := search(other)):
+                return chain
         path.pop()
         return []
 
@@ -289,11 +289,11 @@ class Presence(Note):
 
     def _compare_sites(self, mine: Table, key: str) -> bool:
         """Compare with the sites that another rank has told under a key. Let all tell of the first that differs."""
-        found = parted(mine, json.loads(self.store.get(key))) if self.store.check([key]) else ""
-        if found:
+        text = parted(mine, json.loads(self.store.get(key))) if self.store.check([key]) else ""
+        if text:
             self.store.set(NEWS, "")
-            self.store.compare_set(AT_SITE, "", found)
-        return bool(found)
+            self.store.compare_set(AT_SITE, "", text)
+        return bool(text)
 
     def _part_at_site(self, me: int) -> None:
         """Tell what was passed at the site where ranks have parted, and make the error of what all tell."""

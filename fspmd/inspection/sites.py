@@ -118,8 +118,8 @@ def numbers_of(given: Sequence[Any]) -> tuple[int, ...]:
     if not plain:
         return tuple([_number(x) for x in given])
     told = [] if transforms_active() else [x for x in plain if is_told(x)]
-    found = dict(zip(map(id, told), digests(told), strict=True))
-    known = {id(x): found.get(id(x), 0) for x in plain}
+    number_of = dict(zip(map(id, told), digests(told), strict=True))
+    known = {id(x): number_of.get(id(x), 0) for x in plain}
     return tuple([known[id(x)] if id(x) in known else _number(x) for x in given])
 
 
@@ -257,8 +257,8 @@ class CallSites:
     def table(self, ranks: Iterable[int] = ()) -> Table:
         """The sites of meshes that have all of these ranks."""
         wanted = {*ranks}
-        found = [sites for of_mesh, sites in list(self._by_ranks.items()) if wanted.issubset(of_mesh)]
-        return {key: [site.count, site.hash] for sites in found for key, site in list(sites.items())}
+        every = [sites for of_mesh, sites in list(self._by_ranks.items()) if wanted.issubset(of_mesh)]
+        return {key: [site.count, site.hash] for sites in every for key, site in list(sites.items())}
 
 
 def parted(mine: Table, theirs: Table) -> str:

@@ -202,8 +202,8 @@ class Layouts:
         above = self.time / self.bound - 1 if self.bound else 0.0
         gap = f"; at most {100 * above:.2g}% above the optimum" if above > _ROUNDING else ""
         time = f"{self.time:,.1f} µs, of which {self.communication:,.1f} are collectives"
-        held = f"{self.memory:,} B on each rank" if self.peak is None else f"at most {self.peak:,} B on a rank"
-        lines = [f"{time}{gap}; {held}"]
+        memory = f"{self.memory:,} B on each rank" if self.peak is None else f"at most {self.peak:,} B on a rank"
+        lines = [f"{time}{gap}; {memory}"]
         lines += [f"  {name:{width}}  {spec.text:<32} {spec.partition}" for name, spec in self.leaves]
         moved = [f"  {step}" for step in self.steps if str(step)]
         return "\n".join([*lines, *(["moves:", *moved] if moved else ["no moves"])])

@@ -56,16 +56,16 @@ class _Recorded:
     def __contains__(self, plan: LayoutPlan) -> bool:
         return plan.chosen in self._known
 
-    def held(self, plan: LayoutPlan) -> float:
+    def peak_of(self, plan: LayoutPlan) -> float:
         """The most bytes that a rank holds."""
         if plan not in self:
-            self._known[plan.chosen] = held = self._measured(plan)
-            self.least = min(self.least, held)
-            self.over_counts |= held < plan.memory
-            if held <= self._limit:
+            self._known[plan.chosen] = peak_bytes = self._measured(plan)
+            self.least = min(self.least, peak_bytes)
+            self.over_counts |= peak_bytes < plan.memory
+            if peak_bytes <= self._limit:
                 known = self._fit.get(plan.names)
                 if known is None or plan.time < known[0].time:
-                    self._fit[plan.names] = plan, held
+                    self._fit[plan.names] = plan, peak_bytes
         return self._known[plan.chosen]
 
     def _measured(self, plan: LayoutPlan) -> float:
@@ -125,38 +125,38 @@ def fitting(
     """
     quickest = search.best()
     recorded = _Recorded(limit, peak)
-    held = recorded.held(quickest)
+    peak_bytes = recorded.peak_of(quickest)
     best, bound = quickest, inf
-    if held > limit:
-        best, bound = _limited(limit, search, quickest, held, recorded)
+    if peak_bytes > limit:
+        best, bound = _limited(limit, search, quickest, peak_bytes, recorded)
     more = min(max(_OPS // max(len(quickest.model.graph.ops), 1), _FEW), _MANY)
     for plan in itertools.islice(search.runners_up(quickest), more):
         if recorded.quicker(plan.time) > count:
             break
         if _SHARE * plan.memory <= limit:
-            recorded.held(plan)
+            recorded.peak_of(plan)
     priced = best if recorded.fit else replace(best, price=BYTES)
     for plan in itertools.islice(search.runners_up(priced), more) if priced is not quickest else ():
         if len(recorded.fit) > count:
             break
-        recorded.held(plan)
+        recorded.peak_of(plan)
     if not recorded.fit:
         raise DoesNotFit(recorded.least)
     bound = quickest.bound if recorded.over_counts or bound == inf else bound
-    fit = [(plan, round(held) if recorded.has_peaks else None) for plan, held in recorded.fit[: count + 1]]
+    fit = [(plan, round(peak_bytes) if recorded.has_peaks else None) for plan, peak_bytes in recorded.fit[: count + 1]]
     best = fit[0][0]
     return [(replace(best, bound=min(bound, best.time)), fit[0][1]), *fit[1:]]
 
 
 def _limited(
-    limit: float, search: LayeredSearch, quickest: LayoutPlan, held: float, recorded: _Recorded
+    limit: float, search: LayeredSearch, quickest: LayoutPlan, peak_bytes: float, recorded: _Recorded
 ) -> tuple[LayoutPlan, float]:
     """The last plan of those under limits of the model that are set anew, and a bound of the time by the model.
 
-    ``held``: the bytes that the quickest plan holds, which are too many.
+    ``peak_bytes``: the bytes that the quickest plan holds, which are too many.
     """
     over, bound = quickest.memory, inf  # bytes by the model that are too many
-    allowed = over * limit / held * (1 + _TIE)
+    allowed = over * limit / peak_bytes * (1 + _TIE)
     for _ in range(_ROUNDS):
         smallest = False
         try:
@@ -166,11 +166,11 @@ def _limited(
             plan = search.best(allowed := error.least * _MORE)
         if plan in recorded:
             break
-        held, fit = recorded.held(plan), recorded.fit
+        peak_bytes, fit = recorded.peak_of(plan), recorded.fit
         bound = min(bound, plan.bound)
-        guess = plan.memory * limit / max(held, 1) * (1 + _TIE)
-        if held <= limit:
-            if held > _ENOUGH * limit:
+        guess = plan.memory * limit / max(peak_bytes, 1) * (1 + _TIE)
+        if peak_bytes <= limit:
+            if peak_bytes > _ENOUGH * limit:
                 break
             allowed = guess if guess < over else (plan.memory + over) / 2
         elif smallest:  # the smallest plan by the model; another plan may hold less

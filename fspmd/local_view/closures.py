@@ -135,7 +135,7 @@ def held_tensors(function: Any, of_modules: bool = True) -> Iterator[Tensor]:
     return (x for _, x in _named_tensors(function, of_modules))
 
 
-def held_values(function: Any) -> list[tuple[str, Any]]:
+def captured_values(function: Any) -> list[tuple[str, Any]]:
     """Return the invariant tensors of `held_tensors` and the numbers that the function itself holds, sorted by names.
 
     >>> rate, weights = 0.5, {"w": torch.ones(2)}
@@ -143,17 +143,17 @@ def held_values(function: Any) -> list[tuple[str, Any]]:
     [('rate', 0.5), ("weights['w']", tensor([1., 1.]))]
     """
     tensors = [(name, x) for name, x in _named_tensors(function, True) if get_variance(x) is INVARIANT]
-    held: list[tuple[str, Any]] = []
+    values: list[tuple[str, Any]] = []
     inner = function
     while not isinstance(inner, FunctionType) or hasattr(inner, "__wrapped__"):
         if isinstance(inner, functools.partial):
-            held += _bound_by(inner)
+            values += _bound_by(inner)
             inner = inner.func
         elif (inner := getattr(inner, "__wrapped__", getattr(inner, "__func__", None))) is None:
             break
     if inner is not None:
-        held += _held_by(inner)
-    numbers = [(name, x) for name, x in held if isinstance(x, (int, float, complex))]
+        values += _captured_by(inner)
+    numbers = [(name, x) for name, x in values if isinstance(x, (int, float, complex))]
     return sorted([*tensors, *numbers], key=lambda named: named[0])
 
 
@@ -187,15 +187,15 @@ def _named_tensors(function: Any, of_modules: bool, of_buffers: bool = True) -> 
                 stack += _attributes(owner, value.__self__, value.__func__)
         elif isinstance(value, FunctionType):
             if value is function or value.__module__ == module:
-                held = _held_by(value)
-                stack += held
+                rows = _captured_by(value)
+                stack += rows
                 if of_modules:
-                    stack += [row for name_of, x in held for row in _attributes(name_of, x, value)]
+                    stack += [row for name_of, x in rows for row in _attributes(name_of, x, value)]
         elif isinstance(value, (list, tuple, dict)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             stack += [(f"{name}[{_key_text(key, i)}]", x) for i, (key, x) in enumerate(items)]
         elif isinstance(inner := _own(value).get("__wrapped__"), FunctionType):  # `Jitted`, `functools.cache`
-            stack += _held_by(inner)
+            stack += _captured_by(inner)
         elif value is home and isinstance(method := type(value).__call__, FunctionType):
             stack.append((name, MethodType(method, value)))
 
@@ -206,24 +206,24 @@ def _attributes(name: str, x: Any, function: FunctionType) -> list[tuple[str, An
     kind = type(x)
     if kind.__module__ != function.__module__ or isinstance(x, (type, torch.nn.Module)):
         return []
-    own, found = _own(x), []
+    own, rows = _own(x), []
     for attribute in (*_attributes_of(function.__code__), "__call__"):
         if attribute in own:
-            found.append((f"{name}.{attribute}", own[attribute]))
+            rows.append((f"{name}.{attribute}", own[attribute]))
             continue
         method = next((vars(each)[attribute] for each in kind.__mro__ if attribute in vars(each)), None)
         if isinstance(method, FunctionType):
-            found.append((f"{name}.{attribute}", MethodType(method, x)))
-    return found
+            rows.append((f"{name}.{attribute}", MethodType(method, x)))
+    return rows
 
 
 def _own(x: Any) -> dict[str, Any]:
     """Return the attributes of an object itself. None of its code runs, as ``getattr`` would let it."""
     try:
-        found: dict[str, Any] = object.__getattribute__(x, "__dict__")
+        attributes: dict[str, Any] = object.__getattribute__(x, "__dict__")
     except AttributeError:
         return {}
-    return found
+    return attributes
 
 
 def _key_text(key: Any, place: int) -> str:
@@ -231,15 +231,15 @@ def _key_text(key: Any, place: int) -> str:
     return repr(key) if isinstance(key, str) or (isinstance(key, int) and key < 1 << 32) else f"key {place}"
 
 
-def _held_by(function: FunctionType) -> list[tuple[str, Any]]:
+def _captured_by(function: FunctionType) -> list[tuple[str, Any]]:
     """Return the values that a function closes over, its defaults, and the globals that it names."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    closed = [(name, cell.cell_contents) for name, cell in cells if cell != CellType()]
+    captured = [(name, cell.cell_contents) for name, cell in cells if cell != CellType()]
     globals_ = [(name, function.__globals__[name]) for name in _globals_of(code) if name in function.__globals__]
     defaults = function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    return [*closed, *globals_, *zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
+    return [*captured, *globals_, *zip(names, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
 
 
 def _bound_by(function: functools.partial[Any]) -> list[tuple[str, Any]]:

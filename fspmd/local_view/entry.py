@@ -41,8 +41,8 @@ def argument_failure(
             return holds_all_ranks(str(label))
     elif not isinstance(leaf, Tensor):
         return Failure(f"{label} is {described(leaf)}, not a tensor; {_as_tensor(leaf)}", ArgumentError)
-    elif found := misfit(leaf):
-        return Failure(f"{label} is {found[0]}", ArgumentError, found[1])
+    elif problem := misfit(leaf):
+        return Failure(f"{label} is {problem[0]}", ArgumentError, problem[1])
     return spec_failure(leaf, partition, label, body, outer_axes)
 
 

@@ -27,7 +27,7 @@ from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import recorder
 from fspmd.transport import Options
-from fspmd.transport.frame import Frame, frame, groups
+from fspmd.transport.frame import Frame, frame_over, groups
 from fspmd.transport.local_tensor import BLOCKS, block_type, blocks_of, frame_of, held_frame, is_borrowed, is_uneven
 from fspmd.trees import Label
 from fspmd.variance import (
@@ -93,17 +93,17 @@ class Exits:
         if failures := [failure for failure in results if failure is not None]:
             refuse(self._header, failures)
 
-    def apart(self, leaves: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def unshared(self, leaves: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Return leaves, with copies in place of those that share memory with a value that they must not change."""
-        apart, memory = list(leaves), list(map(_memory, leaves))
+        separate, memory = list(leaves), list(map(_memory, leaves))
         for j in self._outside:
-            apart[j] = copied(leaves[j])
+            separate[j] = copied(leaves[j])
         for i, places in self._lent:
             lent = _memory(args[i])
             for j in places:
-                if lent is not None and memory[j] == lent and apart[j] is leaves[j]:
-                    apart[j] = copied(leaves[j])
-        return apart
+                if lent is not None and memory[j] == lent and separate[j] is leaves[j]:
+                    separate[j] = copied(leaves[j])
+        return separate
 
     def leave(self, leaves: list[Any]) -> list[Any]:
         """Convert leaves that have been checked."""
@@ -129,8 +129,8 @@ def result_failure(x: Any, partition: P, path: object, body: Body, outer_axes: f
     """Return the failure of a result under its spec, or None."""
     if type(x) not in BLOCKS and not is_plain(x):
         return _kind_failure(x, partition, path)
-    if found := misfit(x):
-        return Failure(f"{path} is {found[0]}, but a body returns blocks", ArgumentError, found[1])
+    if problem := misfit(x):
+        return Failure(f"{path} is {problem[0]}, but a body returns blocks", ArgumentError, problem[1])
     if failure := spec_failure(x, partition, path, body, outer_axes):
         return failure
     return _type_failure(x, partition, path, body.axes - outer_axes) if body.checked else None
@@ -177,8 +177,8 @@ def _type_failure(x: Tensor, partition: P, path: object, inner: frozenset[str]) 
             text = f"{shown()} is not {word} over {quoted(sorted(missing))}, but its spec {partition!r} says so"
             axis = as_axis_name(sorted(missing))
             return Failure(text, VarianceError, _BECOME["varying" if missing & variance.varying else word].format(axis))
-    held = held_frame(x)
-    if held is not None and (untyped := set(held.axes) & inner - variance.varying - variance.unreduced):
+    frame = held_frame(x)
+    if frame is not None and (untyped := set(frame.axes) & inner - variance.varying - variance.unreduced):
         text = f"{shown()} has another value on each rank over {quoted(sorted(untyped))}, which its type does not say"
         return Failure(text, VarianceError, _UNTYPED)
     return None
@@ -225,15 +225,15 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
     share = None
     if not body.checked and (absent := body.mesh.ordered(body.axes - outer_axes - partition.mentioned)):
         share = call("leave_unchecked", body.mesh, absent, Options(factor=1 / body.mesh.axis_size(absent)))
-    held = frame(body.mesh, partition.axes | partition.unreduced) if simulated else None
-    kind: Any = block_type(held)
+    frame = frame_over(body.mesh, partition.axes | partition.unreduced) if simulated else None
+    kind: Any = block_type(frame)
     has_frame, checked = kind is not Tensor, body.checked
 
     def known(x: Any) -> Any:
         """Convert the common case: a block of the right type and frame, and of a shape seen before."""
         if type(x) is not kind or body.uneven or (share is not None and (simulated or _needs_gradient(x))):
             return None
-        if has_frame and (x.frame is not held or x.uneven or x.borrowed):
+        if has_frame and (x.frame is not frame or x.uneven or x.borrowed):
             return None
         if checked and (getattr(x, ATTRIBUTE, None) or getattr(x._base, ATTRIBUTE, INVARIANT)) is not target:
             return None
@@ -252,8 +252,8 @@ def make_exit(partition: P | None, body: Body, outer_axes: frozenset[str], neste
                 x = copied(x) if widened and not nested else x
         elif share is not None and (simulated or _needs_gradient(x)):
             x = set_variance(apply(x, share), get_variance(x))
-        if held is not None and not nested:
-            x = _held(x, held, body)
+        if frame is not None and not nested:
+            x = _in_frame(x, frame, body)
         uneven = is_uneven(x) if simulated else body.uneven
         if nested and (not uneven or (not body.uneven and _even_along(x, partition.axes))):
             return _in_outer_body(x, partition, body)
@@ -287,8 +287,8 @@ def in_memory_of(leaves: Sequence[Any], tensors: Iterable[Tensor]) -> list[int]:
     """Return the places of results that lie in the memory of some tensors. A recorder knows it of fake ones."""
     mode = recorder()
     memory = _memory if mode is None else lambda x: None if _memory(x) is None else mode.memory(x)
-    found = {memory(x) for x in tensors} - {None}
-    return [i for i, x in enumerate(leaves) if memory(x) in found]
+    memories = {memory(x) for x in tensors} - {None}
+    return [i for i, x in enumerate(leaves) if memory(x) in memories]
 
 
 def _needs_gradient(x: Tensor) -> bool:
@@ -315,20 +315,20 @@ def _typed(x: Tensor, target: Variance, body: Body, outer_axes: frozenset[str]) 
     return x
 
 
-def _held(x: Tensor, held: Frame, body: Body) -> Tensor:
+def _in_frame(x: Tensor, frame: Frame, body: Body) -> Tensor:
     """Give a simulated result the frame of its spec, in its own memory."""
-    if frame_of(x, body.mesh) is held and not is_borrowed(x):
+    if frame_of(x, body.mesh) is frame and not is_borrowed(x):
         return x
     with DisableTorchFunction():
-        return apply(x, call("per_rank", body.mesh, held.axes)).clone()
+        return apply(x, call("per_rank", body.mesh, frame.axes)).clone()
 
 
 def _even_along(x: Tensor, axes: frozenset[str]) -> bool:
     """Return whether simulated blocks have one shape along ``axes``. They may differ along axes of enclosing bodies."""
-    held = held_frame(x)
-    if held is None:
+    frame = held_frame(x)
+    if frame is None:
         return False
-    _, table = groups(held, tuple(axis for axis in held.axes if axis in axes))
+    _, table = groups(frame, tuple(axis for axis in frame.axes if axis in axes))
     shapes = [block.shape for block in blocks_of(x)]
     return all(len({shapes[i] for i in group}) == 1 for group in table)
 
@@ -354,7 +354,7 @@ def leave_as(x: Tensor, spec: TensorSpec, body: Body, path: str) -> Tensor:
         x = _typed(x, target, body, frozenset())
     if body.mesh.transport != "simulation":
         return x
-    return _held(x, frame(body.mesh, spec.partition.axes | spec.partition.unreduced), body)
+    return _in_frame(x, frame_over(body.mesh, spec.partition.axes | spec.partition.unreduced), body)
 
 
 def _in_outer_body(x: Tensor, spec: TensorSpec | P, body: Body) -> Tensor:

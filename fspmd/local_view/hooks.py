@@ -177,11 +177,11 @@ def _bind_zeros(out: Any, args: tuple[Any, ...]) -> Any:
 def zeros_later(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a function that makes zeros like ``x``, and does not keep ``x`` alive."""
     shapes, dtype, device = [block.shape for block in blocks_of(x)], x.dtype, x.device
-    held = held_frame(x)
+    frame = held_frame(x)
 
     def make() -> torch.Tensor:
         zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        return zeros[0] if held is None else local_tensor(zeros, held)
+        return zeros[0] if frame is None else local_tensor(zeros, frame)
 
     return make
 

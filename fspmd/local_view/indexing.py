@@ -173,12 +173,12 @@ class IndexMode(BodyMode):
             args, kwargs = hold_alike(args, kwargs)
         if func == _SET_DATA and is_simulated(args[1]) and not is_simulated(args[0]):  # torch would read no memory
             shown = describe(args[0].dtype, args[0].shape)
-            raise VarianceError(written_in_place(op.shown, shown, args[1].frame.axes, op.instead))
+            raise VarianceError(written_in_place(op.shown, shown, args[1].frame.axes, op.advice))
         if not UNEVEN or op.backward:
             return func(*args, **kwargs)
-        held = numbers_frame((*args, *kwargs.values()))
-        if held is not None:
+        frame = numbers_frame((*args, *kwargs.values()))
+        if frame is not None:
             if not any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
-                return call_with_numbers(func, args, kwargs, held)
-            args, kwargs = numbers_to_tensors(op.name, args, kwargs, held)
+                return call_with_numbers(func, args, kwargs, frame)
+            args, kwargs = numbers_to_tensors(op.name, args, kwargs, frame)
         return call_uneven(func, args, kwargs, op.pure)

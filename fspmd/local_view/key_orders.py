@@ -66,11 +66,11 @@ def _compare(mesh: Mesh, call: str, order: list[int] | None, leaves: list[str]) 
     known = _seen.setdefault(key, [])
     if digest in known:
         return
-    me, found = world.process_rank(), ""
+    me, told = world.process_rank(), ""
     with contextlib.suppress(RuntimeError):  # the store has ended
         store = store_here("fspmd.key_orders")
-        found = store.compare_set(f"{key}/{len(known)}", "", json.dumps([me, digest, mine])).decode()
-    rank, theirs, first = json.loads(found) if found else (me, digest, mine)
+        told = store.compare_set(f"{key}/{len(known)}", "", json.dumps([me, digest, mine])).decode()
+    rank, theirs, first = json.loads(told) if told else (me, digest, mine)
     if theirs == digest:
         known.append(digest)
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 from fspmd.body import Body, state, usable_mesh
 from fspmd.errors import ArgumentError, AxisError, FspmdError, MeshError, TreeError
 from fspmd.foreign import refuse_foreign
-from fspmd.local_view.closures import held_tensors, held_values
+from fspmd.local_view.closures import captured_values, held_tensors
 from fspmd.local_view.entry import Entry, argument_failure, make_entry, static
 from fspmd.local_view.exit import Exits, in_memory_of, make_exit, result_failure, static_failure
 from fspmd.local_view.key_orders import check_order
@@ -73,12 +73,12 @@ class Plan:
             hear(mesh, f"the order of keys in the arguments of {name}", self.keys)
         for i in self.known:
             hear(mesh, f"{self.labels[i]} of {name}", leaves[i])
-        held = [(f"{label}, which {name} closes over", value) for label, value in held_values(function)]
-        for label, value in held:
+        named_values = [(f"{label}, which {name} closes over", value) for label, value in captured_values(function)]
+        for label, value in named_values:
             hear(mesh, label, value)
         if not self._shares_memory:
             return function
-        shared = [(mesh, label, value) for label, value in held]
+        shared = [(mesh, label, value) for label, value in named_values]
         for i, axes in self.lent.items():
             if copies := mesh.ordered(frozenset(mesh.axis_names) - axes):
                 block = leaves[i].local if isinstance(leaves[i], Sharded) else leaves[i]

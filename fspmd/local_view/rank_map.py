@@ -23,7 +23,7 @@ from fspmd.messages import described
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import python, recorder, step
 from fspmd.transport import transport_named
-from fspmd.transport.frame import Frame, frame
+from fspmd.transport.frame import Frame, frame_over
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.randomness import draw_seed, one_stream
 from fspmd.trees import tree_text
@@ -310,11 +310,11 @@ def _here(fn: Callable[..., Any], leaves: list[Any], treedef: Any, mesh: Mesh, a
 def _simulated(
     fn: Callable[..., Any], leaves: list[Any], treedef: Any, mesh: Mesh, axes: tuple[str, ...], seed: int
 ) -> Any:
-    held = frame(mesh, axes)
-    columns = [unbind(x, held) if isinstance(x, Tensor) else (x,) * held.volume for x in leaves]
+    frame = frame_over(mesh, axes)
+    columns = [unbind(x, frame) if isinstance(x, Tensor) else (x,) * frame.volume for x in leaves]
     rows, outer = [], world.SIMULATED.get()
     try:
-        for i, at in enumerate(held.mesh_coordinates()):
+        for i, at in enumerate(frame.mesh_coordinates()):
             world.SIMULATED.set(mesh.rank_at(at))
             with one_stream(seed, i):
                 rows.append(_called(fn, [column[i] for column in columns], treedef, mesh.device))
@@ -328,17 +328,17 @@ def _simulated(
             f"{tree_text(trees[other])} on rank {other}; return the same structure on all ranks"
         )
     outs = zip(*(row for row, _ in rows), strict=True)
-    return [_bound(column, held) for column in outs], trees[0]
+    return [_bound(column, frame) for column in outs], trees[0]
 
 
-def _bound(column: tuple[Any, ...], held: Frame) -> Any:
+def _bound(column: tuple[Any, ...], frame: Frame) -> Any:
     if all(isinstance(x, Tensor) for x in column):
         if other := next((i for i, x in enumerate(column) if x.dtype is not column[0].dtype), 0):
             raise ArgumentError(
                 f"rank_map: the function returned {column[0].dtype} on the first rank, but {column[other].dtype} on "
                 f"rank {other}; return one dtype on all ranks"
             )
-        return bind(column, held)
+        return bind(column, frame)
     if all(type(x) is type(column[0]) and x == column[0] for x in column):
         return column[0]
     raise ArgumentError(

@@ -282,7 +282,7 @@ def _leave(
     if exits is None:
         exits = plan.exits[tree] = plan.make_exits(function, out)  # this checks the results
     if exits.shares:
-        leaves = exits.apart(leaves, blocks)
+        leaves = exits.unshared(leaves, blocks)
     results = exits.converted(leaves) if is_known else exits.leave(leaves)
     return results[0] if tree is Tensor else tuple(results) if type(tree) is int else tree.unflatten(results)
 

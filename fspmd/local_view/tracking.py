@@ -45,7 +45,7 @@ from fspmd.pairs import Call, apply, call
 from fspmd.sharded import Sharded
 from fspmd.torch_internals import ENDED, level_of, transforms_active, untyped_storage
 from fspmd.transport import known_values
-from fspmd.transport.frame import UNEVEN, Frame, frame
+from fspmd.transport.frame import UNEVEN, Frame, frame_over
 from fspmd.transport.randomness import draw_seed, one_stream
 from fspmd.transport.simulation import draw_per_rank
 from fspmd.variance import (
@@ -321,7 +321,7 @@ class Tracker(BodyMode):
                 tuple(hold_each(args, copies)),
                 dict(zip(kwargs, hold_each(kwargs.values(), copies), strict=True)),
             )
-            with draw_per_rank(frame(body.mesh, axes), seed):
+            with draw_per_rank(frame_over(body.mesh, axes), seed):
                 return func(*args, **kwargs)
         index = int(body.transport.index(body.mesh, axes))
         with one_stream(seed, index):

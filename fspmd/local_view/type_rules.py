@@ -131,7 +131,7 @@ def check_writes(
     for target in written_operands(func, op, args, kwargs):
         have = get_variance(target)
         if missing := result.varying - have.varying:
-            raise VarianceError(written_in_place(op.shown, show(target), missing, op.instead))
+            raise VarianceError(written_in_place(op.shown, show(target), missing, op.advice))
         known = borrowed.get(storage_of(target)) if borrowed else None
         if getattr(target, BORROWED, False) or (known is not None and have is not known[1]):
             raise VarianceError(WRITTEN_CAST.format(op.shown))
@@ -143,7 +143,7 @@ def refuse_branch(op: Traits, tensors: list[Tensor], variance: Variance) -> NoRe
     x = next(x for x in reversed(tensors) if get_variance(x).varying)  # sizes and places come after what is cut
     with DisableTorchFunction():
         shown = describe(x.dtype, x.shape).replace(", ", ",")
-    raise VarianceError(one_python_value(op.shown, shown, variance.varying, op.instead))
+    raise VarianceError(one_python_value(op.shown, shown, variance.varying, op.advice))
 
 
 def refuse_shared_draw(op: Traits, axes: frozenset[str]) -> NoReturn:

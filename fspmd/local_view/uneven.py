@@ -55,29 +55,29 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _SYMBOLS = frozenset(SYMBOLS)
 
 
-def numbers_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
+def numbers_frame(values: Iterable[Any], frame: Frame | None = None) -> Frame | None:
     """Returns the frame of the numbers that differ from rank to rank, in lists and slices too; None without any."""
     for value in values:
         kind = type(value)
         if kind in _SYMBOLS:
             if isinstance(value.node, LocalInt):
-                held = value.node.frame if held is None else union(held, value.node.frame)
+                frame = value.node.frame if frame is None else union(frame, value.node.frame)
         elif kind is list or kind is tuple or kind is torch.Size:
-            held = numbers_frame(value, held)
+            frame = numbers_frame(value, frame)
         elif kind is slice:
-            held = numbers_frame((value.start, value.stop, value.step), held)
-    return held
+            frame = numbers_frame((value.start, value.stop, value.step), frame)
+    return frame
 
 
-def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> Any:
+def call_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame) -> Any:
     """Calls a function without tensors, such as ``torch.zeros(x.shape)``, once per rank."""
     if func.__name__.lstrip("_").startswith("sym_"):  # arithmetic on sizes, which `LocalInt` has
         return func(*args, **kwargs)
     with outside_transforms():
-        return call_per_rank(func, args, kwargs, held, draws=True)
+        return call_per_rank(func, args, kwargs, frame, draws=True)
 
 
-def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> tuple[Any, Any]:
+def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame) -> tuple[Any, Any]:
     """Makes 0-d tensors of the numbers that take part in arithmetic (``x * n``). Sizes stay numbers."""
     dtypes = [value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     dtype = next((d for d in dtypes if d.is_floating_point), torch.get_default_dtype())
@@ -87,7 +87,7 @@ def numbers_to_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any],
             return value
         kind = dtype if type(value) is torch.SymFloat else None
         with outside_transforms():
-            return local_tensor([torch.tensor(v, dtype=kind) for v in value.node.at(held)], held)
+            return local_tensor([torch.tensor(v, dtype=kind) for v in value.node.at(frame)], frame)
 
     return (
         tuple(converted(place, value) for place, value in enumerate(args)),
@@ -122,13 +122,13 @@ def call_uneven(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pure: 
     autograd follows it, or if it needs plain sizes.
     """
     values = (*args, *kwargs.values())
-    held = uneven_frame(values, numbers_frame(values))
-    if held is None:
+    frame = uneven_frame(values, numbers_frame(values))
+    if frame is None:
         return func(*args, **kwargs)
     followed = torch.is_grad_enabled() and any(differentiated(x, forward=True) for x in tensors_in(values))
     if pure and followed and (out := _rank_by_rank(func, args, kwargs)) is not NotImplemented:
         return out
-    name, copies = _name_of(func), _copied_per_rank(held, args, kwargs)
+    name, copies = _name_of(func), _copied_per_rank(frame, args, kwargs)
     try:
         with _SizesApart() if forward_ad._current_level >= 0 else nullcontext():
             return parted(func, name, *copies) if followed and name in PARTS else func(*copies[0], **copies[1])
@@ -150,10 +150,10 @@ class _SizesApart(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        held = numbers_frame((*args, *kwargs.values()))
-        if held is None or block_type(held) in types:
+        frame = numbers_frame((*args, *kwargs.values()))
+        if frame is None or block_type(frame) in types:
             return func(*args, **kwargs)
-        return call_per_rank(torch.zeros if facts_of(func).absent else func, args, kwargs, held)
+        return call_per_rank(torch.zeros if facts_of(func).absent else func, args, kwargs, frame)
 
 
 _COMPARISONS: Final = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # torch compares with numbers as they are
@@ -165,20 +165,20 @@ def _name_of(func: Any) -> str:
 
 def hold_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Gives all operands a block per rank where one has it: the call writes into values that it makes of them."""
-    held = common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), None)
-    if held is None:
+    frame = common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), None)
+    if frame is None:
         return args, kwargs
-    return _copied_per_rank(held, args, kwargs)
+    return _copied_per_rank(frame, args, kwargs)
 
 
 def per_rank_like(x: Tensor, like: Tensor) -> Tensor:
     """Gives a cotangent a block for each rank that has a block of the output: torch takes sizes from the cotangent."""
-    held = held_frame(unwrapped(like))
-    return x if held is None else next(hold_each((x,), call("per_rank", held.mesh, held.axes)))
+    frame = held_frame(unwrapped(like))
+    return x if frame is None else next(hold_each((x,), call("per_rank", frame.mesh, frame.axes)))
 
 
-def _copied_per_rank(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    copies = call("per_rank", held.mesh, held.axes)
+def _copied_per_rank(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    copies = call("per_rank", frame.mesh, frame.axes)
     return tuple(hold_each(args, copies)), dict(zip(kwargs, hold_each(kwargs.values(), copies), strict=True))
 
 
@@ -211,62 +211,66 @@ def _rank_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     Returns NotImplemented where a result is a view, which would lose its base. So too where hooks on the result must
     see a gradient that comes through its own derivative, and torch can differentiate the blocks of all ranks at once.
     """
-    held = common_frame(map(unwrapped, tensors_in((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values())))
-    assert held is not None  # an uneven block or number is among the arguments
+    frame = common_frame(
+        map(unwrapped, tensors_in((*args, *kwargs.values()))), numbers_frame((*args, *kwargs.values()))
+    )
+    assert frame is not None  # an uneven block or number is among the arguments
     way: Way = "rank by rank"
     if torch.is_grad_enabled() and not is_transformed():
-        way = way_of(func, args, kwargs, functools.partial(_of_first, held), functools.partial(_copied_per_rank, held))
+        way = way_of(
+            func, args, kwargs, functools.partial(_of_first, frame), functools.partial(_copied_per_rank, frame)
+        )
     if way == "at once":
         return NotImplemented
     results = []
-    for row, named in _rows(held, args, kwargs):
+    for row, named in _rows(frame, args, kwargs):
         out = func(*row, **named)
         if not _storages((out,)).isdisjoint(_storages((*row, *named.values()))):
             return NotImplemented
         results.append(out)
-    out = _bound(results, held)
+    out = _bound(results, frame)
     return without_hooks(out, _name_of(func)) if way == "without hooks" else out
 
 
 def _rows(
-    held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Yields the arguments of each rank."""
-    columns = [_rank_column(value, held) for value in (*args, *kwargs.values())]
+    columns = [_rank_column(value, frame) for value in (*args, *kwargs.values())]
     for row in zip(*columns, strict=True):
         yield row[: len(args)], dict(zip(kwargs, row[len(args) :], strict=True))
 
 
-def _of_first(held: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    return next(_rows(held, args, kwargs))
+def _of_first(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return next(_rows(frame, args, kwargs))
 
 
-def _rank_column(value: Any, held: Frame) -> Sequence[Any]:
+def _rank_column(value: Any, frame: Frame) -> Sequence[Any]:
     if isinstance(value, Tensor):
         if not is_simulated(unwrapped(value)):
             if not differentiated(value, forward=True):
-                return (value,) * held.volume
-            value = apply(value, call("per_rank", held.mesh, held.axes))  # each rank's gradient is its own
-        return unbind(value, held)
+                return (value,) * frame.volume
+            value = apply(value, call("per_rank", frame.mesh, frame.axes))  # each rank's gradient is its own
+        return unbind(value, frame)
     if type(value) in (list, tuple, torch.Size):
-        columns = [_rank_column(one, held) for one in value]
+        columns = [_rank_column(part, frame) for part in value]
         kind = list if type(value) is list else tuple
-        return [kind(row) for row in zip(*columns, strict=True)] if columns else [value] * held.volume
-    return value.node.at(held) if type(value) in _SYMBOLS else (value,) * held.volume
+        return [kind(row) for row in zip(*columns, strict=True)] if columns else [value] * frame.volume
+    return value.node.at(frame) if type(value) in _SYMBOLS else (value,) * frame.volume
 
 
 def _storages(values: Iterable[Any]) -> set[int]:
     return set(map(storage_of, tensors_in(values)))
 
 
-def _bound(results: list[Any], held: Frame) -> Any:
+def _bound(results: list[Any], frame: Frame) -> Any:
     first = results[0]
     if isinstance(first, Tensor):
-        return bind(tuple(results), held)
+        return bind(tuple(results), frame)
     if isinstance(first, (list, tuple)):
         if len({len(result) for result in results}) > 1:
             raise VarianceError("a torch function gave a different number of tensors on different ranks; use rank_map")
-        return type(first)([_bound(list(column), held) for column in zip(*results, strict=True)])
+        return type(first)([_bound(list(column), frame) for column in zip(*results, strict=True)])
     return first if all(result == first for result in results) else NotImplemented
 
 
@@ -282,16 +286,16 @@ def hold_each(values: Iterable[Any], copies: Call) -> Iterator[Any]:
             yield value
 
 
-def uneven_frame(values: Iterable[Any], held: Frame | None = None) -> Frame | None:
+def uneven_frame(values: Iterable[Any], frame: Frame | None = None) -> Frame | None:
     """Returns the common frame of the uneven blocks among the values, or None."""
     for x in map(unwrapped, tensors_in(values)):
         if is_uneven(x) and (own := held_frame(x)) is not None:
-            held = own if held is None else union(held, own)
-    return held
+            frame = own if frame is None else union(frame, own)
+    return frame
 
 
 def rank_number(x: Tensor) -> Any:
     """Returns a 0-d integer tensor as a Python int; in a simulation, one that has a value per rank."""
     with DisableTorchFunction():
-        held = held_frame(x)
-        return int(x) if held is None else local_int(held, [int(block) for block in blocks_of(x)])
+        frame = held_frame(x)
+        return int(x) if frame is None else local_int(frame, [int(block) for block in blocks_of(x)])

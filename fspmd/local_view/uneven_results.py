@@ -182,8 +182,8 @@ def _unbound_zeros(like: Tensor, shape: Sequence[Any]) -> Tensor:
 
 def _sized(func: Function, *args: Any, **options: Any) -> Tensor:
     """Calls a function of sizes, which may differ from rank to rank."""
-    held = common_frame(args, None)
-    out: Tensor = func(*args, **options) if held is None else call_per_rank(func, args, options, held)
+    frame = common_frame(args, None)
+    out: Tensor = func(*args, **options) if frame is None else call_per_rank(func, args, options, frame)
     return out
 
 

@@ -348,14 +348,14 @@ class Grid:
         [(0, 2, 1, 3)]
         """
         names = self._names(axes, "groups({!r})")
-        found: list[tuple[int, ...]] | None = self._cache.get(("groups", names))
-        if found is None:
+        known: list[tuple[int, ...]] | None = self._cache.get(("groups", names))
+        if known is None:
             starts = concat(*self._layouts(self._rest(names)).values()).offsets(self._offset)
             group = concat(*self._layouts(names).values())
-            found = [tuple(Ranks(group, start, self._map)) for start in starts]
+            known = [tuple(Ranks(group, start, self._map)) for start in starts]
             if self.size <= _CACHED:
-                self._keep(("groups", names), found)
-        return list(found)
+                self._keep(("groups", names), known)
+        return list(known)
 
     def contains(self, other: Grid) -> bool:
         """True when other is this mesh or a slice of it, through whichever coordinate.
@@ -394,7 +394,7 @@ def lay_out(shape: Mapping[str, int], ranks: Sequence[int]) -> tuple[dict[str, L
         steps = {name: Layout(n, d * ranks.step) for (name, n), d in zip(shape.items(), strides, strict=True)}
         return steps, ranks.start, None
     fits = [fit(ranks[i * stride] for i in range(n)) for n, stride in zip(shape.values(), strides, strict=True)]
-    axes = {name: found[1] for name, found in zip(shape, fits, strict=True) if found is not None}
+    axes = {name: axis_fit[1] for name, axis_fit in zip(shape, fits, strict=True) if axis_fit is not None}
     if len(axes) == len(shape):
         layout = concat(*axes.values())
         if layout.is_nested and all(map(operator.eq, layout.offsets(ranks[0]), ranks)):

@@ -112,11 +112,11 @@ class Layout:
     @property
     def is_nested(self) -> bool:
         """True when each stride is greater than the reach of all smaller ones, so that offsets can be taken apart."""
-        reach = 0
+        span = 0
         for step, size in sorted((step, size) for size, step in self.modes if size > 1):
-            if step <= reach:
+            if step <= span:
                 return False
-            reach += (size - 1) * step
+            span += (size - 1) * step
         return True
 
     def coordinate(self, offset: int) -> tuple[int, ...] | None:

@@ -112,11 +112,11 @@ class Mesh(Grid):
         if names == self.axis_names:
             return self
         own = self.coordinate() or (0,) * len(self.axis_names)
-        found: Mesh | None = self._cache.get(("slice", names, own))
-        if found is None:
-            found = self._derive(self._layouts(names), self._start(names, own))
-            self._keep(("slice", names, own), found)
-        return found
+        part: Mesh | None = self._cache.get(("slice", names, own))
+        if part is None:
+            part = self._derive(self._layouts(names), self._start(names, own))
+            self._keep(("slice", names, own), part)
+        return part
 
     def group_ranks(self, axes: str | tuple[str, ...]) -> tuple[int, ...]:
         """This process's own group over some axes, in the order of :meth:`groups`.
@@ -131,11 +131,11 @@ class Mesh(Grid):
                 f"group_ranks({axes!r}): rank {world.rank()} is no member of {self}: "
                 "ask where mesh.coordinate() is not None only"
             )
-        found: tuple[int, ...] | None = self._cache.get(("group", names, own))
-        if found is None:
-            found = tuple(Ranks(concat(*self._layouts(names).values()), self._start(names, own), self._map))
-            self._keep(("group", names, own), found)
-        return found
+        ranks: tuple[int, ...] | None = self._cache.get(("group", names, own))
+        if ranks is None:
+            ranks = tuple(Ranks(concat(*self._layouts(names).values()), self._start(names, own), self._map))
+            self._keep(("group", names, own), ranks)
+        return ranks
 
     def process_group(self, axes: str | tuple[str, ...]) -> ProcessGroup:
         """This process's group over some axes, made when first used and shared by all meshes with the same ranks there.
@@ -229,10 +229,10 @@ def _check_saved(layouts: Mapping[str, Layout], offset: Any, ranks: Any, transpo
     call = "a saved mesh"
     check_names(layouts, call)
     whole = concat(*layouts.values())
-    reach, overlap = 1, False
+    span, overlap = 1, False
     for size, stride in sorted(whole.modes, key=lambda mode: mode[1]):
         if size > 1:
-            reach, overlap = size * stride, overlap or stride < reach
+            span, overlap = size * stride, overlap or stride < span
     if type(offset) is not int or offset < 0 or overlap or transport not in _TRANSPORTS:
         raise MeshError(
             f"{call} has the layouts {whole!r} from {offset!r} on, and the transport {transport!r}: no mesh"

@@ -99,10 +99,10 @@ def default_device_type() -> str:
         return torch.get_default_device().type
     if not initialised():
         return "cuda" if torch.cuda.is_available() else "cpu"
-    found = backends()
-    if found.get("cuda") == "nccl" and torch.cuda.is_available():
+    backend_of = backends()
+    if backend_of.get("cuda") == "nccl" and torch.cuda.is_available():
         return "cuda"
-    return "cpu" if "cpu" in found else next(iter(found))
+    return "cpu" if "cpu" in backend_of else next(iter(backend_of))
 
 
 #: devices of which a process has one; made once, since each new value asks for its device

@@ -262,7 +262,7 @@ class Placed:
         return frozenset(last.values())
 
     @property
-    def on_blocks(self) -> OnBlocks | None:
+    def block_style(self) -> OnBlocks | None:
         """The style by which a module's forward runs on blocks."""
         return next((style for style in reversed(self.styles.values()) if isinstance(style, OnBlocks)), None)
 

@@ -215,7 +215,7 @@ def _parameters_of(forward: Any) -> tuple[tuple[str, ...], bool]:
 def hook(owner: nn.Module, placed: Placed, plan: ParallelPlan, stack: ExitStack) -> None:
     """Apply styles to a module until the stack ends."""
     names, _ = _parameters_of(getattr(owner.forward, "__func__", owner.forward))
-    if (style := placed.on_blocks) is not None and style.axis is not None:
+    if (style := placed.block_style) is not None and style.axis is not None:
         run_on_blocks(owner, style.axis, style.result, placed.mesh, stack)
 
     before = functools.partial(_lay_out_arguments, plan, placed, names)

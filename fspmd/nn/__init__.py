@@ -14,7 +14,7 @@ from fspmd.nn.masks import Causal, Documents, Full, Mask, Prefix, SlidingWindow
 from fspmd.nn.muon import muon
 from fspmd.nn.optimizers import Optimizer, adafactor, adamw, with_master
 from fspmd.nn.parameters import Precision, gathered
-from fspmd.nn.parts import PartialAttention, merge, merge_over, nothing
+from fspmd.nn.parts import PartialAttention, empty_part, merge, merge_over
 from fspmd.nn.pipelines import pipeline
 from fspmd.nn.sampling import greedy, sample
 from fspmd.nn.schedules import (
@@ -61,6 +61,7 @@ __all__ = [
     "contiguous",
     "dispatch",
     "dual_pipe_v",
+    "empty_part",
     "experts",
     "gathered",
     "gathered_attention",
@@ -71,7 +72,6 @@ __all__ = [
     "merge",
     "merge_over",
     "muon",
-    "nothing",
     "one_f_one_b",
     "own_heads",
     "pipeline",

@@ -219,12 +219,12 @@ def accumulate(
         total, count, sums, treedef, dtype = None, None, [], optree.tree_structure(whole, is_leaf=is_sharded), None
         beside: Any = None
         for microbatch in microbatches:
-            (one, (items, narrow, aux)), parts = one_step(whole, microbatch)
+            (share, (items, narrow, aux)), parts = one_step(whole, microbatch)
             if total is None:
-                total, count, dtype, beside = one, items, narrow.dtype, _summands(aux)
+                total, count, dtype, beside = share, items, narrow.dtype, _summands(aux)
                 sums = [cast_terms(part, wide or part.dtype) for part in treedef.flatten_up_to(parts)]
             else:
-                total, count = total + one, count + items
+                total, count = total + share, count + items
                 beside = _added(beside, aux)
                 parts = treedef.flatten_up_to(parts)
                 sums = [s + cast_terms(g, s.dtype) for s, g in zip(sums, parts, strict=True)]

@@ -91,8 +91,8 @@ def checked(function: Callable[Q, R]) -> Callable[Q, R]:
     """
     parameters = inspect.signature(function).parameters
     names: dict[str, Any] = inspect.unwrap(function).__globals__
-    found = {name: _kinds(p.annotation, names) for name, p in parameters.items()}
-    kinds = {name: kind for name, kind in found.items() if kind is not None}
+    kinds_of = {name: _kinds(p.annotation, names) for name, p in parameters.items()}
+    kinds = {name: kind for name, kind in kinds_of.items() if kind is not None}
     axes = {name for name, p in parameters.items() if "Axes" in str(p.annotation)}
     places = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     what = function.__qualname__.rpartition("<locals>.")[2]
@@ -173,10 +173,10 @@ def _value(annotation: str, names: Mapping[str, Any]) -> Any:
 def _flat(kind: Any) -> tuple[Kind, ...] | None:
     if get_origin(kind) is Annotated:
         base, note = get_args(kind)
-        return tuple((one, note) for one, _ in _flat(base) or ())
+        return tuple((entry, note) for entry, _ in _flat(base) or ())
     if get_origin(kind) in (Union, types.UnionType):
         parts = [_flat(part) for part in get_args(kind)]
-        return None if None in parts else tuple(dict.fromkeys(one for part in parts for one in part or ()))
+        return None if None in parts else tuple(dict.fromkeys(entry for part in parts for entry in part or ()))
     kind = get_origin(kind) or kind
     if kind is None:
         return ((types.NoneType, None),)

@@ -40,7 +40,7 @@ class Way(Protocol):
         """The part of all keys."""
 
     def backward(
-        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: Any, kept_grads: Any, /
+        self, grad: PartGradient, operands: Triple, merged: PartialAttention, allowed: Any, kept_grads: Any, /
     ) -> Any:
         """The gradients of query, key and value, wide. ``operands`` has what was kept of keys and values."""
 
@@ -164,9 +164,9 @@ class OneBlock:
         return Met(block.forward(operands, BlockOptions(allowed, self.scale, self.alone)), ())
 
     def backward(
-        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: Tensor | None, kept_grads: Any
+        self, grad: PartGradient, operands: Triple, merged: PartialAttention, allowed: Tensor | None, kept_grads: Any
     ) -> Triple:
-        return block.backward(grad, operands, whole, BlockOptions(allowed, self.scale, self.alone))
+        return block.backward(grad, operands, merged, BlockOptions(allowed, self.scale, self.alone))
 
 
 def _check_allowed(allowed: Tensor, shape: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fspmd.nn import kernels
 from fspmd.nn.kernels import BlockOptions, mask_of, scale_of
-from fspmd.nn.parts import PartGradient, PartialAttention, Triple, closed, nothing, wide
+from fspmd.nn.parts import PartGradient, PartialAttention, Triple, empty_part, normaliser, wide
 from fspmd.torch_internals import forward_ad, transforms_active
 
 
@@ -18,7 +18,7 @@ def forward(operands: Triple, options: BlockOptions) -> PartialAttention:
     """`attend_block` without checks and without gradients."""
     query, key, value = operands
     if not key.shape[-2]:
-        return nothing(query, value.shape[-1])
+        return empty_part(query, value.shape[-1])
     with_tangents = forward_ad._current_level >= 0  # which kernels and writes do not have
     part = None if with_tangents else kernels.forward(operands, options)
     if part is not None:
@@ -28,26 +28,26 @@ def forward(operands: Triple, options: BlockOptions) -> PartialAttention:
     top = scores.detach().amax(-1, keepdim=True)
     top = top.where(top != -torch.inf, 0)
     weights = (scores - top).exp() if with_tangents else scores.sub_(top).exp_()
-    divisor, lse = closed(top, weights.sum(-1, keepdim=True))
+    divisor, lse = normaliser(top, weights.sum(-1, keepdim=True))
     out = _grouped(weights @ value[..., None, :, :]) / _grouped(divisor)
     return PartialAttention(out, _grouped(lse)[..., 0])
 
 
-def backward(grad: PartGradient, operands: Triple, whole: PartialAttention, options: BlockOptions) -> Triple:
+def backward(grad: PartGradient, operands: Triple, merged: PartialAttention, options: BlockOptions) -> Triple:
     """The gradients of query, key and value that come from some keys. Those of a kernel are not wide.
 
-    ``whole`` is the part of all keys that the queries see, of which these may be a few: the gradients of several sets
+    ``merged`` is the part of all keys that the queries see, of which these may be a few: the gradients of several sets
     of keys then add up to those of the whole.
     """
-    lse = whole.lse.where(whole.lse != -torch.inf, torch.inf)  # a query that sees nothing has weights of 0
+    lse = merged.lse.where(merged.lse != -torch.inf, torch.inf)  # a query that sees nothing has weights of 0
     followed = torch.is_grad_enabled() and any(x.requires_grad for x in (grad.out, *operands))
     if not (followed or transforms_active()) and grad.lse is None:
-        found = kernels.backward(grad.out, operands, PartialAttention(whole.out, lse), options)
-        if found is not None:
-            return found
+        gradients = kernels.backward(grad.out, operands, PartialAttention(merged.out, lse), options)
+        if gradients is not None:
+            return gradients
     query, key, value, out_grad = (x.to(wide(x)) for x in (*operands, grad.out))
     groups = key.shape[-3], query.shape[-3] // key.shape[-3]
-    drop = PartGradient(out_grad, grad.lse).sums(whole.out)
+    drop = PartGradient(out_grad, grad.lse).sums(merged.out)
     out_grad = out_grad.unflatten(-3, groups)
     weights = _scores(query, key, options).sub(lse.unflatten(-2, groups)[..., None]).exp_()
     scores_grad = (out_grad @ value[..., None, :, :].mT).sub(drop.unflatten(-2, groups)[..., None]).mul_(weights)

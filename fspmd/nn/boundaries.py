@@ -41,9 +41,9 @@ def boundary_of(
     try:
         return _boundary_on("abstract", *given)
     except MeshError:
-        found: Any = _boundary_on("simulation", *given)
+        boundaries: Any = _boundary_on("simulation", *given)
     mesh = places.stand_in("abstract")  # as of other microbatches
-    boundary, aux = optree.tree_map(lambda x: TensorSpec(mesh, x.partition, x.shape, x.dtype), found)
+    boundary, aux = optree.tree_map(lambda x: TensorSpec(mesh, x.partition, x.shape, x.dtype), boundaries)
     return boundary, aux
 
 
@@ -67,26 +67,26 @@ def _boundary_on(
         return TensorSpec(mesh, without_row(x.spec.partition, cut), x.spec.shape[cut:], x.dtype)
 
     x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
-    found, aux = [], []
+    boundaries, aux = [], []
     for stage, function in enumerate(functions if has_aux else functions[:-1]):
         r = schedule.ranks_of_stages[stage]
         params = treedef.unflatten([seen(leaf, r) for leaf in leaves])
         x, beside = _specs_of(function, params, x, has_aux, stage)
-        found.append(x)
+        boundaries.append(x)
         aux.append(beside)
     law = "pass on one shape, dtype and layout"
-    _check_alike(found[: schedule.stages - 1], "stage", "", ShapeError, law)
+    _check_alike(boundaries[: schedule.stages - 1], "stage", "", ShapeError, law)
     check_one_aux(aux, "stage")
-    return next(iter(found[: schedule.stages - 1]), None), next(iter(aux), None)
+    return next(iter(boundaries[: schedule.stages - 1]), None), next(iter(aux), None)
 
 
-def check_one_aux(found: list[Any], of: str) -> None:
+def check_one_aux(trees: list[Any], of: str) -> None:
     """Raise unless all stages, or all microbatches, return aux alike."""
-    _check_alike(found, of, " as aux", TreeError, "return one tree of one shape, dtype and layout")
+    _check_alike(trees, of, " as aux", TreeError, "return one tree of one shape, dtype and layout")
 
 
-def _check_alike(found: list[Any], of: str, what: str, error: type[FspmdError], law: str) -> None:
-    for i, (before, after) in enumerate(itertools.pairwise(found), 1):
+def _check_alike(values: list[Any], of: str, what: str, error: type[FspmdError], law: str) -> None:
+    for i, (before, after) in enumerate(itertools.pairwise(values), 1):
         if before != after:
             raise error(
                 f"pipeline: {of} {i} returns {after!r}{what}, but {of} {i - 1} returns {before!r}; all of them {law}"

@@ -150,9 +150,9 @@ def _numbers_on_host(x: Tensor) -> list[list[int]]:
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return []
     with DisableTorchFunction(), outside_transforms():
-        found = [block for block in blocks_of(unwrapped(x)) if not isinstance(block, FakeTensor)]
+        blocks = [block for block in blocks_of(unwrapped(x)) if not isinstance(block, FakeTensor)]
         is_mapped = level_of(x) != NO_LEVEL  # by vmap, which adds a dim
-        return [row for block in found for row in (block.reshape(-1, 1) if is_mapped else block[None]).tolist()]
+        return [row for block in blocks for row in (block.reshape(-1, 1) if is_mapped else block[None]).tolist()]
 
 
 def check_layout(

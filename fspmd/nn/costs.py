@@ -54,24 +54,26 @@ def attention_costs(
     sizes = tuple(query.mesh.shape.get(name, 1) for name in axes)
     make: Any = layout if callable(layout) and not isinstance(layout, SequenceLayout) else None
     whole: Any = layout if make is None else make(query.shape[-2], sizes)
-    ways: dict[str, Callable[..., Any]] = {
+    functions: dict[str, Callable[..., Any]] = {
         "ring": functools.partial(ring_attention, axis=axes, layout=whole),
         "gathered": functools.partial(gathered_attention, axis=axes, layout=whole),
         "ulysses": functools.partial(ulysses_attention, axis=axes),
     }
     if axes[1:]:
         of_ring = None if make is None else make(query.shape[-2], sizes[0])
-        ways["ulysses in a ring"] = functools.partial(ulysses_attention, axis=axes[1:], ring=axes[0], layout=of_ring)
+        functions["ulysses in a ring"] = functools.partial(
+            ulysses_attention, axis=axes[1:], ring=axes[0], layout=of_ring
+        )
     specs = query.partition, key.partition, value.partition
-    found = {}
-    for name, way in ways.items():
+    costs = {}
+    for name, way in functions.items():
         call = shard_map(
             lambda q, k, v, way=way: way(q, k, v, mask=mask), mesh=query.mesh, in_specs=specs, out_specs=query.partition
         )
         step = value_and_grad(lambda q, k, v, call=call: call(q, k, v).sum(), argnums=(0, 1, 2))
         try:
-            found[name] = jit(step).lower(query, key, value).cost()
+            costs[name] = jit(step).lower(query, key, value).cost()
         except ShapeError:
             if not name.startswith("ulysses"):  # which alone needs a multiple of the ranks as heads
                 raise
-    return dict(sorted(found.items(), key=lambda pair: pair[1].time))
+    return dict(sorted(costs.items(), key=lambda pair: pair[1].time))

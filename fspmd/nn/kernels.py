@@ -79,9 +79,9 @@ class Kernel:
 
 def forward(operands: Triple, options: BlockOptions) -> PartialAttention | None:
     """The part of the keys, in float32 or float64. None: there is no kernel for these operands."""
-    if (found := _kernel(operands, options)) is None:
+    if (chosen := _kernel(operands, options)) is None:
         return None
-    (kernel, given), (query, _, value), allowed = found, operands, options.allowed
+    (kernel, given), (query, _, value), allowed = chosen, operands, options.allowed
     rows, dtype = query.shape[:-1], wide(query)
     out, lse = kernel.run(given)
     out, lse = _narrowed(out, (*rows, value.shape[-1])).to(dtype), lse.reshape(rows).to(dtype)
@@ -91,15 +91,15 @@ def forward(operands: Triple, options: BlockOptions) -> PartialAttention | None:
     return PartialAttention(out, lse)
 
 
-def backward(out_grad: Tensor, operands: Triple, whole: PartialAttention, options: BlockOptions) -> Triple | None:
-    """The gradients that come from these keys, of any dtype. ``whole.lse`` of a query that sees nothing is inf."""
-    if (found := _kernel(operands, options)) is None:
+def backward(out_grad: Tensor, operands: Triple, merged: PartialAttention, options: BlockOptions) -> Triple | None:
+    """The gradients that come from these keys, of any dtype. ``merged.lse`` of a query that sees nothing is inf."""
+    if (chosen := _kernel(operands, options)) is None:
         return None
-    (kernel, given), (query, key, value) = found, operands
+    (kernel, given), (query, key, value) = chosen, operands
     shape = given.query.shape
     dtype, width = (given.query.dtype, shape[-1]) if kernel.rounds else (wide(query), value.shape[-1])
-    out_grad, out = (_fitting(x, dtype, width) for x in (out_grad, whole.out))
-    grads = kernel.run_backward(given, out_grad, out, whole.lse.reshape(shape[:-1]))
+    out_grad, out = (_fitting(x, dtype, width) for x in (out_grad, merged.out))
+    grads = kernel.run_backward(given, out_grad, out, merged.lse.reshape(shape[:-1]))
     query_grad, key_grad, value_grad = (
         _narrowed(g, (*x.shape[:-3], *g.shape[1:-1], x.shape[-1])) for g, x in zip(grads, operands, strict=True)
     )
@@ -268,8 +268,8 @@ def _efficient_backward(x: Operands, out_grad: Tensor, out: Tensor, lse: Tensor)
     lse = F.pad(lse, (0, -lse.shape[-1] % _ROWS), value=torch.inf).contiguous()
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes out for laid as its own
     seeds, wanted = (_unused(x, torch.int64), _unused(x, torch.int64)), [True, True, True, False]
-    found = aten_efficient_attention_backward(out_grad, *x[:4], out, lse, *seeds, 0.0, wanted, x.causal, scale=x.scale)
-    return found[:3]
+    grads = aten_efficient_attention_backward(out_grad, *x[:4], out, lse, *seeds, 0.0, wanted, x.causal, scale=x.scale)
+    return grads[:3]
 
 
 def _exact(x: Operands) -> tuple[Tensor, Tensor]:

@@ -186,7 +186,7 @@ class _Both(Mask):
         """Whether one is a triangle, and the other is one too, or decides nothing over the span."""
         masks, other = (self.first, self.second), not self.decisive
         some = [mask.is_triangle(span) for mask in masks]
-        return any(some) and all(one or mask.over(span, span) is other for one, mask in zip(some, masks, strict=True))
+        return any(some) and all(same or mask.over(span, span) is other for same, mask in zip(some, masks, strict=True))
 
 
 class AllOf(_Both):

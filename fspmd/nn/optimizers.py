@@ -219,10 +219,10 @@ def leafwise(
 
 def _rate_at(step: Tensor, rate: Rate) -> Any:
     """The learning rate of a step."""
-    found = rate(step) if callable(rate) else rate
-    if not isinstance(found, (Real, Tensor)) or (isinstance(found, Tensor) and found.dim()):
-        raise ArgumentError(f"update got {described(found)} for rate; give it a number, a 0-d tensor, or a function")
-    return found
+    value = rate(step) if callable(rate) else rate
+    if not isinstance(value, (Real, Tensor)) or (isinstance(value, Tensor) and value.dim()):
+        raise ArgumentError(f"update got {described(value)} for rate; give it a number, a 0-d tensor, or a function")
+    return value
 
 
 def check_numbers(what: str, numbers: Iterable[tuple[str, Any, float, float]]) -> None:

@@ -265,15 +265,15 @@ def _of_each(params: Any, leaves: list[Any], specs: Any, of: Callable[[Any, Any]
     """What ``of`` says of each leaf and its spec. Raises an error of all failures."""
     failures: list[Failure] = []
     given = prefix_over(specs, params, "specs", "params", failures, _SPECS)
-    found: list[Any] = []
+    results: list[Any] = []
     for i, (x, spec) in enumerate(zip(leaves, given, strict=False)):
-        one = of(x, spec)
-        if isinstance(one, Failure):
-            failures.append(replace(one, text=f"{leaf_paths(params, 'params')[i]} is {show(x)}{one.text}"))
-        found.append(one)
+        result = of(x, spec)
+        if isinstance(result, Failure):
+            failures.append(replace(result, text=f"{leaf_paths(params, 'params')[i]} is {show(x)}{result.text}"))
+        results.append(result)
     if failures:
         refuse(title, failures)
-    return found
+    return results
 
 
 def _gather(body: Body, x: Tensor, spec: P | TensorSpec | None, axes: tuple[str, ...]) -> _Gather | Failure:

@@ -2,10 +2,10 @@
 
 A part is a pair ``(out, lse)``: the attention to these keys alone, and the logarithm of the sum of the exponentials of
 its scores. `merge` makes of the parts of two sets of keys the part of both. It is associative and commutative, and
-`nothing` is its identity, so parts may come in any order and on any rank. Parts are float32, or float64 if the operands
-are: with bfloat16 operands nothing is rounded between parts, except by kernels of GPUs (`fspmd.nn.kernels`). The method
-is that of Dao et al., "FlashAttention" (NeurIPS 2022), and of Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
-Transformers" (2023).
+`empty_part` is its identity, so parts may come in any order and on any rank. Parts are float32, or float64 if the
+operands are: with bfloat16 operands nothing is rounded between parts, except by kernels of GPUs (`fspmd.nn.kernels`).
+The method is that of Dao et al., "FlashAttention" (NeurIPS 2022), and of Liu, Zaharia and Abbeel, "Ring Attention with
+Blockwise Transformers" (2023).
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class PartGradient(NamedTuple):
 
 
 @checked
-def nothing(query: Tensor, width: int) -> PartialAttention:
+def empty_part(query: Tensor, width: int) -> PartialAttention:
     """The part of no keys, for values of a width. `merge` with it changes nothing."""
     if width < 0 or query.dim() < 1 or not query.is_floating_point():
         raise ArgumentError(
-            f"nothing got {described(query)} of {query.dtype} and the width {width}; give it queries [..., heads, "
+            f"empty_part got {described(query)} of {query.dtype} and the width {width}; give it queries [..., heads, "
             "queries, width] of floats, and a width from 0 on"
         )
     like = query.detach().to(wide(query))
@@ -82,7 +82,7 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     top = torch.maximum(a.lse, b.lse).detach()
     top = top.where(top != -torch.inf, 0)
     weight_a, weight_b = (a.lse - top).exp(), (b.lse - top).exp()
-    total, lse = closed(top, weight_a + weight_b)
+    total, lse = normaliser(top, weight_a + weight_b)
     out = a.out * (weight_a / total)[..., None] + b.out * (weight_b / total)[..., None]
     return PartialAttention(out, lse)
 
@@ -92,11 +92,11 @@ def shares(lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     top = lse.detach().amax(dim, keepdim=True)
     top = top.where(top != -torch.inf, 0)
     weights = (lse - top).exp()
-    total, lse_of_all = closed(top, weights.sum(dim, keepdim=True))
+    total, lse_of_all = normaliser(top, weights.sum(dim, keepdim=True))
     return weights / total, lse_of_all.squeeze(dim)
 
 
-def closed(top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+def normaliser(top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """What divides a sum of weights ``exp(score - top)``, and its ``lse``. Where no key is seen, 1 and -inf."""
     seen = total != 0
     divisor = total.where(seen, 1)
@@ -125,7 +125,7 @@ def merge_over(part: PartialAttention, axis: Axes) -> PartialAttention:
     top = top.where(top != -torch.inf, 0)
     weight = (part.lse - top).exp()
     out, total = psum((part.out * weight[..., None], weight), axis)
-    divisor, lse = closed(top, total)
+    divisor, lse = normaliser(top, total)
     return PartialAttention(out / divisor[..., None], lse)
 
 

@@ -331,9 +331,9 @@ class _Rank:
             y, part, aux = result_of(run.functions[stage](run.treedef.unflatten(params), x), run.has_aux, stage)
             is_last = stage == run.schedule.stages - 1
             roots = [] if is_last else [reshard(y, run.boundaries[m].partition)]
-            for one in (self._loss(y, m), part) if is_last else (part,):
-                if is_sharded(one) or one:
-                    roots.append(self._added(one))
+            for term in (self._loss(y, m), part) if is_last else (part,):
+                if is_sharded(term) or term:
+                    roots.append(self._added(term))
         if run.has_aux:
             aux = optree.tree_map(_summand, aux, is_leaf=is_sharded)
             old = self.aux.get(stage)
@@ -375,9 +375,9 @@ class _Rank:
         if wanted and pairs:
             outs, seeds = zip(*pairs, strict=True)
             values = iter(gradients(outs, wanted, seeds, retain_graph=kind == "I", allow_unused=True))
-        found = [_gradient(t, values) for t in (*to_x, *to_params)]
+        new_gradients = [_gradient(t, values) for t in (*to_x, *to_params)]
         if to_params:
-            new, old = found[len(to_x) :], self.grads.get(stage)
+            new, old = new_gradients[len(to_x) :], self.grads.get(stage)
             if self.run_of.wide is not None:
                 new = [a if a is None else cast_terms(a, self.run_of.wide) for a in new]
             if self.run_of.schedule.microbatches == 1:  # what autograd gives may share memory; sums do not
@@ -385,7 +385,7 @@ class _Rank:
             self.grads[stage] = (
                 new if old is None else [a if a is None else a + b for a, b in zip(old, new, strict=True)]
             )
-        return found[0] if to_x else None
+        return new_gradients[0] if to_x else None
 
 
 def _summand(x: Any) -> Any:

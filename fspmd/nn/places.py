@@ -20,7 +20,7 @@ from fspmd.placement.reshard import reshard
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P, TensorSpec
 from fspmd.transport import Options
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.trees import leaf_paths
 
 
@@ -100,7 +100,7 @@ class Places:
         if not self.simulated:
             return x
         axes = self.mesh.ordered(partition.mentioned - {self.axis})
-        return bind(self._blocks(x, self.mesh, axes, r), frame(self.parts[r], axes))
+        return bind(self._blocks(x, self.mesh, axes, r), frame_over(self.parts[r], axes))
 
     def whole(self, blocks: dict[int, Tensor], partition: P) -> Tensor:
         """The blocks of all positions, as those of a value on the whole mesh."""
@@ -108,17 +108,17 @@ class Places:
             return next(iter(blocks.values()))
         axes = self.mesh.ordered(partition.mentioned - {self.axis})
         columns = {r: iter(self._blocks(x, self.parts[r], axes, 0)) for r, x in blocks.items()}
-        held = frame(self.mesh, self.mesh.ordered({*axes, self.axis}))
-        at = held.axes.index(self.axis)
-        return bind(tuple(next(columns[place[at]]) for place in itertools.product(*map(range, held.sizes))), held)
+        frame = frame_over(self.mesh, self.mesh.ordered({*axes, self.axis}))
+        at = frame.axes.index(self.axis)
+        return bind(tuple(next(columns[place[at]]) for place in itertools.product(*map(range, frame.sizes))), frame)
 
     def _blocks(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], r: int) -> tuple[Tensor, ...]:
         """The simulated blocks of a position. Along axes that are not named they are equal, and one is enough."""
-        held = frame(mesh, mesh.axis_names)
+        frame = frame_over(mesh, mesh.axis_names)
         wanted = [None if name in axes else r if name == self.axis else 0 for name in mesh.axis_names]
         return tuple(
             block
-            for block, place in zip(unbind(x, held), held.mesh_coordinates(), strict=True)
+            for block, place in zip(unbind(x, frame), frame.mesh_coordinates(), strict=True)
             if all(want is None or want == i for want, i in zip(wanted, place, strict=True))
         )
 

@@ -21,7 +21,7 @@ from fspmd.collectives import all_gather, all_to_all, axis_index, ppermute, psum
 from fspmd.entries import blocks
 from fspmd.nn.attention import Met
 from fspmd.nn.masks import Mask
-from fspmd.nn.parts import PartGradient, PartialAttention, Triple, merge, nothing
+from fspmd.nn.parts import PartGradient, PartialAttention, Triple, empty_part, merge
 from fspmd.nn.sequences import Axes, SequenceLayout, on_host
 from fspmd.nn.tiles import Seeing, Tiles, count_of, make_tiles, runs_of
 
@@ -91,8 +91,8 @@ def turns_of(
             return turns
     turns = tiled(count_of(layout.block_length))
     skips = len(turns.tiles) < (1 if gathered else len(layout.cuts)) or any(step.skips for step in turns.tiles.values())
-    one = turns if skips else tiled(1)
-    return one if all(step.is_small for step in one.tiles.values()) else turns
+    uncut = turns if skips else tiled(1)
+    return uncut if all(step.is_small for step in uncut.tiles.values()) else turns
 
 
 def _tiled(axis: Axes, mask: Mask, layout: SequenceLayout, parts: tuple[int, ...], tiles: int, gathered: bool) -> Turns:
@@ -133,26 +133,26 @@ class Ring(_Steps):
     def forward(self, operands: Triple, allowed: None) -> Met:
         """The part of all keys."""
         query, _, value = operands
-        whole, seeing = nothing(query, value.shape[-1]), self._seeing(self.turns.is_one_step)
+        merged, seeing = empty_part(query, value.shape[-1]), self._seeing(self.turns.is_one_step)
         for step, passing, _ in self._passing(operands[1:]):
             part = self.turns.tiles[step].forward((query, *passing), seeing)
-            whole = part if step == self.turns.steps[0] else merge(whole, part)
-        return Met(whole, ())
+            merged = part if step == self.turns.steps[0] else merge(merged, part)
+        return Met(merged, ())
 
     def backward(
-        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: None, kept_grads: tuple[()]
+        self, grad: PartGradient, operands: Triple, merged: PartialAttention, allowed: None, kept_grads: tuple[()]
     ) -> list[Tensor]:
         """The ring once more. The gradients of keys and values travel with them, and come home in the end."""
         grads, seeing, coming = list[Tensor](), self._seeing(self.turns.is_one_step), None
         for step, passing, hop in self._passing(operands[1:]):
-            parts = self.turns.tiles[step].backward(grad, (operands[0], *passing), whole, seeing)
+            parts = self.turns.tiles[step].backward(grad, (operands[0], *passing), merged, seeing)
             if coming is not None:
                 grads[1:] = coming.wait()
             grads = [total + part for total, part in zip(grads, parts, strict=True)] if grads else parts
             coming = ppermute(tuple(grads[1:]), self.turns.axis, self.turns.hop(hop), wait=False) if hop else None
         if coming is not None:
             grads[1:] = coming.wait()
-        return grads or _nothing(operands, whole)
+        return grads or _zero_gradients(operands, merged)
 
     def _passing(self, pair: tuple[Tensor, Tensor]) -> Iterator[tuple[int, tuple[Tensor, Tensor], int]]:
         """Yield each step, the keys and values that a rank has in it, and the places that their gradients go next.
@@ -176,19 +176,19 @@ class Gathered(_Steps):
         """The part of all keys."""
         query, *pair = operands
         keys, values = (all_gather(x, self.turns.axis, axis=x.dim() - 2, tiled=True) for x in pair)
-        whole = nothing(query, values.shape[-1])
+        merged = empty_part(query, values.shape[-1])
         for tiles in self.turns.tiles.values():
-            whole = tiles.forward((query, keys, values), self._seeing(True))
-        return Met(whole, (keys, values))
+            merged = tiles.forward((query, keys, values), self._seeing(True))
+        return Met(merged, (keys, values))
 
     def backward(
-        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: None, kept_grads: Kept
+        self, grad: PartGradient, operands: Triple, merged: PartialAttention, allowed: None, kept_grads: Kept
     ) -> list[Tensor]:
         """The gradients of keys and values are summed wide: bfloat16 sums would lose precision."""
         grads, axis = list[Tensor](), self.turns.axis
         for tiles in self.turns.tiles.values():
-            grads = tiles.backward(grad, operands, whole, self._seeing(not axis))
-        query_grad, *grads = grads or _nothing(operands, whole)
+            grads = tiles.backward(grad, operands, merged, self._seeing(not axis))
+        query_grad, *grads = grads or _zero_gradients(operands, merged)
         totals = _with(grads, kept_grads)
         return [query_grad, *(psum_scatter(g, axis, scatter_dimension=g.dim() - 2, tiled=True) for g in totals)]
 
@@ -211,10 +211,10 @@ class Exchanged:
         return Met(self.way.forward((query, keys, values), None).part, (keys, values))
 
     def backward(
-        self, grad: PartGradient, operands: Triple, whole: PartialAttention, allowed: None, kept_grads: Kept
+        self, grad: PartGradient, operands: Triple, merged: PartialAttention, allowed: None, kept_grads: Kept
     ) -> list[Tensor]:
         """The gradients go back where their parts of the sequence came from."""
-        query_grad, *grads = self.way.backward(grad, operands, whole, None, ())
+        query_grad, *grads = self.way.backward(grad, operands, merged, None, ())
         return [query_grad, *(self._rows(g, operands[1].dtype) for g in _with(grads, kept_grads))]
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def _with(grads: list[Tensor], kept_grads: Kept) -> Iterator[Tensor]:
     return (g if more is None else g + more for g, more in zip(grads, kept_grads, strict=True))
 
 
-def _nothing(operands: tuple[Tensor, ...], whole: PartialAttention) -> list[Tensor]:
+def _zero_gradients(operands: tuple[Tensor, ...], merged: PartialAttention) -> list[Tensor]:
     """The gradients of operands where no query sees a key."""
-    hidden = torch.ones((), dtype=torch.bool, device=whole.out.device)
-    return [x.to(whole.out.dtype).masked_fill(hidden, 0) for x in operands]  # whose gradients are 0, not missing
+    hidden = torch.ones((), dtype=torch.bool, device=merged.out.device)
+    return [x.to(merged.out.dtype).masked_fill(hidden, 0) for x in operands]  # whose gradients are 0, not missing

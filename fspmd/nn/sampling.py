@@ -163,7 +163,7 @@ def _least(bits: Tensor, size: int, weights: Tensor, limit: Tensor, axis: Axes) 
     It is found byte by byte, from the first. Of the numbers whose bytes so far are those found, the weights are added
     up by their next byte.
     """
-    found = above = torch.zeros_like(limit, dtype=torch.int64)
+    least = above = torch.zeros_like(limit, dtype=torch.int64)
     for shift in range(56, 56 - 8 * size, -8):
         digit = bits >> shift & _BINS - 1
         digit = digit ^ _BINS // 2 if shift == 56 else digit  # the first bit is the sign
@@ -172,8 +172,8 @@ def _least(bits: Tensor, size: int, weights: Tensor, limit: Tensor, axis: Axes) 
         higher = above + bins.flip(1).cumsum(1).flip(1) - bins
         chosen = (higher < limit).to(torch.int8).argmax(1, keepdim=True)
         above, weights = higher.gather(1, chosen), weights.where(digit == chosen, 0)
-        found = found | (chosen ^ _BINS // 2 if shift == 56 else chosen) << shift
-    return found
+        least = least | (chosen ^ _BINS // 2 if shift == 56 else chosen) << shift
+    return least
 
 
 def _over(collective: Callable[..., Tensor], x: Tensor, axis: Axes) -> Tensor:

@@ -141,7 +141,7 @@ class Schedule:
             for rank, action in enumerate(row):
                 if action is not None:
                     self._check(action, tick, rank, done)
-                    live[rank] += _held(action) if trains else 0
+                    live[rank] += _change_of_live(action) if trains else 0
                     if live[rank] > self.limits[rank]:
                         raise ArgumentError(
                             f"{self._at(action, tick, rank)}: the rank then holds {live[rank]} activations, but its "
@@ -234,7 +234,7 @@ class Schedule:
         for row in self.ticks:
             for rank, action in enumerate(row):
                 if action is not None:
-                    live[rank] += _held(action)
+                    live[rank] += _change_of_live(action)
                     peaks[rank] = max(peaks[rank], live[rank])
         return tuple(peaks)
 
@@ -251,7 +251,7 @@ class Schedule:
         )
 
 
-def _held(action: Action) -> int:
+def _change_of_live(action: Action) -> int:
     """By how many activations an action changes those that live."""
     return (action.kind == "F") - (action.kind in "BW")
 

@@ -117,7 +117,7 @@ class Tiles:
 
     def forward(self, operands: Triple, seeing: Seeing) -> PartialAttention:
         """The part of the keys."""
-        whole, cut = None, self._cut_all(operands)
+        merged, cut = None, self._cut_all(operands)
         for q, k, of_query, _, allowed in self._each(operands[0].device, seeing):
             if self.is_one:
                 return block.forward(operands, BlockOptions(_of_one(allowed), *seeing[2:]))
@@ -128,19 +128,19 @@ class Tiles:
             weights, total = shares(by_tile, -3)
             out = (weights.movedim(-3, -1).unsqueeze(-2) @ out.movedim(-4, -2).unsqueeze(-5)).squeeze(-2)
             part = PartialAttention(self._joined(out), total.movedim(-3, -2).flatten(-2))
-            whole = part if whole is None else merge(whole, part)
-        assert whole is not None  # `Turns` leaves out steps without pairs
-        return whole
+            merged = part if merged is None else merge(merged, part)
+        assert merged is not None  # `Turns` leaves out steps without pairs
+        return merged
 
-    def backward(self, grad: PartGradient, operands: Triple, whole: PartialAttention, seeing: Seeing) -> list[Tensor]:
-        """The gradients of query, key and value, wide; ``whole`` is the part of all keys that the queries see."""
-        dtype, totals = whole.out.dtype, list[Tensor]()
-        cut, out_grads, outs = self._cut_all(operands), *(self._cut(x, self.queries) for x in (grad.out, whole.out))
-        lses = self._cut_rows(whole.lse)
+    def backward(self, grad: PartGradient, operands: Triple, merged: PartialAttention, seeing: Seeing) -> list[Tensor]:
+        """The gradients of query, key and value, wide; ``merged`` is the part of all keys that the queries see."""
+        dtype, totals = merged.out.dtype, list[Tensor]()
+        cut, out_grads, outs = self._cut_all(operands), *(self._cut(x, self.queries) for x in (grad.out, merged.out))
+        lses = self._cut_rows(merged.lse)
         lse_grads = None if grad.lse is None else self._cut_rows(grad.lse)
         for q, k, of_query, of_key, allowed in self._each(operands[0].device, seeing):
             if self.is_one:
-                parts = block.backward(grad, operands, whole, BlockOptions(_of_one(allowed), *seeing[2:]))
+                parts = block.backward(grad, operands, merged, BlockOptions(_of_one(allowed), *seeing[2:]))
                 return [gradient.to(dtype) for gradient in parts]
             some_grad = PartGradient(_take(out_grads, q), None if lse_grads is None else lse_grads.index_select(-3, q))
             part = PartialAttention(_take(outs, q), lses.index_select(-3, q))

@@ -57,7 +57,7 @@ class Traits:
         return _SHOWN.get(self.name, f"{self.name}()")
 
     @property
-    def instead(self) -> str:
+    def advice(self) -> str:
         """The advice of messages about this function, where the common advice does not fit."""
         return _INSTEAD.get(self.name, "")
 

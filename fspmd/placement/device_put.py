@@ -21,7 +21,7 @@ from fspmd.redistribution.redistribute import borrowed_blocks, from_blocks, redi
 from fspmd.sharded import Sharded, alike, is_plain
 from fspmd.spec import P, TensorSpec, complain, short_dtype
 from fspmd.transport import known_values, transport_named
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.trees import adopt, broadcast_prefix, check_keys, flatten_values, labels, leaf_paths
 
@@ -234,7 +234,7 @@ def from_callback(
         raise SpecError(f"from_callback: a tensor of shape {tuple(shape)}: {wrong}")
     layout = TensorSpec(mesh, spec, shape, torch.float32)
     simulated = mesh.transport == "simulation"
-    block_frame = frame(mesh, layout.partition.axes | layout.partition.unreduced if simulated else mesh.axis_names)
+    block_frame = frame_over(mesh, layout.partition.axes | layout.partition.unreduced if simulated else mesh.axis_names)
     coordinates = list(block_frame.mesh_coordinates())
     if simulated:
         results = [_call_for_block(fn, layout, coordinate) for coordinate in coordinates]

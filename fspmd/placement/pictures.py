@@ -17,7 +17,7 @@ from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import DisableTorchFunction, transforms_active
 from fspmd.tracing import is_recording
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import BLOCKS, expand, placed_blocks
 
 _MOST: Final = 16  # rows, and columns, of a picture; if there are more, the first and the last are shown
@@ -105,7 +105,9 @@ def _table(spec: TensorSpec) -> tuple[list[str], list[str], list[list[str]], lis
     spec = spec.unflattened
     holders: dict[Part, list[tuple[int, tuple[int, ...]]]] = {}
     empty: list[int] = []
-    for coordinate, rank in zip(frame(spec.mesh, spec.mesh.axis_names).coordinates(), spec.mesh.ranks, strict=True):
+    for coordinate, rank in zip(
+        frame_over(spec.mesh, spec.mesh.axis_names).coordinates(), spec.mesh.ranks, strict=True
+    ):
         spans = zip(spec.offset(coordinate), spec.local_shape(coordinate), strict=True)
         part = tuple((start, start + length) for start, length in spans)
         if 0 in spec.local_shape(coordinate) and 0 not in spec.shape:
@@ -212,7 +214,7 @@ def _global_tensor(x: Tensor, spec: TensorSpec) -> Tensor:
     if spec.mesh.transport != "simulation":
         return x
     view, mesh = spec.unflattened, spec.mesh
-    value_frame = frame(mesh, view.partition.axes | view.partition.unreduced)
+    value_frame = frame_over(mesh, view.partition.axes | view.partition.unreduced)
     x_full = torch.zeros(view.shape, dtype=spec.dtype, device=x.device)
     for index, block in placed_blocks(expand(x, value_frame), mesh):
         if any(i for axis, i in index.items() if axis not in value_frame.axes):

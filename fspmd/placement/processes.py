@@ -24,7 +24,7 @@ from fspmd.placement.scatter import check_leaves
 from fspmd.sharded import Sharded
 from fspmd.spec import P
 from fspmd.transport import Options, arrived, transport_named
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.trees import broadcast_prefix, flatten_values, leaf_paths, tree_text
 
@@ -347,5 +347,5 @@ def _processes(mesh: Mesh | None, what: str) -> Mesh:
 
 def _coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     """The coordinate of each process on a mesh, row-major. A simulation has one process."""
-    coordinates = list(frame(mesh, mesh.axis_names).coordinates())
+    coordinates = list(frame_over(mesh, mesh.axis_names).coordinates())
     return coordinates if mesh.transport == "process_group" else coordinates[:1]

@@ -103,11 +103,11 @@ _calls: Final[Counter[UserLine]] = Counter()  # with every=, by the line of the 
 
 def mesh_of(values: Iterable[Any], mesh: Mesh | None, what: str) -> Mesh:
     """The mesh of a call: ``mesh``, or that of `set_mesh`, or that of the first `Sharded`, or all processes."""
-    found = mesh or current_mesh() or next((x.spec.mesh for x in values if isinstance(x, Sharded)), None)
-    if found is None:
-        found = make_mesh((world.world_size(),), ("process",))
-    check_member(found, what)
-    return found
+    chosen = mesh or current_mesh() or next((x.spec.mesh for x in values if isinstance(x, Sharded)), None)
+    if chosen is None:
+        chosen = make_mesh((world.world_size(),), ("process",))
+    check_member(chosen, what)
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +167,14 @@ def _copied(x: Any, label: str, mesh: Mesh) -> _Copied | None:
 
 def _compare(leaves: Sequence[_Copied], mesh: Mesh, structure: str) -> None:
     """Compare the copies of all leaves on a mesh."""
-    found = [leaf.digests() for leaf in leaves]
+    numbers_of = [leaf.digests() for leaf in leaves]
     if mesh.transport != "process_group":
-        failures = [_simulated(leaf, numbers) for leaf, numbers in zip(leaves, found, strict=True)]
+        failures = [_simulated(leaf, numbers) for leaf, numbers in zip(leaves, numbers_of, strict=True)]
     else:
         text = f"{structure}: {'; '.join(f'{leaf.label} {leaf.what}' for leaf in leaves)}"
-        if _agree(leaves, [numbers[0] for numbers in found], of_bytes(text.encode()), mesh):
+        if _agree(leaves, [numbers[0] for numbers in numbers_of], of_bytes(text.encode()), mesh):
             return
-        failures = _differences(leaves, [numbers[0] for numbers in found], text, mesh)
+        failures = _differences(leaves, [numbers[0] for numbers in numbers_of], text, mesh)
     if failures := [failure for failure in failures if failure]:
         verb = "differs" if len(failures) == 1 else "differ"
         head = (
@@ -220,7 +220,7 @@ def _differences(leaves: Sequence[_Copied], numbers: Sequence[int], text: str, m
                 f"check_replicas: rank {rank} passes {other}, but rank {mesh.ranks[0]} {reports[0][0]}; pass the same "
                 "tree on all ranks"
             )
-    found = []
+    lines = []
     for i, leaf in enumerate(leaves):
         hashes = [report[1][i] for report in reports]
         groups = [group for group in groups_along(mesh, leaf.axes) if len({hashes[at] for at in group}) > 1]
@@ -233,8 +233,8 @@ def _differences(leaves: Sequence[_Copied], numbers: Sequence[int], text: str, m
             ranks = mesh.group_ranks(leaf.axes)
             mine = _counted(_gathered(leaf.block, leaf), ranks, [hashes[mesh.ranks.index(rank)] for rank in ranks])
             texts = {at: text for at, text in enumerate(hear_all(functools.partial(str, mine), mesh)) if text}
-        found.append(f"{leaf.name}: {'; '.join(dict.fromkeys(texts.values()))}")
-    return found
+        lines.append(f"{leaf.name}: {'; '.join(dict.fromkeys(texts.values()))}")
+    return lines
 
 
 def _simulated(leaf: _Copied, hashes: Sequence[int]) -> str:
@@ -266,13 +266,13 @@ def _counted(chunks: Iterable[Tensor], ranks: Sequence[int], hashes: Sequence[in
     """What differs between copies on some ranks; "" if nothing does."""
     most = Counter(hashes).most_common(1)[0][0]
     first = hashes.index(most)
-    found: dict[int, Difference] = {}
+    differences: dict[int, Difference] = {}
     total = 0
     for chunk in chunks:
         for i, row in enumerate(chunk):
             if (new := difference(row, chunk[first])) is not None:
-                old = found.get(i, Difference(0, 0.0, total + new.first))
-                found[i] = Difference(
+                old = differences.get(i, Difference(0, 0.0, total + new.first))
+                differences[i] = Difference(
                     old.elements + new.elements, max(old.largest, new.largest, key=_with_nan), old.first
                 )
         total += chunk[0].numel()
@@ -281,7 +281,7 @@ def _counted(chunks: Iterable[Tensor], ranks: Sequence[int], hashes: Sequence[in
     return "; ".join(
         f"rank {ranks[i]} differs from {others} in {n} of {counted(total, 'element')}, by at most {largest:.6g}, first "
         f"at element {place} of its block"
-        for i, (n, largest, place) in found.items()
+        for i, (n, largest, place) in differences.items()
     )
 
 

@@ -89,8 +89,8 @@ def check_leaves(
             continue
         if not isinstance(leaf, types):
             failures.append(Failure(f"{label} is {described(leaf)}; {_as_tensor(leaf)}", ArgumentError))
-        elif found := misfit(leaf):
-            failures.append(Failure(f"{label} is {found[0]}", ArgumentError, found[1]))
+        elif problem := misfit(leaf):
+            failures.append(Failure(f"{label} is {problem[0]}", ArgumentError, problem[1]))
         elif lacks_values(leaf, mesh):
             failures.append(Failure(f"{label} is on the meta device, which has no values", ArgumentError, PLANNED))
         elif is_simulated(leaf):

@@ -142,10 +142,10 @@ class Segment:
     def __init__(self, part: ProgramPart) -> None:
         self.__name__ = "segment"
         self.graph = module_of(part).graph
-        reach = {node: frozenset({i}) for i, node in enumerate(part.inputs)}
+        sources = {node: frozenset({i}) for i, node in enumerate(part.inputs)}
         for step in part.steps:
-            reach[step] = frozenset[int]().union(*(reach[x] for x in step.all_input_nodes))
-        self.reach = [sorted(reach[node]) for node in part.outputs]  # places of the inputs of each output
+            sources[step] = frozenset[int]().union(*(sources[x] for x in step.all_input_nodes))
+        self.sources = [sorted(sources[node]) for node in part.outputs]  # places of the inputs of each output
         self.made: dict[Any, Callable[..., Any]] = {}  # by shapes and strides of the inputs
 
     def __call__(self, *values: Tensor) -> Sequence[Tensor]:
@@ -155,8 +155,8 @@ class Segment:
         rows = zip(*(shards_of(x, frame) for x in values), strict=True)
         columns = list(zip(*map(self.run, rows), strict=True))
         results: list[Tensor] = []
-        for column, reach in zip(columns, self.reach, strict=True):
-            frame_of_result = common_frame([values[i] for i in reach], None)
+        for column, sources in zip(columns, self.sources, strict=True):
+            frame_of_result = common_frame([values[i] for i in sources], None)
             if frame_of_result is None:
                 results.append(column[0])
                 continue
@@ -166,7 +166,7 @@ class Segment:
                     frame_of_result, frame
                 )  # of the equal shard of the result, for each of the larger frame
                 shards = [column[places.index(i)] for i in range(frame_of_result.volume)]
-            is_borrowed = any(getattr(values[i], "borrowed", False) for i in reach)
+            is_borrowed = any(getattr(values[i], "borrowed", False) for i in sources)
             results.append(local_tensor(shards, frame_of_result, is_borrowed))
         return results
 

@@ -28,13 +28,13 @@ from fspmd.transport.randomness import go_on, kept_states
 class AutogradFacts:
     """The facts about a program that autograd needs. Places are of tensors among inputs and results."""
 
-    closed: tuple[Tensor, ...]  # tensors closed over that have a gradient
+    captured: tuple[Tensor, ...]  # tensors closed over that have a gradient
     results: int  # the number of results
     chosen: tuple[int, ...]  # places of results whose gradient backward can compute
     constants: frozenset[int]  # places of results without a gradient; torch has no gradient for the remaining ones
     with_gradient: tuple[int, ...]  # places of inputs with a gradient
     zeros: tuple[Tensor, ...]  # default cotangents
-    reach: tuple[frozenset[int], ...]  # for each of ``chosen``, the entries of ``with_gradient`` that it depends on
+    uses: tuple[frozenset[int], ...]  # for each of ``chosen``, the entries of ``with_gradient`` that it depends on
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ def differentiated(
         outputs: the nodes of ``results``.
         reduced: for each result the simulated axes over which it is reduced.
     """
-    closed = {node: x for node, x in recorder.captured.items() if x.requires_grad}
-    for node, x in closed.items():
-        if x.grad_fn is not None and _is_downstream([x], [y for other, y in closed.items() if other is not node]):
+    captured = {node: x for node, x in recorder.captured.items() if x.requires_grad}
+    for node, x in captured.items():
+        if x.grad_fn is not None and _is_downstream([x], [y for other, y in captured.items() if other is not node]):
             raise RecordError(
                 "jit cannot record a function that closes over a tensor and over another tensor computed from it, of "
                 f"shape {tuple(x.shape)}; pass both as arguments, or compute the second tensor in the function"
             )
-    values = [*leaves, *closed.values()]
+    values = [*leaves, *captured.values()]
     wanted = [i for i, x in enumerate(values) if x.requires_grad]
     followed = [i for i, x in enumerate(results) if has_gradient(x)]
     constants = frozenset(range(len(results))).difference(followed)
@@ -95,14 +95,14 @@ def differentiated(
         zeros = tuple(map(_zeros_like, cotangents))
     given = recorder.arguments(cotangents)
     recorder.deferred = True  # processes run no collectives here, since other processes may replay meanwhile
-    with _without_hooks(closed.values()):
+    with _without_hooks(captured.values()):
         computed = _gradients([results[i] for i in followed], sources, cotangents, retain_graph=True)
     gradients = [None if g is None else recorder.node_of(g) for g in computed]
     recorder.deferred = False
-    read = {node: x for node, x in recorder.captured.items() if node not in closed}
-    program = Program.of(recorder.graph, [*inputs, *closed], outputs, read, given, gradients)
+    read = {node: x for node, x in recorder.captured.items() if node not in captured}
+    program = Program.of(recorder.graph, [*inputs, *captured], outputs, read, given, gradients)
     return program, AutogradFacts(
-        tuple(closed.values()),
+        tuple(captured.values()),
         len(outputs),
         tuple(followed),
         constants,
@@ -124,7 +124,7 @@ def halves_of(
 ) -> Halves:
     """Both parts of a program, as functions made by ``make``."""
     constants = program.constants
-    ahead, back = reports.replayed, reports.replayed_backward
+    forward, back = reports.replayed, reports.replayed_backward
     kept, given = program.kept, set(program.results)
     memory = {owner(node) for node in given}
     shared = tuple(i for i, node in enumerate(kept) if node not in given and owner(node) in memory)
@@ -136,7 +136,7 @@ def halves_of(
     )
     return Halves(
         facts,
-        make(ProgramPart(program.steps, program.inputs, [*program.results, *kept], constants, replayed=ahead)),
+        make(ProgramPart(program.steps, program.inputs, [*program.results, *kept], constants, replayed=forward)),
         make(ProgramPart(program.deferred, [*kept, *program.cotangents], program.gradients, constants, kept, back)),
         again,
         any(has_randomness(node) for node in program.steps),
@@ -151,9 +151,9 @@ def replay(halves: Halves) -> Callable[..., Any]:
 
     def run(*leaves: Tensor) -> Any:
         if torch.is_grad_enabled():
-            return _ReplayFunction.apply(halves, *leaves, *halves.facts.closed)
+            return _ReplayFunction.apply(halves, *leaves, *halves.facts.captured)
         with torch.enable_grad():  # as in the recorded function
-            return _ReplayFunction.apply(halves, *leaves, *halves.facts.closed)
+            return _ReplayFunction.apply(halves, *leaves, *halves.facts.captured)
 
     return run
 
@@ -190,7 +190,7 @@ class _ReplayFunction(torch.autograd.Function):
         ctx.halves = halves
         ctx.kinds = [isinstance(x, Tensor) for x in saved]
         ctx.others = [x for x in saved if not isinstance(x, Tensor)]
-        ctx.count = len(inputs) - len(halves.facts.closed)
+        ctx.count = len(inputs) - len(halves.facts.captured)
         ctx.save_for_backward(*inputs[: ctx.count], *(x for x in saved if isinstance(x, Tensor)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(outs[i] for i in halves.facts.constants))
@@ -215,7 +215,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: Any, run: Callable[..., Any], *values: Tensor) -> Any:
         ctx.halves, ctx.drawn, ctx.count = before.halves, before.drawn, before.count
-        given = values[ctx.count + len(ctx.halves.facts.closed) :]
+        given = values[ctx.count + len(ctx.halves.facts.captured) :]
         ctx.save_for_backward(*values[: ctx.count], *given)
         ctx.set_materialize_grads(False)
         return tuple([None if g is None else g.detach() for g in run(*given)])  # one tensor may be two gradients
@@ -229,9 +229,9 @@ class _Gradients(torch.autograd.Function):
             gradients = _by_autograd(halves, inputs, given, ctx.drawn)
         pairs = zip(gradients, cotangents, strict=True)
         used = [(g, c) for g, c in pairs if g is not None and c is not None and g.requires_grad]
-        values = (*inputs, *halves.facts.closed, *given)
+        values = (*inputs, *halves.facts.captured, *given)
         wanted = [i for i, x in enumerate(values) if x.requires_grad]
-        with _without_hooks(halves.facts.closed):
+        with _without_hooks(halves.facts.captured):
             second = _gradients(
                 [g for g, _ in used],
                 [values[i] for i in wanted],
@@ -260,7 +260,7 @@ def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any]) -> t
     elif transforms_active():
         gradients = _by_autograd(halves, list(map(_view, ctx.saved_tensors[: ctx.count])), given, ctx.drawn)
     else:
-        gradients = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.facts.closed, *given)
+        gradients = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.facts.captured, *given)
     return _placed(ctx, cotangents, gradients)
 
 
@@ -299,7 +299,7 @@ def _placed(ctx: Any, cotangents: Sequence[Any], computed: Sequence[Any]) -> tup
     """
     halves: Halves = ctx.halves
     chosen = (cotangents[i] for i in halves.facts.chosen)
-    reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.facts.reach, strict=True) if g is not None))
+    reached = frozenset[int]().union(*(r for g, r in zip(chosen, halves.facts.uses, strict=True) if g is not None))
     gradients: list[Any] = [None] * len(ctx.needs_input_grad)
     for place, (i, g) in enumerate(zip(halves.facts.with_gradient, computed, strict=True)):
         gradients[i + 1] = g if place in reached else None
@@ -308,7 +308,7 @@ def _placed(ctx: Any, cotangents: Sequence[Any], computed: Sequence[Any]) -> tup
 
 def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tensor], drawn: Any) -> Sequence[Any]:
     """Gradients that can be differentiated: the function runs again, with the random numbers that it drew before."""
-    if _is_downstream([x for x in inputs if x.requires_grad], halves.facts.closed):
+    if _is_downstream([x for x in inputs if x.requires_grad], halves.facts.captured):
         raise RecordError(
             "jit cannot differentiate gradients again: an argument was computed from a tensor that the jitted function "
             "closes over; pass this tensor as an argument, too"
@@ -321,9 +321,9 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
         outs = halves.again(inputs)
     go_on(states)
     followed = [outs[i] for i in halves.facts.chosen]
-    values = (*inputs, *halves.facts.closed)
+    values = (*inputs, *halves.facts.captured)
     wanted = [values[i] for i in halves.facts.with_gradient]
-    with _without_hooks(halves.facts.closed):
+    with _without_hooks(halves.facts.captured):
         return _gradients(followed, wanted, cotangents, create_graph=True)
 
 

@@ -41,7 +41,7 @@ from fspmd.torch_internals import (
     push_dispatch_mode,
     push_function_mode,
 )
-from fspmd.transport.frame import Frame, frame
+from fspmd.transport.frame import Frame, frame_over
 from fspmd.transport.local_tensor import has_overlaps, local_tensor, per_block, with_blocks
 from fspmd.trees import filling, flatten, flatten_in_order, is_mutable
 
@@ -64,7 +64,7 @@ class Capture:
     results: list[Tensor]  # the tensors of ``out``
     same: dict[int, int]  # results that are arguments: places in ``leaves`` by places in ``results``
     again: Callable[[Sequence[Tensor]], list[Tensor]]  # the function; takes and returns tensors as ``run`` does
-    closed: tuple[Tensor, ...]  # tensors closed over
+    captured: tuple[Tensor, ...]  # tensors closed over
     written: tuple[int, ...]  # places of ``leaves`` that are written into
     modules: tuple[torch.nn.Module, ...]  # modules that ran
     is_fake: bool  # whether it ran without values
@@ -259,7 +259,7 @@ def _reduced(out: Any) -> list[Frame | None]:
     """For each tensor of a result, the simulated axes over which it is reduced."""
     leaves = optree.tree_leaves(out, is_leaf=lambda x: type(x) is Sharded, none_is_leaf=True)
     return [
-        frame(x.spec.mesh, x.spec.partition.reduced)
+        frame_over(x.spec.mesh, x.spec.partition.reduced)
         if type(x) is Sharded and x.spec.partition.reduced and x.spec.mesh.transport == "simulation"
         else None
         for x in leaves
@@ -312,6 +312,6 @@ def _block(spec: TensorSpec, mode: CachingFakeMode) -> Tensor:
         if spec.mesh.transport != "simulation":
             place = spec.mesh.coordinate()
             return torch.empty((0,) if place is None else spec.local_shape(place), dtype=spec.dtype, device=device)
-        holders = frame(spec.mesh, spec.partition.axes | spec.partition.unreduced)
+        holders = frame_over(spec.mesh, spec.partition.axes | spec.partition.unreduced)
         shapes = map(spec.local_shape, holders.mesh_coordinates())
         return local_tensor([torch.empty(shape, dtype=spec.dtype, device=device) for shape in shapes], holders)

@@ -199,21 +199,21 @@ def _differences(root: str, first: Any, second: Any) -> list[str]:
     (leaves, tree), (others, other_tree) = flatten(first), flatten(second)
     if tree != other_tree:
         return [f"{root} has another structure"]
-    found = []
+    lines = []
     for label, x, y in zip(leaf_paths(first, root), leaves, others, strict=True):
         if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             if x is not y and repr(x) != repr(y):
-                found.append(f"{label}: {described(x)}, then {described(y)}")
+                lines.append(f"{label}: {described(x)}, then {described(y)}")
             continue
         for a, b in zip(blocks_of(x), blocks_of(y), strict=True):
             if isinstance(a, Donated) and isinstance(b, Donated):
                 continue
             if a.shape != b.shape or a.dtype != b.dtype:
-                found.append(f"{label}: {a.dtype} {tuple(a.shape)}, then {b.dtype} {tuple(b.shape)}")
-            elif not a.is_meta and (apart := difference(a, b)) is not None:
-                count, largest, place = apart
-                found.append(
+                lines.append(f"{label}: {a.dtype} {tuple(a.shape)}, then {b.dtype} {tuple(b.shape)}")
+            elif not a.is_meta and (differing := difference(a, b)) is not None:
+                count, largest, place = differing
+                lines.append(
                     f"{label}: {count} of {counted(a.numel(), 'element')} of the block differ, by at most "
                     f"{largest:.6g}, first at element {place}"
                 )
-    return found
+    return lines

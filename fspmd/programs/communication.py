@@ -50,15 +50,15 @@ def reports_of(function: Callable[..., Any], program: Program) -> Reports:
     if not steps and not deferred:
         return Reports()
     _report_when_run([*steps, *deferred])
-    ahead, back, name = (steps, False), (deferred, True), name_of(function)
-    found = [
-        _replayed(name if part is ahead else f"the backward of {name}", _histories(part)) for part in (ahead, back)
+    forward, back, name = (steps, False), (deferred, True), name_of(function)
+    replayed = [
+        _replayed(name if part is forward else f"the backward of {name}", _histories(part)) for part in (forward, back)
     ]
-    return Reports(_known(steps), _known(deferred), _histories(ahead, back), *found)
+    return Reports(_known(steps), _known(deferred), _histories(forward, back), *replayed)
 
 
-def _replayed(name: str, found: list[History]) -> Replayed | None:
-    return Replayed(name, found) if found else None
+def _replayed(name: str, expected: list[History]) -> Replayed | None:
+    return Replayed(name, expected) if expected else None
 
 
 def _report_when_run(steps: Sequence[fx.Node]) -> None:
@@ -123,7 +123,7 @@ def communications(nodes: Iterable[fx.Node]) -> tuple[Communication, ...]:
 
 def _histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
     """For each group of processes the collectives of parts of a program: steps, and whether they are of backward."""
-    found: dict[str, History] = {}
+    by_key: dict[str, History] = {}
     places: Counter[Mesh] = Counter()
     for nodes, is_backward in parts:
         for node in nodes:
@@ -133,17 +133,17 @@ def _histories(*parts: tuple[Iterable[fx.Node], bool]) -> list[History]:
             number, key, is_even = facts_of_call(call)
             if not number:
                 continue
-            history = found.get(key)
+            history = by_key.get(key)
             if history is None:
                 ranks = tuple(sorted(call.mesh.group_ranks(call.axes or call.mesh.axis_names)))
-                history = found[key] = History(key, ranks)
+                history = by_key[key] = History(key, ranks)
             operand: Value = node.args[0].meta["value"]  # type: ignore[union-attr]
             line, dtype, shape = line_of(node.meta["cause"].where), operand.dtype, tuple(operand.shape)
             places[call.mesh] += 1
             place = places[call.mesh]
             step = hash((number, line.number, shape if is_even else 0, DTYPES[dtype], is_backward, place))
             history.advance(step, call, line, dtype, shape, place)
-    return list(found.values())
+    return list(by_key.values())
 
 
 def name_of(function: Callable[..., Any]) -> str:

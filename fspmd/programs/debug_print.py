@@ -20,7 +20,7 @@ from fspmd.placement.device_put import device_get
 from fspmd.sharded import Sharded, is_plain
 from fspmd.torch_internals import NO_LEVEL, NOT_MAPPED, DisableTorchFunction, batch_dim_of, level_of, wrapped_by
 from fspmd.tracing import outside_transforms, reading
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import column, common_frame
 
 
@@ -118,7 +118,7 @@ def _of_ranks(line: _Line, values: list[Any]) -> Iterator[tuple[str, bool, Seque
         place = line.mesh.coordinate() if line.mesh is not None else (world.rank(),)
         yield "", place is not None and not any(place), values
     elif body.mesh.transport == "simulation":
-        ranks = common_frame(values, frame(body.mesh, body.axes))
+        ranks = common_frame(values, frame_over(body.mesh, body.axes))
         assert ranks is not None
         columns = [column(x, ranks) for x in values]
         for i, place in enumerate(ranks.coordinates()):

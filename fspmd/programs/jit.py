@@ -305,13 +305,13 @@ class _Records(Cache[Any, Record]):
         kwargs: dict[str, Any],
     ) -> None:
         """Let calls with similar leaves and equal `surroundings` find the record without a key."""
-        closed = record.closed.tensors
+        captured = record.captured.tensors
         before = self.near
         near = self._known.get(key)
         if near is None or near.record is not record or any(near is x for x in before):  # that did not know this call
-            if record.modules or (check := guard([*leaves, *closed])) is None:
+            if record.modules or (check := guard([*leaves, *captured])) is None:
                 return
-            is_alike = (lambda *leaves: check(*leaves, *closed)) if closed else check
+            is_alike = (lambda *leaves: check(*leaves, *captured)) if captured else check
             read, donation = reader(args, kwargs, leaves), record.donation
             places = donation.places
             take = donation.taker(picker(args, kwargs, leaves, places), leaves) if places else None

@@ -46,7 +46,7 @@ class Compiled:
         """Run the program."""
         args, kwargs = self._marked(args, kwargs)
         known, values, strides = key_of(args, kwargs)
-        if known not in self._accepted or self._record.closed or self._record.modules:
+        if known not in self._accepted or self._record.captured or self._record.modules:
             call = CallOfKind(args, kwargs, surroundings())
             if reasons := stale(self._record) or differences(self._function, call, self._record.call):
                 raise ArgumentError(
@@ -206,10 +206,10 @@ class Lowered:
         """
         base, events = Path(path), self.schedule()
         steps = [*self.program.steps, *self.program.deferred]
-        held = levels(lives(self.program, self._donated), steps)
+        memory = levels(lives(self.program, self._donated), steps)
         trace, drawn = base.with_suffix(".json"), base.with_suffix(".svg")
         trace.write_text(chrome_trace(self.name, events))
-        drawn.write_text(picture(self.name, events, held, steps))
+        drawn.write_text(picture(self.name, events, memory, steps))
         return trace, drawn
 
     def compile(self) -> Compiled:

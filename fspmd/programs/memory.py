@@ -102,8 +102,8 @@ def memory_of_program(
     ]
     tensors.sort(key=lambda tensor: -tensor.nbytes)
     by_line: dict[str, list[int]] = {}
-    for node, held in zip(steps, nbytes, strict=True):
-        by_line.setdefault(caused_by(node), []).append(held)
+    for node, size in zip(steps, nbytes, strict=True):
+        by_line.setdefault(caused_by(node), []).append(size)
     return Memory(nbytes[at] if steps else given, given, steps[at] if steps else None, tuple(tensors), by_line)
 
 

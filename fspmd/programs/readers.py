@@ -25,8 +25,8 @@ def reader(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> 
     Like arguments have equal containers with equal keys, and leaves of these types and forms. For containers other than
     tuples, lists, dicts and named tuples the reader walks through trees.
     """
-    if (found := _read(args, kwargs, leaves)) is not None:
-        return found[1]
+    if (known := _read(args, kwargs, leaves)) is not None:
+        return known[1]
     structure = flatten_trees((args, kwargs))[1]
 
     def by_walk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
@@ -41,9 +41,9 @@ def picker(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], pla
 
     None for containers through which a reader walks.
     """
-    if (found := _read(args, kwargs, leaves)) is None:
+    if (known := _read(args, kwargs, leaves)) is None:
         return None
-    return found[0].written_picker([[*found[0].leaves][place] for place in places])
+    return known[0].written_picker([[*known[0].leaves][place] for place in places])
 
 
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> tuple[_Writing, Reader] | None:
@@ -51,8 +51,8 @@ def _read(args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> t
     writing = _Writing()
     if writing.read_children("args", args) and writing.read_children("kwargs", kwargs):
         read = writing.written()
-        found = read(args, kwargs)  # a library may have registered a named tuple as a node of its own
-        if found is not None and len(found) == len(leaves) and all(map(is_, found, leaves)):
+        values = read(args, kwargs)  # a library may have registered a named tuple as a node of its own
+        if values is not None and len(values) == len(leaves) and all(map(is_, values, leaves)):
             return writing, read
     return None
 

@@ -17,7 +17,7 @@ from fspmd.errors import RecordError
 from fspmd.inspection.agreements import agree
 from fspmd.inspection.histories import History
 from fspmd.inspection.watch import Communication
-from fspmd.local_view.closures import held_values
+from fspmd.local_view.closures import captured_values
 from fspmd.local_view.key_orders import check_order
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.traits import autocasts, without_autocast
@@ -121,7 +121,7 @@ class Record:
     written: tuple[int, ...]  # arguments that ``run`` writes into
     same: dict[int, int]  # results that are arguments: the place of the argument by the place of the result
     rebuild: Callable[[tuple[Any, ...]], Any]  # makes the result of its tensors
-    closed: Closed  # tensors closed over
+    captured: Closed  # tensors closed over
     modules: tuple[Any, ...]  # modules that ran, and their states
     call: CallOfKind  # the recorded call, without values
     donation: Donation  # arguments that ``run`` takes out of lists
@@ -192,7 +192,7 @@ def _empty(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def changed(record: Record) -> bool:
     """Whether a module is in another mode or has other parts, or a tensor closed over has another kind."""
-    return not record.closed.holds() or any(not is_as(module, was) for module, was in record.modules)
+    return not record.captured.holds() or any(not is_as(module, was) for module, was in record.modules)
 
 
 def stale(record: Record) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ def stale(record: Record) -> tuple[str, ...]:
         for module, was in record.modules
         if not is_as(module, was)
     ]
-    return *record.closed.changes(), *modules
+    return *record.captured.changes(), *modules
 
 
 def record_of(
@@ -222,7 +222,7 @@ def record_of(
         run = make(ProgramPart(steps, inputs, program.results, program.constants, donated, reports.replayed, infers))
         if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
-        if any(x.requires_grad for x in (*captured.leaves, *captured.closed)):
+        if any(x.requires_grad for x in (*captured.leaves, *captured.captured)):
             run = below_autograd(run)
     else:
         halves = halves_of(reports, program, captured.followed, captured.again, make)
@@ -239,7 +239,7 @@ def record_of(
         written=captured.written,
         same=captured.same,
         rebuild=rebuilder(captured.out),
-        closed=Closed(captured.closed),
+        captured=Closed(captured.captured),
         modules=tuple((module, state_of(module)) for module in captured.modules),
         call=call,
         donation=donation,
@@ -415,7 +415,7 @@ def tell_values(record: Record, function: Callable[..., Any], args: tuple[Any, .
                 values.append((f"{path} of {name}", leaf.value if type(leaf) is Static else leaf))
     if not any(mesh.transport == "process_group" for mesh in meshes):
         return
-    values += [(f"{label}, which {name} closes over", value) for label, value in held_values(function)]
+    values += [(f"{label}, which {name} closes over", value) for label, value in captured_values(function)]
     if record.draws_seeds:
         values.append((f"the state of torch's generator before {name}", torch.get_rng_state()))
     for mesh in meshes:

@@ -52,8 +52,8 @@ def program_text(name: str, program: Program, arguments: list[str], mesh: Mesh |
 
 def given_as(program: Program, arguments: Sequence[str]) -> dict[fx.Node, str]:
     """The names of inputs and constants: the names of arguments, and "closed over"."""
-    closed = (*program.inputs[len(arguments) :], *program.constants)
-    return dict(zip(program.inputs, arguments, strict=False)) | dict.fromkeys(closed, "closed over")
+    captured = (*program.inputs[len(arguments) :], *program.constants)
+    return dict(zip(program.inputs, arguments, strict=False)) | dict.fromkeys(captured, "closed over")
 
 
 def _in_order(program: Program) -> list[fx.Node]:
@@ -264,11 +264,11 @@ def chrome_trace(name: str, events: Iterable[Event]) -> str:
     return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
 
 
-def picture(name: str, events: Sequence[Event], held: Sequence[int], steps: Sequence[fx.Node]) -> str:
+def picture(name: str, events: Sequence[Event], memory: Sequence[int], steps: Sequence[fx.Node]) -> str:
     """An SVG of the work of both streams, and of the bytes that a rank holds, over time."""
     until = end_of(events)
     scale = _WIDTH / until if until else 0.0
-    most = max(held, default=0)
+    most = max(memory, default=0)
     parts = [_text(_LEFT, 18, f"{name}: {until:,.1f} µs, at most {most:,} B")]
     for lane, stream in enumerate((*_STREAMS, "holds")):
         parts.append(_text(4, 30 + lane * (_LANE + 8) + 22, stream))
@@ -276,7 +276,7 @@ def picture(name: str, events: Sequence[Event], held: Sequence[int], steps: Sequ
         parts.append(_bar(lane, backward, start * scale, length * scale, caption))
     starts = {event.node: event.start for event in events}
     base, time, points = 30 + 2 * (_LANE + 8) + _LANE, 0.0, []
-    for node, nbytes in zip(steps, held, strict=True):
+    for node, nbytes in zip(steps, memory, strict=True):
         time = max(time, starts.get(node, time))
         points.append(f"{_LEFT + time * scale:.1f},{base - (nbytes / most if most else 0) * _LANE:.1f}")
     parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="#54a24b"/>')

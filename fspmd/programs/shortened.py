@@ -73,14 +73,14 @@ class _Shorter:
         for node in part.steps:
             if node in unused or node in values:
                 continue
-            if (one := joined.get(node)) is None:
+            if (joined_call := joined.get(node)) is None:
                 known[node] = copy_node(graph, node, known.__getitem__)
                 known[node].target = writers.get(node, node.target)
-            elif one.function is _itself:
-                known[node] = known[one.args[0]]
+            elif joined_call.function is _itself:
+                known[node] = known[joined_call.args[0]]
             else:
-                known[node] = graph.create_node("call_function", one.function)
-                known[node].args = fx.map_arg(one.args, known.__getitem__)
+                known[node] = graph.create_node("call_function", joined_call.function)
+                known[node].args = fx.map_arg(joined_call.args, known.__getitem__)
                 known[node].meta = dict(node.meta)
         return part.in_graph(graph, known)
 
@@ -118,32 +118,32 @@ class _Shorter:
 
     def values(self) -> dict[fx.Node, Any]:
         """The values of steps that need not run again."""
-        found: dict[fx.Node, Any] = {}
+        values_of: dict[fx.Node, Any] = {}
         if not (once := made_once(self.given.steps, self.ends)):
-            return found
+            return values_of
         with torch.inference_mode(False), torch.no_grad(), without_autocast(), DisableTorchFunction():
             for node in once:
-                if found.keys() >= set(node.all_input_nodes):
-                    args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+                if values_of.keys() >= set(node.all_input_nodes):
+                    args, kwargs = fx.map_arg((node.args, node.kwargs), values_of.__getitem__)
                     value = node.target(*args, **kwargs)  # type: ignore[operator]
                     if type(value) is Tensor:  # and no fake one, in a mode of the user
-                        found[node] = value
-        return found
+                        values_of[node] = value
+        return values_of
 
     def joined(self, values: dict[fx.Node, Any]) -> tuple[dict[fx.Node, Joined], set[fx.Node]]:
         """By the last of some steps, the call in their place; and the steps that nobody needs any longer."""
-        found, unused, left = dict[fx.Node, Joined](), set[fx.Node](), Counter(self.uses)
+        calls, unused, left = dict[fx.Node, Joined](), set[fx.Node](), Counter(self.uses)
         for node in reversed(self.place):
             if node in values:
                 continue
             if self.uses[node] and not left[node]:
                 unused.add(node)
                 left.subtract(node.all_input_nodes)
-            elif (one := self.unmoved(node) or next(self.calls(node), None) or self.view(node)) is not None:
-                found[node] = one
+            elif (call := self.unmoved(node) or next(self.calls(node), None) or self.view(node)) is not None:
+                calls[node] = call
                 left.subtract(node.all_input_nodes)
-                left.update(x for x in one.args if isinstance(x, fx.Node))
-        return found, unused
+                left.update(x for x in call.args if isinstance(x, fx.Node))
+        return calls, unused
 
     def calls(self, node: fx.Node) -> Iterator[Joined]:
         """Calls that may stand in the place of a step and those before it that it alone needs.
@@ -154,9 +154,9 @@ class _Shorter:
         matches = _MATCHES.get(node.target, ())
         if matches and not self.reshapes and (self.given.infers or node.target in _VIEWS) and is_of_one_rank(node):
             for match in matches:
-                one = match(self, node)
-                if one is not None and self.is_call(one, node) and not self.is_interrupted(one.first, node):
-                    yield one
+                joined = match(self, node)
+                if joined is not None and self.is_call(joined, node) and not self.is_interrupted(joined.first, node):
+                    yield joined
 
     def view(self, node: fx.Node) -> Joined | None:
         """One call in the place of a view of views."""
@@ -168,9 +168,9 @@ class _Shorter:
             return None
         return Joined(view, (x,), node)
 
-    def is_call(self, one: Joined, node: fx.Node) -> bool:
+    def is_call(self, joined: Joined, node: fx.Node) -> bool:
         """Whether a call runs the very steps in whose place it shall stand, if any."""
-        return one.function is _itself or runs(one.function, one.args, node)
+        return joined.function is _itself or runs(joined.function, joined.args, node)
 
     def is_interrupted(self, first: fx.Node, last: fx.Node) -> bool:
         """Whether a step between two steps does more than compute a value, or write into one that lies between."""
@@ -306,24 +306,24 @@ def _kind(node: fx.Node) -> EmptyTensor | None:
     return EmptyTensor(value.shape, value.dtype, node.meta.get("strides"), device)
 
 
-def _equal(expected: Any, found: Any, operands: tuple[Any, ...]) -> bool:
+def _equal(expected: Any, actual: Any, operands: tuple[Any, ...]) -> bool:
     """Whether an argument of a step of torch is that of a step of a program."""
     if isinstance(expected, _OperandAt):
-        return found is operands[expected.place]
+        return actual is operands[expected.place]
     if isinstance(expected, _AtenStep):
         return (
-            isinstance(found, fx.Node)
-            and found.target is expected.target
-            and _equal(expected.args, tuple(found.args), operands)
-            and _equal([*expected.kwargs.items()], [*found.kwargs.items()], operands)
+            isinstance(actual, fx.Node)
+            and actual.target is expected.target
+            and _equal(expected.args, tuple(actual.args), operands)
+            and _equal([*expected.kwargs.items()], [*actual.kwargs.items()], operands)
         )
     if isinstance(expected, (list, tuple)):
         return (
-            isinstance(found, (list, tuple))
-            and len(expected) == len(found)
-            and all(_equal(x, y, operands) for x, y in zip(expected, found, strict=True))
+            isinstance(actual, (list, tuple))
+            and len(expected) == len(actual)
+            and all(_equal(x, y, operands) for x, y in zip(expected, actual, strict=True))
         )
-    return type(expected) is type(found) and bool(expected == found)
+    return type(expected) is type(actual) and bool(expected == actual)
 
 
 @cached

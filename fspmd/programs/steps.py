@@ -317,10 +317,10 @@ def made_once(steps: Sequence[fx.Node], ends: Collection[Any], of_a_rank: bool =
         ends: their results. The caller may write into them.
         of_a_rank: for a simulation, the steps that the replay of a process would run only once.
     """
-    found: dict[fx.Node, None] = {}
+    fixed: dict[fx.Node, None] = {}
     exposed: set[fx.Node] | None = None
     for node in steps:
-        if not found.keys() >= set(node.all_input_nodes) or not is_aten(node) or "value" not in node.meta:
+        if not fixed.keys() >= set(node.all_input_nodes) or not is_aten(node) or "value" not in node.meta:
             continue
         if not of_a_rank and not is_of_one_rank(node):
             continue
@@ -329,8 +329,8 @@ def made_once(steps: Sequence[fx.Node], ends: Collection[Any], of_a_rank: bool =
             exposed = {owner(x) for x in (*ends, *given) if isinstance(x, fx.Node)}
         fits = node.meta["value"].nbytes <= _LARGEST and owner(node) not in exposed
         if fits and facts_of(node.target).is_pure(node.args, node.kwargs):
-            found[node] = None
-    return found
+            fixed[node] = None
+    return fixed
 
 
 def is_of_one_rank(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from fspmd.spec import TensorSpec
 from fspmd.torch_internals import running_transforms, transforms_active
 from fspmd.tracing import outside_transforms
 from fspmd.transport import known_values
-from fspmd.transport.frame import Frame, frame
+from fspmd.transport.frame import Frame, frame_over
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.randomness import draw_seed
 from fspmd.variance import unwrapped
@@ -69,7 +69,7 @@ def _made(place: _Place, spec: TensorSpec, make: Callable[[Block], Tensor], devi
 def _places(spec: TensorSpec) -> tuple[Frame, tuple[_Place, ...]]:
     """The frame of a value in a simulation, and the places of its blocks in the frame's order."""
     mesh = spec.mesh
-    value_frame = frame(mesh, spec.partition.axes | spec.partition.unreduced)
+    value_frame = frame_over(mesh, spec.partition.axes | spec.partition.unreduced)
     return value_frame, tuple(_place(spec, coordinate) for coordinate in value_frame.mesh_coordinates())
 
 

@@ -124,9 +124,9 @@ class _FreshMemory:
 
     def hashed(self, count: int, first: int, gamma: int, counters: Tensor | None) -> Words:
         """The words of ``count`` counters, which may be overwritten."""
-        found = Words(self._words[:count], self._ramp[:count])
-        found.hash(first, gamma, counters)
-        return found
+        words = Words(self._words[:count], self._ramp[:count])
+        words.hash(first, gamma, counters)
+        return words
 
 
 class _GpuMemory:

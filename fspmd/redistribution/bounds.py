@@ -383,16 +383,16 @@ def _lacked_by(target: TensorSpec, island: frozenset[str]) -> Callable[[TensorSp
         known = {a: _common(_rows(size, cuts, a[:n]), _rows(size, cuts_needed, a[n:])) for a in set(at)}
         return list(map(known.__getitem__, at))
 
-    def held(spec: TensorSpec) -> Iterable[int]:
+    def elements_of(spec: TensorSpec) -> Iterable[int]:
         dims = map(shared, itertools.count(), spec.partition.dim_axes)
         return functools.reduce(functools.partial(map, operator.mul), dims, [1] * len(islands))
 
-    needed = list(held(target))
+    needed = list(elements_of(target))
 
     def lacked(spec: TensorSpec) -> float:
         if any(sizes[axis] > 1 for axis in (spec.partition.unreduced - pending) - island):
             return float(max(needed) / ranks)
-        return float(max(map(operator.sub, needed, held(spec))) / ranks)
+        return float(max(map(operator.sub, needed, elements_of(spec))) / ranks)
 
     return lacked
 

@@ -215,9 +215,9 @@ def price(
     """
     topology = topology or _current
     axes = axes or mesh.axis_names
-    n, held = ranks or prod([mesh.shape[axis] for axis in axes]), before + after
-    local = 0.0 if kernel in VIEWS or traffic is not None else held / topology.memory
-    local += max(0.0, held - topology.capacity) / topology.spill.bandwidth
+    n, passed = ranks or prod([mesh.shape[axis] for axis in axes]), before + after
+    local = 0.0 if kernel in VIEWS or traffic is not None else passed / topology.memory
+    local += max(0.0, passed - topology.capacity) / topology.spill.bandwidth
     name = _KERNELS.get(kernel)
     rounds, moved = (0, 0.0) if name is None or n == 1 else _FORMULAS[name](n, before, after)
     if message is not None and name in _IN_PARTS:
@@ -226,8 +226,8 @@ def price(
         rounds, moved = traffic
         local += 2 * after / topology.memory
     if not rounds or not moved:  # an empty collective is not launched
-        return Price(0.0, local, held)
-    return Price(moved, _sending(rounds, moved, topology.link(mesh, axes), topology) + local, held)
+        return Price(0.0, local, passed)
+    return Price(moved, _sending(rounds, moved, topology.link(mesh, axes), topology) + local, passed)
 
 
 def native_time(kernel: str, n: int, before: int, after: int, link: Link, topology: Topology) -> float:
@@ -239,9 +239,9 @@ def _sending(rounds: int, moved: float, link: Link, topology: Topology) -> float
     return topology.launch + rounds * link.latency + moved / link.bandwidth
 
 
-def work(products: float, held: float, topology: Topology) -> float:
-    """Return the µs to compute so many products and sums, on operands and results of ``held`` bytes."""
-    return max(2 * products / topology.flops, held / topology.memory)
+def work(multiplications: float, nbytes: float, topology: Topology) -> float:
+    """Return the µs to compute so many products and sums, on operands and results of ``nbytes`` bytes."""
+    return max(2 * multiplications / topology.flops, nbytes / topology.memory)
 
 
 _current = Topology()

@@ -200,9 +200,9 @@ def _search(known: Route, topology: Topology, *, anywhere: bool) -> Route:
 
     def push(label: Label, spec: TensorSpec, steps: tuple[Step, ...], more: float = 0.0, edge: Any = False) -> None:
         time, peak, length = label
-        ahead = more + least(spec)
-        if time + ahead < limit and reached.get(spec, _UNREACHED) > label:
-            heapq.heappush(queue, (round(time + ahead, 9), peak, length, next(order), time, spec, steps, edge))
+        estimate = more + least(spec)
+        if time + estimate < limit and reached.get(spec, _UNREACHED) > label:
+            heapq.heappush(queue, (round(time + estimate, 9), peak, length, next(order), time, spec, steps, edge))
 
     def offer(label: Label, before: TensorSpec, steps: tuple[Step, ...], after: TensorSpec) -> bool:
         start = begin if before.even and after.even else 0.0  # an even reblock moves data, or slices do the same

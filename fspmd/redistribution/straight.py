@@ -61,8 +61,8 @@ def straight(source: TensorSpec, target: TensorSpec, topology: Topology) -> tupl
         steps, spec = (*steps, *free), free[-1].spec if free else before
         if spec not in done:
             time = round(time + sum(step.price.time for step in free), 9)
-            ahead = _HASTE * bound(target, topology)(spec)
-            heapq.heappush(queue, (time + ahead, time, peak, len(steps), next(order), spec, steps))
+            estimate = _HASTE * bound(target, topology)(spec)
+            heapq.heappush(queue, (time + estimate, time, peak, len(steps), next(order), spec, steps))
 
     push(0.0, 0, source, ())
     while True:

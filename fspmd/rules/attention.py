@@ -50,7 +50,7 @@ def attention(call: ShapedCall) -> Factors:
         whole=frozenset({s, rows} if call.argument(5, "is_causal", False) else {s}),
         scaled=frozenset({factors.names["h"]} if grouped else ()),
         names=names,
-        products=query[-1] + value[-1],
+        multiplications=query[-1] + value[-1],
     )
     if query[-2] != key[-2]:
         return separate
@@ -59,7 +59,10 @@ def attention(call: ShapedCall) -> Factors:
     ring_masks = tuple(tuple(t if f == rows else None if f == s else f for f in dims) for dims in masks)
     results = (tuple(ring.get(f, f) if f is not None else None for f in separate.results[0]),)
     alike = separate._replace(
-        operands=(*operands, *ring_masks), results=results, whole=frozenset({t}), products=separate.products * key[-2]
+        operands=(*operands, *ring_masks),
+        results=results,
+        whole=frozenset({t}),
+        multiplications=separate.multiplications * key[-2],
     )
     return separate._replace(others=(alike,))
 
@@ -104,8 +107,8 @@ def _rounds(layout: BodyLayout) -> float:
     heads = math.prod(query.block_shape[:-2])  # heads of keys and values are repeated first
     sent = heads * key.block_shape[-2] * (query.shape[-1] + value.shape[-1]) * max(query.dtype.itemsize, 4)
     round_time = layout.price("permute", sent, sent)
-    products = math.prod(query.block_shape[:-1]) * key.block_shape[-2] * (query.shape[-1] + value.shape[-1])
-    return (query.mesh.axis_size(layout.axes) - 1) * max(0.0, round_time - work(products, sent, layout.topology))
+    multiplications = math.prod(query.block_shape[:-1]) * key.block_shape[-2] * (query.shape[-1] + value.shape[-1])
+    return (query.mesh.axis_size(layout.axes) - 1) * max(0.0, round_time - work(multiplications, sent, layout.topology))
 
 
 def _body(

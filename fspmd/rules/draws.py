@@ -31,7 +31,7 @@ from fspmd.sharded import Sharded, call_torch, is_sharded, pair
 from fspmd.spec import P, TensorSpec
 from fspmd.torch_internals import transforms_active
 from fspmd.tracing import step
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import per_block, shards_of
 
 Then = Callable[[Tensor], Tensor]
@@ -243,7 +243,7 @@ class _Counted(torch.autograd.Function):
     @staticmethod
     def forward(rates: Tensor, spec: TensorSpec, seed: int) -> Tensor:
         simulated = spec.mesh.transport == "simulation"
-        each = iter(shards_of(rates, frame(spec.mesh, spec.partition.axes)) if simulated else [rates])
+        each = iter(shards_of(rates, frame_over(spec.mesh, spec.partition.axes)) if simulated else [rates])
         return fill(spec, lambda block: poisson(block, next(each).double(), seed).to(spec.dtype), rates.device).local
 
     @staticmethod

@@ -157,18 +157,18 @@ EXTREMES = {
 }
 
 
-def _before(site: Site, d: int, totals: Tensor, nothing: float) -> Tensor:
-    """Return the total of all blocks before this rank's, or ``nothing`` for the first block.
+def _before(site: Site, d: int, totals: Tensor, neutral: float) -> Tensor:
+    """Return the total of all blocks before this rank's, or ``neutral`` for the first block.
 
     ``totals`` has the totals up to and including each block.
     """
     first = torch.zeros_like(totals[:1])
     at = axis_index(site.over((d,)))
-    return torch.cat([first + nothing if nothing else first, totals]).index_select(0, at[None])[0]
+    return torch.cat([first + neutral if neutral else first, totals]).index_select(0, at[None])[0]
 
 
 def _scan(
-    scan: Callable[..., Tensor], fold: Callable[..., Tensor], join: Callable[..., Tensor], nothing: float
+    scan: Callable[..., Tensor], fold: Callable[..., Tensor], join: Callable[..., Tensor], neutral: float
 ) -> Body:
     """Return the body of a cumulative function.
 
@@ -187,7 +187,7 @@ def _scan(
         if not site.over((d,)):
             return scan(x, d).to(dtype)
         totals = scan(all_gather(fold(x, d), site.over((d,))), 0)
-        return join(scan(x, d), _before(site, d, totals, nothing).unsqueeze(d)).to(dtype)
+        return join(scan(x, d), _before(site, d, totals, neutral).unsqueeze(d)).to(dtype)
 
     return body
 

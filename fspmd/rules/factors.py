@@ -35,7 +35,7 @@ class Factors(NamedTuple):
     pieces: Mapping[int, int] = _NO  # factor -> number of equal pieces, of which none may be cut
     names: Mapping[Any, int] = _NO  # names of factors in a sharded body; without a name it is the number
     others: tuple[Factors, ...] = ()  # other readings of the same call, which may be cheaper
-    products: int = 1  # multiplications per combination of the factors' indices
+    multiplications: int = 1  # multiplications per combination of the factors' indices
 
 
 @dataclass(frozen=True, slots=True, eq=False)

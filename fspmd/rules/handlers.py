@@ -273,8 +273,8 @@ def _as_strided(x: Any, size: Sequence[int], stride: Sequence[int], storage_offs
         raise ArgumentError(
             f"as_strided() got {x!r}, which is a part of a larger memory; call it on the tensor that has all of it"
         )
-    reach = [(n - 1) * step for n, step in zip(size, stride, strict=True)]
-    if 0 not in size and not 0 <= start + sum(min(r, 0) for r in reach) <= start + sum(reach) < x.numel():
+    spans = [(n - 1) * step for n, step in zip(size, stride, strict=True)]
+    if 0 not in size and not 0 <= start + sum(min(r, 0) for r in spans) <= start + sum(spans) < x.numel():
         raise ShapeError(
             f"as_strided({size}, {stride}, {storage_offset}) of {x!r} reaches beyond its {x.numel()} elements; call it "
             "on the tensor that has all of these elements"

@@ -21,7 +21,7 @@ from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.contractions import gathered
 from fspmd.rules.factors import NO_RULE, Dims, Factors, Shape, ShapedCall, match, parse
 from fspmd.rules.windows import block_places, fetched, longer, moving, per_rank, still
-from fspmd.transport.carriers import as_words, nothing
+from fspmd.transport.carriers import as_words, neutral_number
 
 _SECOND: Final = frozenset({1})
 
@@ -215,9 +215,9 @@ def filled(site: Site, x: Tensor, d: int, key: Any) -> Tensor:
 
 
 def own(x: Tensor, mine: Tensor) -> Tensor:
-    """Replace the elements that are not this rank's by `nothing`."""
+    """Replace the elements that are not this rank's by `neutral_number`."""
     bits = as_words(x)  # torch fills words of all dtypes
-    out = bits.masked_fill(~mine, nothing(bits))
+    out = bits.masked_fill(~mine, neutral_number(bits))
     return out if bits is x else out.view(x.dtype)
 
 

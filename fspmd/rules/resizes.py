@@ -53,7 +53,7 @@ def _interpolated(site: Site, x: Tensor, k: int, d: int, tables: Callable[[int, 
     return (split * weights[0].to(x.dtype).view(*weights[0].shape, *(1,) * (x.dim() - 1 - d))).sum(d + 1)
 
 
-def _body(count: int, aligned: bool, reach: int, tables: Callable[..., list[Tensor]]) -> Bodied:
+def _body(count: int, aligned: bool, taps: int, tables: Callable[..., list[Tensor]]) -> Bodied:
     """Return the body of an interpolation over ``count`` trailing dims.
 
     Args:
@@ -63,7 +63,7 @@ def _body(count: int, aligned: bool, reach: int, tables: Callable[..., list[Tens
     """
 
     def rows(first: int, last: int, size: int, places: int) -> tuple[int, int]:
-        far = reach * max(1, -(-size // places))
+        far = taps * max(1, -(-size // places))
         return first * size // places - far, -(-last * size // places) + far
 
     def body(site: Site, x: Tensor, output_size: Any, *args: Any, **named: Any) -> Tensor:
@@ -80,9 +80,9 @@ def _body(count: int, aligned: bool, reach: int, tables: Callable[..., list[Tens
     return _of_floats(lacking(rows)(body)) if aligned else lacking(rows)(body)
 
 
-def _of_floats(bodied: Bodied) -> Bodied:
+def _of_floats(body: Bodied) -> Bodied:
     """Return a body that takes no integers, for which torch has other formulas."""
-    return replace(bodied, time=lambda layout: bodied.time(layout) if _floats(layout.operands) else math.inf)
+    return replace(body, time=lambda layout: body.time(layout) if _floats(layout.operands) else math.inf)
 
 
 def _floats(specs: Sequence[TensorSpec]) -> bool:
@@ -101,7 +101,7 @@ RESIZES = {
         for n, name in enumerate(("linear", "bilinear", "trilinear"), 1)
     },
     **{
-        name: (2, _body(2, True, reach, functools.partial(_near, name)))
-        for name, reach in (("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 1), ("_upsample_bicubic2d_aa", 2))
+        name: (2, _body(2, True, taps, functools.partial(_near, name)))
+        for name, taps in (("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 1), ("_upsample_bicubic2d_aa", 2))
     },
 }

@@ -27,7 +27,7 @@ from fspmd.spec import TensorSpec
 from fspmd.torch_internals import DisableTorchFunction
 from fspmd.transport import Options
 from fspmd.transport.carriers import as_words
-from fspmd.transport.frame import frame
+from fspmd.transport.frame import frame_over
 from fspmd.transport.local_tensor import local_tensor
 from fspmd.transport.rows import RankRoute, Routes, RowMap
 from fspmd.variance import Variance, get_variance, join, set_variance
@@ -43,7 +43,7 @@ def positions(mesh: Mesh, axes: tuple[str, ...]) -> list[int]:
         assert at is not None
         places = [dict(zip(mesh.axis_names, at, strict=True))]
     else:
-        ranks = frame(mesh, axes)
+        ranks = frame_over(mesh, axes)
         places = [dict(zip(ranks.axes, at, strict=True)) for at in ranks.coordinates()]
     return [row_major([at[axis] for axis in axes], [mesh.shape[axis] for axis in axes]) for at in places]
 
@@ -55,7 +55,7 @@ def per_rank(site: Site, key: Any, axes: tuple[str, ...], make: Callable[[int], 
         with DisableTorchFunction(), torch.no_grad():
             shards = [make(at).to(site.mesh.device) for at in positions(site.mesh, axes)]
             if site.mesh.transport == "simulation":
-                return local_tensor(shards, frame(site.mesh, axes))
+                return local_tensor(shards, frame_over(site.mesh, axes))
             if shards[0].dim() == 1:  # an index of rows
                 _note_lengths([len(make(at)) for at in range(site.mesh.axis_size(axes))])
             return shards[0]
@@ -116,7 +116,7 @@ def exchanged(
                 return None
             routes = tuple(_route(site, before, after, at) for at in positions(site.mesh, axes))
             busiest = _most(before, after)
-        ranks = frame(site.mesh, axes) if site.mesh.transport == "simulation" else None
+        ranks = frame_over(site.mesh, axes) if site.mesh.transport == "simulation" else None
         return Call("ragged_all_to_all", site.mesh, axes, Options(dim=d, routes=Routes(routes, ranks, busiest)))
 
     if (call := site.once(key, made)) is not None:
@@ -236,14 +236,14 @@ def moved_in_turn(site: Site, keys: Mapping[int, Any]) -> list[int]:
 
 
 def longer(x: Tensor, d: int, *, negative: bool = False) -> Tensor:
-    """Append a row of zeros to a dim; ``negative``: of `nothing`, which is -0.0 for floats."""
+    """Append a row of zeros to a dim; ``negative``: of `neutral_number`, which is -0.0 for floats."""
     zeros = torch.zeros_like(x.narrow(d, 0, 0).sum(d, keepdim=True, dtype=x.dtype))
     signed = x.dtype.is_complex or (x.dtype.is_floating_point and x.dtype.itemsize > 1)  # torch cannot negate float8
     return torch.cat([x, -zeros if negative and signed else zeros], d)
 
 
 def picked(site: Site, key: Any, x: Tensor, d: int, size: int, place: int) -> Tensor:
-    """Return one row of a dim on the rank whose block has it, and `nothing` on the others: a pending sum."""
+    """Return one row of a dim on the rank whose block has it, and `neutral_number` on the others: a pending sum."""
     axes, cut = site.axes[d], site.blocks(size, d)
 
     def chosen(at: int) -> Tensor:

@@ -124,11 +124,11 @@ def moves_bits(kernel: Callable[..., R]) -> Callable[..., R]:
     return wrapped
 
 
-def nothing(x: Tensor) -> complex:
+def neutral_number(x: Tensor) -> complex:
     """Return the negative zero of the dtype of ``x``."""
     return complex(-0.0, -0.0) if x.is_complex() else -0.0
 
 
 def neutral_like(x: Tensor) -> Tensor:
     """Return a tensor of negative zeros like ``x``."""
-    return torch.full_like(x, nothing(x))
+    return torch.full_like(x, neutral_number(x))

@@ -18,7 +18,7 @@ from fspmd.meshes.mesh import Mesh
 
 
 class Frame:
-    """A mesh and the axes over which a simulated value has one shard per coordinate. Interned: make it with `frame`."""
+    """A mesh and the axes over which a simulated value has one shard per coordinate. Interned: see `frame_over`."""
 
     __slots__ = ("__weakref__", "axes", "mesh", "sizes", "volume")
 
@@ -46,7 +46,7 @@ _FRAMES: Final[WeakValueDictionary[Any, Frame]] = WeakValueDictionary()
 
 
 @cached
-def frame(mesh: Mesh, axes: tuple[str, ...] | frozenset[str]) -> Frame:
+def frame_over(mesh: Mesh, axes: tuple[str, ...] | frozenset[str]) -> Frame:
     """Return the frame of a set of axes of ``mesh``."""
     ordered = tuple([axis for axis in mesh.axis_names if axis in axes])
     return _FRAMES.setdefault((mesh, ordered), Frame(mesh, ordered))
@@ -65,7 +65,7 @@ def union(a: Frame, b: Frame) -> Frame:
             f"blocks of a body on {a.mesh!r} were used together with blocks on {b.mesh!r}; return them from their own "
             "body, and pass the result to the other as an argument"
         )
-    return frame(mesh, a.axes + b.axes)
+    return frame_over(mesh, a.axes + b.axes)
 
 
 @cached
@@ -83,7 +83,7 @@ def groups(whole: Frame, axes: tuple[str, ...]) -> tuple[Frame, tuple[tuple[int,
 
     Within a group the order is that of ``axes``, major first.
     """
-    rest = frame(whole.mesh, tuple([axis for axis in whole.axes if axis not in axes]))
+    rest = frame_over(whole.mesh, tuple([axis for axis in whole.axes if axis not in axes]))
     dims = [whole.axes.index(axis) for axis in (*rest.axes, *axes)]
     coordinates = list(whole.coordinates())
     order = sorted(range(whole.volume), key=lambda i: [coordinates[i][d] for d in dims])

@@ -16,18 +16,18 @@ import torch
 from fspmd.errors import VarianceError
 from fspmd.forms import is_dense
 from fspmd.spec import TensorSpec
-from fspmd.transport.frame import UNEVEN, Frame, frame, spread, union
+from fspmd.transport.frame import UNEVEN, Frame, frame_over, spread, union
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def local_int(held: Frame, values: Sequence[int]) -> Any:
-    """A plain int where all ranks agree, else a ``torch.SymInt`` with one value per rank of ``held``."""
+def local_int(frame: Frame, values: Sequence[int]) -> Any:
+    """A plain int where all ranks agree, else a ``torch.SymInt`` with one value per rank of ``frame``."""
     first = values[0]
     if values.count(first) == len(values):
         return first
-    UNEVEN.add(held.mesh.transport)
-    return torch.SymInt(LocalInt(held, list(values)))
+    UNEVEN.add(frame.mesh.transport)
+    return torch.SymInt(LocalInt(frame, list(values)))
 
 
 def block_sizes(spec: TensorSpec) -> tuple[Any, ...]:
@@ -37,9 +37,9 @@ def block_sizes(spec: TensorSpec) -> tuple[Any, ...]:
         return spec.block_shape
     if mesh.transport != "simulation":
         return spec.local_shape(mesh.coordinate() or ())
-    held = frame(mesh, spec.partition.axes)
-    shapes = map(spec.local_shape, held.mesh_coordinates())
-    return tuple(local_int(held, sizes) for sizes in zip(*shapes, strict=True))
+    frame = frame_over(mesh, spec.partition.axes)
+    shapes = map(spec.local_shape, frame.mesh_coordinates())
+    return tuple(local_int(frame, sizes) for sizes in zip(*shapes, strict=True))
 
 
 class LocalInt:
@@ -51,14 +51,14 @@ class LocalInt:
 
     __slots__ = ("frame", "values", "verdict")
 
-    def __init__(self, held: Frame, values: list[Any], verdict: bool | None = None) -> None:
-        self.frame = held
+    def __init__(self, frame: Frame, values: list[Any], verdict: bool | None = None) -> None:
+        self.frame = frame
         self.values = values
         self.verdict = verdict
 
-    def at(self, held: Frame) -> list[Any]:
+    def at(self, frame: Frame) -> list[Any]:
         """The values in the order of a frame that includes this one's."""
-        return self.values if held is self.frame else [self.values[i] for i in spread(self.frame, held)]
+        return self.values if frame is self.frame else [self.values[i] for i in spread(self.frame, frame)]
 
     def __repr__(self) -> str:
         return "{" + ", ".join(map(str, self.values)) + "}"
@@ -91,7 +91,7 @@ class LocalInt:
     # --- one Python number ----------------------------------------------------------------------------------------
 
     def guard_bool(self, file: str = "", line: int = 0) -> bool:
-        return self._one() if self.verdict is None or self._agreed() else self.verdict
+        return self._agreed_value() if self.verdict is None or self._agreed() else self.verdict
 
     guard_size_oblivious = expect_true = expect_size = guard_bool
 
@@ -103,7 +103,7 @@ class LocalInt:
     def guard_or_true(self, file: str = "", line: int = 0) -> bool:
         return bool(not self._agreed() or self.values[0])
 
-    def _one(self) -> Any:
+    def _agreed_value(self) -> Any:
         if self._agreed():
             return self.values[0]
         raise VarianceError(
@@ -136,32 +136,32 @@ class LocalInt:
 
 
 def _of_blocks(
-    one: LocalInt, sizes: list[Any], strides: list[Any], memory_format: torch.memory_format | None
+    first: LocalInt, sizes: list[Any], strides: list[Any], memory_format: torch.memory_format | None
 ) -> LocalInt:
     """Whether each rank's block lies so; without a format, whether it is dense in some order of its dims."""
-    rows = zip(*(_values(x, one.frame) for x in (*sizes, *strides)), strict=True)
-    found = []
+    rows = zip(*(_values(x, first.frame) for x in (*sizes, *strides)), strict=True)
+    verdicts = []
     for row in rows:
         shape, steps = row[: len(sizes)], row[len(sizes) :]
         if memory_format is None:
-            found.append(0 in shape or is_dense(shape, steps))
+            verdicts.append(0 in shape or is_dense(shape, steps))
         else:
             block = torch.empty_strided(shape, steps, device="meta")
-            found.append(block.is_contiguous(memory_format=memory_format))
-    return LocalInt(one.frame, found, verdict=False)
+            verdicts.append(block.is_contiguous(memory_format=memory_format))
+    return LocalInt(first.frame, verdicts, verdict=False)
 
 
-def _values(x: Any, held: Frame) -> list[Any]:
+def _values(x: Any, frame: Frame) -> list[Any]:
     if isinstance(x, LocalInt):
-        return x.at(held)
+        return x.at(frame)
     if not isinstance(x, (int, float)):  # a C++ constant node
         x = x.guard_bool("", 0) if x.is_bool() else x.guard_float("", 0) if x.is_float() else x.guard_int("", 0)
-    return [x] * held.volume
+    return [x] * frame.volume
 
 
 def _zipped(fn: Callable[[Any, Any], Any], a: LocalInt, b: Any) -> tuple[Frame, list[Any]]:
-    held = union(a.frame, b.frame) if isinstance(b, LocalInt) else a.frame
-    return held, [fn(x, y) for x, y in zip(a.at(held), _values(b, held), strict=True)]
+    frame = union(a.frame, b.frame) if isinstance(b, LocalInt) else a.frame
+    return frame, [fn(x, y) for x, y in zip(a.at(frame), _values(b, frame), strict=True)]
 
 
 def _connect(fn: Callable[[Any, Any], Any], a: LocalInt, b: Any) -> LocalInt:
@@ -188,8 +188,8 @@ def _asking(kind: type) -> dict[str, Callable[..., Any]]:
     return {
         f"is_{name}": lambda self: type(self.values[0]) is kind,
         f"maybe_as_{name}": lambda self: self.values[0] if type(self.values[0]) is kind and self._agreed() else None,
-        f"{name}_": lambda self: kind(self._one()),
-        **({} if kind is bool else {f"guard_{name}": lambda self, file="", line=0: kind(self._one())}),
+        f"{name}_": lambda self: kind(self._agreed_value()),
+        **({} if kind is bool else {f"guard_{name}": lambda self, file="", line=0: kind(self._agreed_value())}),
     }
 
 

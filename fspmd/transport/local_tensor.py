@@ -26,7 +26,7 @@ from fspmd.torch_internals import (
     level_of,
     make_wrapper_subclass,
 )
-from fspmd.transport.frame import Frame, frame, spread, union
+from fspmd.transport.frame import Frame, frame_over, spread, union
 from fspmd.transport.local_int import SYMBOLS, LocalInt, local_int
 from fspmd.transport.randomness import per_rank_generators
 
@@ -51,7 +51,7 @@ class LocalTensor(Tensor):
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, shards: list[Tensor], held: Frame, borrowed: bool = False, offset: Any = 0) -> LocalTensor:
+    def __new__(cls, shards: list[Tensor], frame: Frame, borrowed: bool = False, offset: Any = 0) -> LocalTensor:
         first = shards[0]
         size: Any = first.shape
         strides: Any
@@ -62,7 +62,7 @@ class LocalTensor(Tensor):
             shards, borrowed = [resolved(shard) for shard in shards], True
         for other in shards:
             if other.shape != size:
-                size, strides = _uneven(shards, held)
+                size, strides = _uneven(shards, frame)
                 uneven = True
                 break
         else:
@@ -74,7 +74,7 @@ class LocalTensor(Tensor):
             cls, size, strides=strides, storage_offset=offset, dtype=first.dtype, device=first.device
         )
         self.shards = shards
-        self.frame = held
+        self.frame = frame
         self.borrowed = borrowed
         self.uneven = uneven
         return self
@@ -85,11 +85,11 @@ class LocalTensor(Tensor):
     ) -> Any:
         return apply_per_rank(func, args, kwargs or {})
 
-    def at(self, held: Frame) -> list[Tensor]:
+    def at(self, frame: Frame) -> list[Tensor]:
         """Returns the shards in the order of a frame that includes this one's."""
-        if held is self.frame:
+        if frame is self.frame:
             return self.shards
-        return [self.shards[i] for i in spread(self.frame, held)]
+        return [self.shards[i] for i in spread(self.frame, frame)]
 
     @property
     def data(self) -> Tensor:
@@ -186,7 +186,7 @@ def _refuse_layout(x: Tensor) -> NoReturn:
     )
 
 
-def _uneven(shards: list[Tensor], held: Frame) -> tuple[Any, Any]:
+def _uneven(shards: list[Tensor], frame: Frame) -> tuple[Any, Any]:
     """Returns the sizes and strides of blocks whose shapes differ."""
     first = shards[0]
     if any(shard.ndim != first.ndim for shard in shards):
@@ -196,14 +196,14 @@ def _uneven(shards: list[Tensor], held: Frame) -> tuple[Any, Any]:
             "whose size differs from rank to rank"
         )
     dims = range(first.ndim)
-    size = tuple(local_int(held, [shard.shape[d] for shard in shards]) for d in dims)
+    size = tuple(local_int(frame, [shard.shape[d] for shard in shards]) for d in dims)
     strides = [shard.stride() if shard.numel() else packed(shard.shape) for shard in shards]  # an empty one has any
-    return size, tuple(local_int(held, [step[d] for step in strides]) for d in dims)
+    return size, tuple(local_int(frame, [step[d] for step in strides]) for d in dims)
 
 
-def shards_of(x: Tensor, held: Frame) -> list[Tensor]:
-    """Returns the block of each coordinate of ``held``. A plain tensor is equal on all."""
-    return x.at(held) if type(x) is LocalTensor else [resolved(x)] * held.volume
+def shards_of(x: Tensor, frame: Frame) -> list[Tensor]:
+    """Returns the block of each coordinate of ``frame``. A plain tensor is equal on all."""
+    return x.at(frame) if type(x) is LocalTensor else [resolved(x)] * frame.volume
 
 
 def blocks_of(x: Tensor) -> Sequence[Tensor]:
@@ -324,14 +324,14 @@ def resolved(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
 
-def local_tensor(shards: Sequence[Tensor], held: Frame, borrowed: bool = False) -> Tensor:
+def local_tensor(shards: Sequence[Tensor], frame: Frame, borrowed: bool = False) -> Tensor:
     """Makes a LocalTensor; where the frame has no axes, returns the one plain tensor."""
-    return LocalTensor(list(shards), held, borrowed) if held.axes else shards[0]
+    return LocalTensor(list(shards), frame, borrowed) if frame.axes else shards[0]
 
 
-def block_type(held: Frame | None) -> type[Tensor]:
+def block_type(frame: Frame | None) -> type[Tensor]:
     """Returns the type of a block: `LocalTensor` for simulated ranks, `torch.Tensor` for a process."""
-    return LocalTensor if held is not None and held.axes else Tensor
+    return LocalTensor if frame is not None and frame.axes else Tensor
 
 
 #: the types of blocks
@@ -340,7 +340,7 @@ BLOCKS: Final = frozenset((Tensor, torch.nn.Parameter, LocalTensor))
 
 def frame_of(x: Tensor, mesh: Mesh) -> Frame:
     """Returns the frame of a simulated value; that of a plain tensor has no axes."""
-    return x.frame if type(x) is LocalTensor else frame(mesh, ())
+    return x.frame if type(x) is LocalTensor else frame_over(mesh, ())
 
 
 def is_uneven(x: Tensor) -> bool:
@@ -350,12 +350,12 @@ def is_uneven(x: Tensor) -> bool:
     return level_of(x) != NO_LEVEL and not all(type(length) is int for length in x.shape)
 
 
-def expand(x: Tensor, held: Frame) -> LocalTensor:
-    """Gives ``x`` a block per rank over at least the axes of ``held``. Blocks share memory, and are marked borrowed."""
+def expand(x: Tensor, frame: Frame) -> LocalTensor:
+    """Gives ``x`` a block per rank over at least the axes of ``frame``. They share memory, and are marked borrowed."""
     if type(x) is LocalTensor:
-        whole = union(x.frame, held)
+        whole = union(x.frame, frame)
         return x if whole is x.frame else LocalTensor(x.at(whole), whole, borrowed=True)
-    return LocalTensor([resolved(x.detach())] * held.volume, held, borrowed=True)  # shards lie below autograd
+    return LocalTensor([resolved(x.detach())] * frame.volume, frame, borrowed=True)  # shards lie below autograd
 
 
 # --- one op on every rank -------------------------------------------------------------------------------------------
@@ -370,87 +370,87 @@ def apply_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _refuse_numbers(func, facts.asks, args[0])
     if facts.elementwise and (parts := _parts_by_frame(args)):
         return _apply_in_parts(func, args, kwargs, parts)
-    held = common_frame(args, None)
+    frame = common_frame(args, None)
     if kwargs:
-        held = common_frame(kwargs.values(), held)
-    assert held is not None  # torch dispatches here only with a LocalTensor among the arguments
+        frame = common_frame(kwargs.values(), frame)
+    assert frame is not None  # torch dispatches here only with a LocalTensor among the arguments
     if facts.writes:
-        _check_writes(func, facts, args, kwargs, held)
-    results = _results(func, facts, args, kwargs, held)
+        _check_writes(func, facts, args, kwargs, frame)
+    results = _results(func, facts, args, kwargs, frame)
     if facts.writes:
         if facts.inplace_view:
             x = args[0]
             x.data = LocalTensor(x.shards, x.frame, borrowed=x.borrowed)  # with the sizes that the shards have now
             return x
-        return _written(func, facts, args, kwargs, results, held)
-    return _gather_results(func, results, held, args[0] if facts.view else None)
+        return _written(func, facts, args, kwargs, results, frame)
+    return _gather_results(func, results, frame, args[0] if facts.view else None)
 
 
-def _results(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> list[Any]:
+def _results(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame) -> list[Any]:
     if facts.strided and len(args) > 3 and args[3] is not None:
         here = [args[3] - args[0].storage_offset() + shard.storage_offset() for shard in args[0].shards]
-        args = (*args[:3], local_int(held, here), *args[4:])
-    rows: Iterable[Any] = zip(*(column(arg, held) for arg in args), strict=True) if args else [()] * held.volume
+        args = (*args[:3], local_int(frame, here), *args[4:])
+    rows: Iterable[Any] = zip(*(column(arg, frame) for arg in args), strict=True) if args else [()] * frame.volume
     if not kwargs:
-        named: list[dict[str, Any]] = [kwargs] * held.volume
+        named: list[dict[str, Any]] = [kwargs] * frame.volume
     else:
-        columns = zip(*(column(value, held) for value in kwargs.values()), strict=True)
+        columns = zip(*(column(value, frame) for value in kwargs.values()), strict=True)
         named = [dict(zip(kwargs, row, strict=True)) for row in columns]
     if facts.random:
-        return _drawn(func, zip(rows, named, strict=True), held, kwargs.get("generator"))
+        return _drawn(func, zip(rows, named, strict=True), frame, kwargs.get("generator"))
     if kwargs:
         return [func(*row, **kw) for row, kw in zip(rows, named, strict=True)]
     return [func(*row) for row in rows]
 
 
-def _drawn(func: Any, calls: Iterable[Any], held: Frame, generator: torch.Generator | None = None) -> list[Any]:
+def _drawn(func: Any, calls: Iterable[Any], frame: Frame, generator: torch.Generator | None = None) -> list[Any]:
     """Returns the results of a call per rank, each of which draws from the rank's own stream."""
     results = []
-    with per_rank_generators(held, generator) as switch:
+    with per_rank_generators(frame, generator) as switch:
         for i, (row, named) in enumerate(calls):
             switch(i)
             results.append(func(*row, **named))
     return results
 
 
-def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame, draws: bool = False) -> Any:
-    """Calls a torch function of numbers that differ over ``held``, such as ``torch.zeros(x.shape)``, for each rank.
+def call_per_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame, draws: bool = False) -> Any:
+    """Calls a torch function of numbers that differ over ``frame``, such as ``torch.zeros(x.shape)``, for each rank.
 
     ``draws``: each rank draws from its own stream.
     """
-    columns = [column(value, held) for value in (*args, *kwargs.values())]
+    columns = [column(value, frame) for value in (*args, *kwargs.values())]
     calls = [(row[: len(args)], dict(zip(kwargs, row[len(args) :], strict=True))) for row in zip(*columns, strict=True)]
-    results = _drawn(func, calls, held) if draws else [func(*row, **named) for row, named in calls]
-    return _gather_results(func, results, held)
+    results = _drawn(func, calls, frame) if draws else [func(*row, **named) for row, named in calls]
+    return _gather_results(func, results, frame)
 
 
-def common_frame(values: Iterable[Any], held: Frame | None) -> Frame | None:
+def common_frame(values: Iterable[Any], frame: Frame | None) -> Frame | None:
     """Returns the smallest frame that includes those of all LocalTensors and local numbers among ``values``."""
     for value in values:
         kind = type(value)
         if kind is LocalTensor:
-            held = value.frame if held is None else held if value.frame is held else union(held, value.frame)
+            frame = value.frame if frame is None else frame if value.frame is frame else union(frame, value.frame)
         elif kind in _SEQUENCES:
-            held = common_frame(value, held)
+            frame = common_frame(value, frame)
         elif kind in _SYMBOLS and isinstance(value.node, LocalInt):
-            held = value.node.frame if held is None else union(held, value.node.frame)
-    return held
+            frame = value.node.frame if frame is None else union(frame, value.node.frame)
+    return frame
 
 
-def column(value: Any, held: Frame) -> list[Any]:
+def column(value: Any, frame: Frame) -> list[Any]:
     """Returns one argument as each rank has it."""
     kind = type(value)
     if kind is LocalTensor:
-        shards: list[Any] = value.shards if value.frame is held else value.at(held)
+        shards: list[Any] = value.shards if value.frame is frame else value.at(frame)
         return shards
     if kind in _SEQUENCES:
         if any(type(v) is LocalTensor or type(v) in _SEQUENCES or type(v) in _SYMBOLS for v in value):
             kind = tuple if kind is torch.Size else kind
-            return [kind(row) for row in zip(*(column(v, held) for v in value), strict=True)]
+            return [kind(row) for row in zip(*(column(v, frame) for v in value), strict=True)]
     elif kind in _SYMBOLS and isinstance(value.node, LocalInt):
-        numbers: list[Any] = value.node.at(held)
+        numbers: list[Any] = value.node.at(frame)
         return numbers
-    return [value] * held.volume
+    return [value] * frame.volume
 
 
 # --- lists of tensors, each with its own frame ----------------------------------------------------------------------
@@ -475,8 +475,8 @@ def _apply_in_parts(
     count = sum(map(len, parts.values()))
     for positions in parts.values():
         chosen = tuple([a[i] for i in positions] if type(a) is list and len(a) == count else a for a in args)
-        held = common_frame((*chosen, *kwargs.values()), None)
-        out = func(*chosen, **kwargs) if held is None else apply_per_rank(func, chosen, kwargs)
+        frame = common_frame((*chosen, *kwargs.values()), None)
+        out = func(*chosen, **kwargs) if frame is None else apply_per_rank(func, chosen, kwargs)
         if out is not None:
             results.update(zip(positions, out, strict=True))
     return [results[i] for i in range(count)] if results else None
@@ -512,10 +512,12 @@ def _written_tensors(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
                 yield x
 
 
-def _check_writes(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], held: Frame) -> None:
+def _check_writes(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame) -> None:
     for target in _written_tensors(facts, args, kwargs):
-        axes = frame_of(target, held.mesh).axes
-        if missing := [axis for axis, size in zip(held.axes, held.sizes, strict=True) if size > 1 and axis not in axes]:
+        axes = frame_of(target, frame.mesh).axes
+        if missing := [
+            axis for axis, size in zip(frame.axes, frame.sizes, strict=True) if size > 1 and axis not in axes
+        ]:
             raise VarianceError(written_in_place(_name_of(func), _shown(target), missing))
         if type(target) is LocalTensor and target.borrowed:
             raise VarianceError(WRITTEN_CAST.format(_name_of(func)))
@@ -525,13 +527,13 @@ def _name_of(func: Any) -> str:
     return f"{func._schema.name.split('::')[-1]}()"
 
 
-def _written(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any], results: list[Any], held: Frame) -> Any:
+def _written(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any], results: list[Any], frame: Frame) -> Any:
     """Returns what an in-place or out= op returns: the very tensors that it wrote into."""
     if facts.resizes:
         _check_resized(func, facts, args, kwargs)
     outs: Any = facts.returns
     if None in facts.returns:  # among them are new values
-        fresh = _gather_results(func, results, held)
+        fresh = _gather_results(func, results, frame)
         outs = fresh if len(outs) > 1 else (fresh,)
     places = zip(facts.returns, outs, strict=True)
     final = tuple([out if place is None else _argument(args, kwargs, *place) for place, out in places])
@@ -552,27 +554,27 @@ def _check_resized(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any])
                 )
 
 
-def _view(results: list[Tensor], held: Frame, base: LocalTensor) -> LocalTensor:
-    shards = base.at(held)
-    count = held.volume if base.uneven else 1
+def _view(results: list[Tensor], frame: Frame, base: LocalTensor) -> LocalTensor:
+    shards = base.at(frame)
+    count = frame.volume if base.uneven else 1
     moved: list[Any] = [results[i].storage_offset() - shards[i].storage_offset() for i in range(count)]
-    offset = local_int(held, moved) if base.uneven else moved[0]
-    return LocalTensor(results, held, base.borrowed, base.storage_offset() + offset)
+    offset = local_int(frame, moved) if base.uneven else moved[0]
+    return LocalTensor(results, frame, base.borrowed, base.storage_offset() + offset)
 
 
-def _gather_results(func: Callable[..., Any], results: list[Any], held: Frame, base: Any = None) -> Any:
+def _gather_results(func: Callable[..., Any], results: list[Any], frame: Frame, base: Any = None) -> Any:
     """Joins the results of all ranks to one value; ``base`` is the value that they are views of."""
     first = results[0]
     if isinstance(first, Tensor):
-        return LocalTensor(results, held) if type(base) is not LocalTensor else _view(results, held, base)
+        return LocalTensor(results, frame) if type(base) is not LocalTensor else _view(results, frame, base)
     if isinstance(first, (list, tuple)):
         if len({len(result) for result in results}) > 1:
             raise VarianceError(f"{func} returned a different number of tensors on different ranks; use rank_map")
         columns = zip(*results, strict=True)
-        return type(first)(_gather_results(func, list(column), held, base) for column in columns)
+        return type(first)(_gather_results(func, list(column), frame, base) for column in columns)
     if any(result != first for result in results):
         if isinstance(first, int) and not isinstance(first, bool):
-            return local_int(held, results)
+            return local_int(frame, results)
         facts = FACTS.get(func)
         if isinstance(first, bool) and facts is not None and not facts.gives_values:
             return False  # torch asks about memory, as whether a tangent needs a copy: yes if so on all ranks

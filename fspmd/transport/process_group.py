@@ -17,7 +17,7 @@ from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
 from fspmd.tracing import constant, hidden
 from fspmd.transport.call import DTYPES, Layout, Options, Transport
-from fspmd.transport.carriers import FLOATS, Reshape, carried, check_adds, moves_bits, neutral_like, nothing
+from fspmd.transport.carriers import FLOATS, Reshape, carried, check_adds, moves_bits, neutral_like, neutral_number
 from fspmd.transport.groups import Group, gather_integers, group_of, in_c10d_order
 from fspmd.transport.pending import Message, Pending, Result, arrived, fail, wait_for
 from fspmd.transport.stacks import padded, stack, unstack
@@ -309,7 +309,7 @@ class ProcessGroupTransport(Transport):
         return x.clone() if group_of(mesh, axes, Options()).index == o.root else neutral_like(x)
 
     def at_root_in_place(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Result:
-        return x if group_of(mesh, axes, Options()).index == o.root else x.fill_(nothing(x))
+        return x if group_of(mesh, axes, Options()).index == o.root else x.fill_(neutral_number(x))
 
     pick = alias
 

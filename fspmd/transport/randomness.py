@@ -54,8 +54,8 @@ def fold_in(seed: int, index: int) -> int:
 class Streams:
     """The streams of a seed for the coordinates of a frame, within one random torch function."""
 
-    def __init__(self, held: Frame, seed: int) -> None:
-        self.frame = held
+    def __init__(self, frame: Frame, seed: int) -> None:
+        self.frame = frame
         self.seed = seed
         self.states: dict[tuple[Frame, int], list[torch.Tensor]] = {}  # the states of streams that were used before
 
@@ -137,9 +137,9 @@ class GeneratorStates:
 
 
 @contextmanager
-def streams(held: Frame, seed: int) -> Iterator[None]:
-    """Let simulated random ops in a ``with`` block draw from streams of ``seed``, one per coordinate of ``held``."""
-    token = _begin_streams(held, seed)
+def streams(frame: Frame, seed: int) -> Iterator[None]:
+    """Let simulated random ops in a ``with`` block draw from streams of ``seed``, one per coordinate of ``frame``."""
+    token = _begin_streams(frame, seed)
     try:
         yield
     finally:
@@ -147,8 +147,8 @@ def streams(held: Frame, seed: int) -> Iterator[None]:
 
 
 @state
-def _begin_streams(held: Frame, seed: int) -> Any:
-    return _STREAMS.set(Streams(held, seed))
+def _begin_streams(frame: Frame, seed: int) -> Any:
+    return _STREAMS.set(Streams(frame, seed))
 
 
 @state
@@ -160,8 +160,8 @@ Switch = Callable[[int], None]
 
 
 @contextmanager
-def per_rank_generators(held: Frame, generator: torch.Generator | None = None) -> Iterator[Switch]:
-    """Yield ``switch(i)``, which turns the generator into that of the i-th coordinate of ``held``."""
+def per_rank_generators(frame: Frame, generator: torch.Generator | None = None) -> Iterator[Switch]:
+    """Yield ``switch(i)``, which turns the generator into that of the i-th coordinate of ``frame``."""
     active = _STREAMS.get()
     if generator is not None:
         start = generator.get_state()
@@ -170,25 +170,25 @@ def per_rank_generators(held: Frame, generator: torch.Generator | None = None) -
             generator.set_state(start)
 
         yield rewind
-    elif active is None or not set(active.frame.axes) <= set(held.axes):
+    elif active is None or not set(active.frame.axes) <= set(frame.axes):
         before = _get_states()
         yield lambda index: _set_states(before)
     else:
-        yield from _stream_per_rank(active, held)
+        yield from _stream_per_rank(active, frame)
 
 
-def _stream_per_rank(active: Streams, held: Frame) -> Iterator[Switch]:
-    place = spread(active.frame, held)
+def _stream_per_rank(active: Streams, frame: Frame) -> Iterator[Switch]:
+    place = spread(active.frame, frame)
     current: list[int] = []
 
     def leave() -> None:
         if current:
-            active.states[held, current.pop()] = _get_states()
+            active.states[frame, current.pop()] = _get_states()
 
     def switch(index: int) -> None:
         leave()
         current.append(index)
-        known = active.states.get((held, index))
+        known = active.states.get((frame, index))
         if known is None:
             _seed(fold_in(active.seed, place[index]))
         else:

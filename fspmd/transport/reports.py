@@ -102,16 +102,16 @@ def store_needed() -> Iterator[None]:
 
 def within(seconds: float, ask: Callable[[], Any], otherwise: Any = None) -> Any:
     """The result of ``ask``, or ``otherwise`` if it raises or takes longer. A stopped store never answers."""
-    found = [otherwise]
+    answer = [otherwise]
 
     def run() -> None:
         try:
-            found[0] = ask()
+            answer[0] = ask()
         except Exception:
             return
 
     beside(run).join(seconds)
-    return found[0]
+    return answer[0]
 
 
 def tell_failure(error: BaseException, where: str = "") -> None:
@@ -133,12 +133,12 @@ def last_failure() -> str:
 
 def failures(ranks: Iterable[int]) -> dict[int, tuple[float, str]]:
     """The last failure that each of some ranks has told: the seconds since then, and the text."""
-    store, found = own_store("fspmd.failures"), {}
+    store, told = own_store("fspmd.failures"), {}
     for rank in ranks:
         if store.check([str(rank)]):
             then, _, text = store.get(str(rank)).decode().partition(" ")
-            found[rank] = (time.time() - float(then), text)
-    return found
+            told[rank] = (time.time() - float(then), text)
+    return told
 
 
 def failure_text(error: BaseException) -> str:

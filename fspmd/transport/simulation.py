@@ -15,7 +15,7 @@ from fspmd.ops.schemas import facts_of
 from fspmd.tracing import DispatchMode, constant, outside_transforms, step
 from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits, neutral_like
-from fspmd.transport.frame import Frame, frame, groups, spread, union
+from fspmd.transport.frame import Frame, frame_over, groups, spread, union
 from fspmd.transport.local_tensor import LocalTensor, call_per_rank, expand, frame_of, local_tensor, shards_of
 from fspmd.transport.randomness import streams
 from fspmd.transport.windows import coordinates, parts
@@ -45,11 +45,11 @@ class SimulationTransport(Transport):
         total = self.reduce_once(x, mesh, axes, o)
         if o.index_groups is not None:
             return total
-        held, _, shards, table = _groups(total, mesh, axes, o)
-        return _one_per_rank([shards[group[0]] for group in table], held, table)
+        frame, _, shards, table = _groups(total, mesh, axes, o)
+        return _one_per_rank([shards[group[0]] for group in table], frame, table)
 
     def reduce_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, rest, shards, table = _groups(x, mesh, axes, o)
+        frame, rest, shards, table = _groups(x, mesh, axes, o)
         fn = _REDUCE[o.op]
         totals = []
         try:
@@ -63,22 +63,22 @@ class SimulationTransport(Transport):
         except NotImplementedError:
             wide, back = _carried(x, o.op)
             return back(self.reduce_once(wide, mesh, axes, o))
-        return _one_per_group(totals, held, rest, table, o)
+        return _one_per_group(totals, frame, rest, table, o)
 
     @moves_bits
     def gather(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, _, shards, table = _groups(x, mesh, axes, o)
-        return _one_per_rank([torch.cat([shards[i] for i in group], o.dim) for group in table], held, table)
+        frame, _, shards, table = _groups(x, mesh, axes, o)
+        return _one_per_rank([torch.cat([shards[i] for i in group], o.dim) for group in table], frame, table)
 
     @moves_bits
     def gather_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, rest, shards, table = _groups(x, mesh, axes, o)
+        frame, rest, shards, table = _groups(x, mesh, axes, o)
         wholes = [torch.cat([shards[i] for i in group], o.dim) for group in table]
-        return _one_per_group(wholes, held, rest, table, o)
+        return _one_per_group(wholes, frame, rest, table, o)
 
     def reduce_scatter(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, _, shards, table = _groups(x, mesh, axes, o)
-        pieces: list[Tensor] = [x] * held.volume
+        frame, _, shards, table = _groups(x, mesh, axes, o)
+        pieces: list[Tensor] = [x] * frame.volume
         try:
             for group in table:
                 total = shards[group[0]]
@@ -90,7 +90,7 @@ class SimulationTransport(Transport):
         except NotImplementedError:
             wide, back = _carried(x, "sum")
             return back(self.reduce_scatter(wide, mesh, axes, o))
-        return LocalTensor(pieces, held)
+        return LocalTensor(pieces, frame)
 
     def gather_into(self, out: Tensor, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
         whole = self.gather_once(x.unsqueeze(0), mesh, axes, Options())  # ``out`` may have one copy, or one per rank
@@ -101,8 +101,8 @@ class SimulationTransport(Transport):
         return out.copy_(block.view(out.shape))
 
     def slice(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, _, shards, table = _groups(x, mesh, axes, o)
-        pieces: list[Tensor] = [x] * held.volume
+        frame, _, shards, table = _groups(x, mesh, axes, o)
+        pieces: list[Tensor] = [x] * frame.volume
         for group in table:
             parts = dict[int, tuple[Tensor, ...]]()  # by tensor: all ranks of the group may have the same
             for place, i in enumerate(group):
@@ -110,56 +110,56 @@ class SimulationTransport(Transport):
                 if id(shard) not in parts:
                     parts[id(shard)] = shard.split(o.sizes, o.dim) if o.sizes else shard.chunk(len(group), o.dim)
                 pieces[i] = parts[id(shard)][place]
-        return LocalTensor(pieces, held)
+        return LocalTensor(pieces, frame)
 
     @moves_bits
     def exchange(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, _, shards, table = _groups(x, mesh, axes, o)
-        received: list[Tensor] = [x] * held.volume
+        frame, _, shards, table = _groups(x, mesh, axes, o)
+        received: list[Tensor] = [x] * frame.volume
         for group in table:
             wholes = [shards[i] for i in group]
             sent = [x.split(o.sizes, o.dim) if o.sizes else x.chunk(len(group), o.dim) for x in wholes]
             for place, i in enumerate(group):
                 received[i] = torch.cat([pieces[place] for pieces in sent], o.concat_dim)
-        return LocalTensor(received, held)
+        return LocalTensor(received, frame)
 
     def ragged(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         assert o.routes is not None
         assert o.routes.frame is not None
-        held = union(frame_of(x, mesh), o.routes.frame)
-        routes = [o.routes.routes[i] for i in spread(o.routes.frame, held)]
-        _, table = groups(held, axes)
+        frame = union(frame_of(x, mesh), o.routes.frame)
+        routes = [o.routes.routes[i] for i in spread(o.routes.frame, frame)]
+        _, table = groups(frame, axes)
         if o.index_groups is not None:
             table = tuple(tuple(group[i] for i in chosen) for group in table for chosen in o.index_groups)
-        shards = [shard.movedim(o.dim, 0) for shard in shards_of(x, held)]
-        landed: list[Tensor] = [x] * held.volume
+        shards = [shard.movedim(o.dim, 0) for shard in shards_of(x, frame)]
+        landed: list[Tensor] = [x] * frame.volume
         for group in table:
             sent = [routes[i].pack(shards[i]).split(routes[i].sends) for i in group]
             for place, i in enumerate(group):
                 landed[i] = routes[i].land(torch.cat([pieces[place] for pieces in sent]), x.dtype).movedim(0, o.dim)
-        return LocalTensor(landed, held)
+        return LocalTensor(landed, frame)
 
     @moves_bits
     def permute(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, _, shards, table = _groups(x, mesh, axes, o)
-        received: list[Tensor | None] = [None] * held.volume
+        frame, _, shards, table = _groups(x, mesh, axes, o)
+        received: list[Tensor | None] = [None] * frame.volume
         for group in table:
             for source, destination in o.perm:
                 received[group[destination]] = shards[group[source]].clone()
         filled = [torch.zeros_like(s) if r is None else r for r, s in zip(received, shards, strict=True)]
-        return LocalTensor(filled, held)
+        return LocalTensor(filled, frame)
 
     @moves_bits
     def reblock(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         assert o.move is not None
         source, target = o.move.source, o.move.target
-        held = union(frame_of(x, source.mesh), frame(source.mesh, (*axes, *source.partition.axes)))
+        frame = union(frame_of(x, source.mesh), frame_over(source.mesh, (*axes, *source.partition.axes)))
         varies = target.partition.axes | target.partition.unreduced
         if not o.move.across:
-            varies |= frozenset(held.axes).difference(axes)
-        shards, after = shards_of(x, held), frame(target.mesh, varies)
-        number = {at: i for i, at in enumerate(held.coordinates())}
-        named = [source.mesh.axis_names.index(axis) for axis in held.axes]
+            varies |= frozenset(frame.axes).difference(axes)
+        shards, after = shards_of(x, frame), frame_over(target.mesh, varies)
+        number = {at: i for i, at in enumerate(frame.coordinates())}
+        named = [source.mesh.axis_names.index(axis) for axis in frame.axes]
         made = []
         for at in coordinates(target.mesh, varies):
             block = shards[0].new_empty((*shards[0].shape[: shards[0].ndim - source.ndim], *target.local_shape(at)))
@@ -172,26 +172,26 @@ class SimulationTransport(Transport):
         return local_tensor(made, after)
 
     def broadcast(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, _, shards, table = _groups(x, mesh, axes, o)
-        return _one_per_rank([shards[group[o.root]].clone() for group in table], held, table)
+        frame, _, shards, table = _groups(x, mesh, axes, o)
+        return _one_per_rank([shards[group[o.root]].clone() for group in table], frame, table)
 
     def broadcast_once(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         _, rest, shards, table = _groups(x, mesh, axes, o)
         return local_tensor([shards[group[o.root]].clone() for group in table], rest)
 
     def reduce_to_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        held, _, shards, table = _groups(x, mesh, axes, o)
+        frame, _, shards, table = _groups(x, mesh, axes, o)
         results = [torch.zeros_like(shard) for shard in shards]
         for group in table:
             for i in group:
                 results[group[o.root]] += shards[i]
-        return LocalTensor(results, held)
+        return LocalTensor(results, frame)
 
     def agree(self, complaint: str, mesh: Mesh) -> str:
         return complaint
 
     def layouts(self, blocks: Sequence[Tensor | None], mesh: Mesh) -> list[tuple[Layout | None, ...]]:
-        whole = frame(mesh, mesh.axis_names)
+        whole = frame_over(mesh, mesh.axis_names)
         columns = [
             [None] * whole.volume if x is None else [(x.dtype, shape) for shape in shapes_of(x, whole)] for x in blocks
         ]
@@ -203,7 +203,7 @@ class SimulationTransport(Transport):
     def per_rank(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         if not axes:
             return self.alias(x, mesh, axes, o)
-        wide = expand(x, frame(mesh, axes))
+        wide = expand(x, frame_over(mesh, axes))
         return LocalTensor(wide.shards, wide.frame, wide.borrowed) if wide is x else wide
 
     def view(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
@@ -217,13 +217,13 @@ class SimulationTransport(Transport):
         return LocalTensor(views, x.frame, x.borrowed)
 
     def at_root(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        wide = expand(x, frame(mesh, axes))
+        wide = expand(x, frame_over(mesh, axes))
         roots = {group[o.root] for group in groups(wide.frame, axes)[1]}
         shards = [shard.clone() if i in roots else neutral_like(shard) for i, shard in enumerate(wide.shards)]
         return local_tensor(shards, wide.frame)
 
     def scale(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
-        return expand(x * o.factor, frame(mesh, axes))
+        return expand(x * o.factor, frame_over(mesh, axes))
 
     def pick(self, x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> Tensor:
         if type(x) is not LocalTensor:
@@ -239,36 +239,36 @@ class SimulationTransport(Transport):
 
 @cached(maxsize=1024)
 def _index(mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    held = frame(mesh, axes)
-    _, (order,) = groups(held, axes)
+    frame = frame_over(mesh, axes)
+    _, (order,) = groups(frame, axes)
     place = {i: position for position, i in enumerate(order)}
     with outside_transforms():  # a transform would wrap each rank's number
-        return local_tensor([torch.tensor(place[i], device=mesh.device) for i in range(held.volume)], held)
+        return local_tensor([torch.tensor(place[i], device=mesh.device) for i in range(frame.volume)], frame)
 
 
 def _groups(x: Tensor, mesh: Mesh, axes: tuple[str, ...], o: Options) -> tuple[Frame, Frame, list[Tensor], Table]:
     """Return the frame with ``axes``, the frame without them, the shards, and the groups of shard indices."""
-    held = frame(mesh, axes)
+    frame = frame_over(mesh, axes)
     if type(x) is LocalTensor:
-        held = union(x.frame, held)
-        shards = x.shards if held is x.frame else x.at(held)
+        frame = union(x.frame, frame)
+        shards = x.shards if frame is x.frame else x.at(frame)
     else:
-        shards = shards_of(x, held)
-    rest, table = groups(held, axes)
+        shards = shards_of(x, frame)
+    rest, table = groups(frame, axes)
     if o.index_groups is not None:
         table = tuple(tuple(group[i] for i in chosen) for group in table for chosen in o.index_groups)
-    return held, rest, shards, table
+    return frame, rest, shards, table
 
 
-def shapes_of(x: Tensor, held: Frame) -> list[tuple[int, ...]]:
+def shapes_of(x: Tensor, frame: Frame) -> list[tuple[int, ...]]:
     """Return the shape of the block at each coordinate. Dims that ``vmap`` hides do not count."""
     if type(x) is LocalTensor:
-        return [tuple(shard.shape) for shard in x.at(held)]
+        return [tuple(shard.shape) for shard in x.at(frame)]
     columns = [
-        [length] * held.volume if type(length) is int else length.node.at(held)  # type: ignore[attr-defined]
+        [length] * frame.volume if type(length) is int else length.node.at(frame)  # type: ignore[attr-defined]
         for length in x.shape
     ]
-    return [tuple(column[i] for column in columns) for i in range(held.volume)]
+    return [tuple(column[i] for column in columns) for i in range(frame.volume)]
 
 
 def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
@@ -283,36 +283,36 @@ def _carried(x: Tensor, op: str) -> tuple[Tensor, Reshape]:
     return wide, back
 
 
-def _one_per_group(results: list[Tensor], held: Frame, rest: Frame, table: Table, o: Options) -> Tensor:
+def _one_per_group(results: list[Tensor], frame: Frame, rest: Frame, table: Table, o: Options) -> Tensor:
     """Return a value that is equal within each group, with one shard per group, unless groups are parts of an axis."""
-    return _one_per_rank(results, held, table) if o.index_groups else local_tensor(results, rest)
+    return _one_per_rank(results, frame, table) if o.index_groups else local_tensor(results, rest)
 
 
-def _one_per_rank(results: list[Tensor], held: Frame, table: Table) -> Tensor:
+def _one_per_rank(results: list[Tensor], frame: Frame, table: Table) -> Tensor:
     """Return a value that is equal within each group, with a copy for each rank, into which the rank may write."""
-    copies: list[Tensor] = [results[0]] * held.volume
+    copies: list[Tensor] = [results[0]] * frame.volume
     for group, result in zip(table, results, strict=True):
         for place, i in enumerate(group):
             copies[i] = result if place == 0 else result.clone()
-    return LocalTensor(copies, held)
+    return LocalTensor(copies, frame)
 
 
 @contextmanager
-def draw_per_rank(held: Frame, seed: int) -> Iterator[None]:
-    """Let random ops in a ``with`` block draw from the streams of ``seed`` over the coordinates of ``held``.
+def draw_per_rank(frame: Frame, seed: int) -> Iterator[None]:
+    """Let random ops in a ``with`` block draw from the streams of ``seed`` over the coordinates of ``frame``.
 
     This includes ops that make tensors from sizes alone, as dropout under ``torch.func`` does.
     """
-    with streams(held, seed), _MakePerRank(held):
+    with streams(frame, seed), _MakePerRank(frame):
         yield
 
 
 class _MakePerRank(DispatchMode):
     """Gives tensors that are made from no other tensors one copy per rank."""
 
-    def __init__(self, held: Frame) -> None:
+    def __init__(self, frame: Frame) -> None:
         super().__init__()
-        self.frame = held
+        self.frame = frame
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

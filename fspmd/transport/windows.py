@@ -199,10 +199,10 @@ def parts(move: Reblock, at: Coordinate) -> tuple[Part, ...]:
     target = move.target
     rank, needed = target.mesh.rank_at(at), window(target, at)
     result = []
-    for held, ranks in _holders(move)[_group(move, target, at)].items():
-        if (common := _meet(held, needed)) is not None:
+    for box, ranks in _holders(move)[_group(move, target, at)].items():
+        if (common := _meet(box, needed)) is not None:
             holder = rank if rank in ranks else ranks[rank % len(ranks)]
-            result.append(Part(holder, _within(common, held), _within(common, needed)))
+            result.append(Part(holder, _within(common, box), _within(common, needed)))
     return tuple(result)
 
 

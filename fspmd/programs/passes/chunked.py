@@ -142,15 +142,15 @@ def _after_gather(memory: Aliases, product: fx.Node, chunks: tuple[int, ...]) ->
     with graph.inserting_before(anchor):
         parts = [_part(graph, x, dim, i * length, length, gather) for i in range(n)]
         begun = [add_begun(graph, call, parts[0], gather)]
-        gathered, products = [], []
+        gathered, results = [], []
         for i in range(n):
             if i + 1 < n:
                 begun.append(add_begun(graph, call, parts[i + 1], gather))
             gathered.append(add_wait(graph, begun[i], gather))
             rows = _with_casts(graph, gathered[i], casts, gather)
-            products.append(_product(graph, product, _as_matrix(graph, rows, product)))
+            results.append(_product(graph, product, _as_matrix(graph, rows, product)))
         shape = (*full[:-1], product.meta["value"].shape[-1])
-        joined = _joined(graph, products, (shape, dim, ranks), product, product.meta["value"])
+        joined = _joined(graph, results, (shape, dim, ranks), product, product.meta["value"])
         if others:
             last = _joined(graph, gathered, (full, dim, ranks), gather, gather.meta["value"])
             gather.meta["frame"] = None

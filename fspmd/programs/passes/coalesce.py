@@ -86,7 +86,7 @@ class Coalesce:
         forget(program, _NAME)
         before = dependencies(program)
         open_: dict[Hashable, _CollectiveBucket] = {}
-        closed: dict[Hashable, fx.Node] = {}  # by the step that closed it
+        full: dict[Hashable, fx.Node] = {}  # by the step that closed it
         done: list[_CollectiveBucket] = []
         for place, node in enumerate(list(program.graph.nodes)):
             key = _key(node)
@@ -96,12 +96,12 @@ class Coalesce:
                 bucket.after[node] = None
                 if _stays(node):  # this step would wait for later members, or they for this step
                     done.append(open_.pop(kind))
-                    closed[kind] = node
+                    full[kind] = node
             if key is None:
                 continue
             bucket = open_.setdefault(key, _CollectiveBucket())
-            if not bucket.members and key in closed:
-                leave(node, _NAME, "earlier collectives of its kind are needed before it, by", closed[key])
+            if not bucket.members and key in full:
+                leave(node, _NAME, "earlier collectives of its kind are needed before it, by", full[key])
             if bucket.members and (why := self._beside(bucket, node)):
                 leave(node, _NAME, why, bucket.members[0])
                 if bucket.bytes < _bytes(node):  # the bucket stays open, since it is smaller than the collective

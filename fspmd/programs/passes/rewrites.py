@@ -95,9 +95,9 @@ def _over_all_axes(order: Callable[[Call, Call], tuple[str, ...]], even: bool = 
     return result
 
 
-_merged: Final = _over_all_axes(lambda one, two: one.mesh.ordered(frozenset(one.axes + two.axes)), even=False)
-_gathered: Final = _over_all_axes(lambda one, two: two.axes + one.axes)  # the axes of the second are the major ones
-_scattered_twice: Final = _over_all_axes(lambda one, two: one.axes + two.axes)  # those of the first are
+_merged: Final = _over_all_axes(lambda a, b: a.mesh.ordered(frozenset(a.axes + b.axes)), even=False)
+_gathered: Final = _over_all_axes(lambda a, b: b.axes + a.axes)  # the axes of the second are the major ones
+_scattered_twice: Final = _over_all_axes(lambda a, b: a.axes + b.axes)  # those of the first are
 
 ROWS: Final = (
     Rewrite("all-reduce, slice: reduce-scatter", SUMS, ("slice",), _scattered),
@@ -227,9 +227,9 @@ def _pays(first: fx.Node, second: fx.Node, both: Call) -> bool:
     """Whether one call takes no more time than two. The sizes are known to all ranks that take part."""
     (x,) = first.all_input_nodes
     before, between, after = map(nbytes_of, (x, first, second))
-    one, two = first.meta["call"], second.meta["call"]
-    separate = price(one.pair.kernel, one.mesh, one.axes, before, between) + price(
-        two.pair.kernel, two.mesh, two.axes, between, after
+    outer, inner = first.meta["call"], second.meta["call"]
+    separate = price(outer.pair.kernel, outer.mesh, outer.axes, before, between) + price(
+        inner.pair.kernel, inner.mesh, inner.axes, between, after
     )
     return price(both.pair.kernel, both.mesh, both.axes, before, after).time <= separate.time
 
