@@ -51,6 +51,7 @@ class Config:
     precision: nn.Precision | None = None  # of the computation and of sums of gradients; the default is the parameters'
     mask: nn.Mask = CAUSAL  # which tokens a token sees
     attention: str = "ring"  # how the ranks of cp share it: a key of ATTENTION
+    sinks: bool = False  # whether each head has an attention sink, a score that is learned
 
     @property
     def K(self) -> int:
@@ -74,16 +75,15 @@ def leaves(c: Config) -> Params:
         return Leaf((c.layers, *shape), P(None, *entries), scale)
 
     stack = {
-        "norm1": layer((c.D,), "fsdp"),
+        **dict.fromkeys(("norm1", "norm2"), layer((c.D,), "fsdp")),
         "wq": layer((c.D, c.H * c.K), "fsdp", "tp", scale=up),
-        "wk": layer((c.D, c.G * c.K), "fsdp", "tp", scale=up),
-        "wv": layer((c.D, c.G * c.K), "fsdp", "tp", scale=up),
+        **dict.fromkeys(("wk", "wv"), layer((c.D, c.G * c.K), "fsdp", "tp", scale=up)),
         "wo": layer((c.H * c.K, c.D), "tp", "fsdp", scale=up * down),
-        "norm2": layer((c.D,), "fsdp"),
-        "gate": layer((*many, c.D, c.F), *over, "fsdp", "tp", scale=up),
-        "up": layer((*many, c.D, c.F), *over, "fsdp", "tp", scale=up),
+        **dict.fromkeys(("gate", "up"), layer((*many, c.D, c.F), *over, "fsdp", "tp", scale=up)),
         "down": layer((*many, c.F, c.D), *over, "tp", "fsdp", scale=c.F**-0.5 * down),
     }
+    if c.sinks:
+        stack["sinks"] = layer((c.H,), "tp", scale=1.0)
     if c.experts:
         stack["router"] = layer((c.D, c.experts), "fsdp", scale=up)
         stack["bias"] = layer((c.experts,), scale=0.0)  # of the choice: no gradient changes it
@@ -136,11 +136,11 @@ def mlp(c: Config, p: Params, x: Tensor, axes: tuple[str, ...]) -> tuple[Tensor,
 
 
 def layer(c: Config, params: Params, x: Tensor, at: Tensor, attend: Callable, axes: Any = TOKENS) -> Any:
-    """x [b, s, D] at positions ``at`` -> [b, s, D], and `BESIDE` of this layer. ``attend`` gets q, k and v."""
+    """x [b, s, D] at positions ``at`` -> [b, s, D], and `BESIDE` of this layer. ``attend`` gets q, k, v and sinks."""
     p = use(c, params, {name: P(*spec.entries[1:]) for name, spec in param_specs(c)["layers"].items()})
     h = F.rms_norm(x, (c.D,), p["norm1"], EPSILON)
     q, k, v = ((h @ p[name]).unflatten(-1, (-1, c.K)).transpose(1, 2) for name in ("wq", "wk", "wv"))
-    heads = attend(rotate(q, at), rotate(k, at), v)
+    heads = attend(rotate(q, at), rotate(k, at), v, sinks=p.get("sinks"))
     x = x + fspmd.psum(heads.transpose(1, 2).flatten(2) @ p["wo"], "tp")
     y, beside = mlp(c, p, F.rms_norm(x, (c.D,), p["norm2"], EPSILON), axes)
     return x + fspmd.psum(y, "tp"), beside

@@ -32,9 +32,9 @@ def next_tokens(
     x = llama.embedded(c, params, ids)
     for own, layer in zip(llama.of_layers(params), cache.layers, strict=True):
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, layer: KVCache = layer) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: KVCache = layer) -> Tensor:
             layers.append(layer.append(k, v, axis="cp", counts=counts))
-            return nn.cached_attention(q, layers[-1], axis="cp", mask=c.mask, counts=counts)
+            return nn.cached_attention(q, layers[-1], axis="cp", mask=c.mask, counts=counts, sinks=sinks)
 
         x, _ = llama.layer(c, own, x, at, attend, BATCH)
     last = x.gather(1, (counts - 1)[:, None, None].expand(-1, -1, c.D))[:, 0]

@@ -57,6 +57,13 @@ SCHEDULES = {
     "zbv": nn.zbv,
     "dual-pipe-v": nn.dual_pipe_v,
 }
+LAYOUTS: dict[str, Callable[[int, int, nn.Mask], SequenceLayout]] = {
+    "contiguous": lambda length, ranks, mask: nn.contiguous(length, ranks),
+    "striped": lambda length, ranks, mask: nn.striped(length, ranks),
+    "zigzag": lambda length, ranks, mask: nn.zigzag(length, ranks),
+    # up to 16 parts for each rank
+    "balanced": lambda length, ranks, mask: nn.balanced(length, ranks, mask, math.gcd(length // ranks, 16)),
+}
 MATRICES = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # of a layer
 FROM_ZERO = ("lr", "experts", "balance", "balance_loss", "sample", "temperature")  # numbers that may be 0
 CLIP, DECAY, BETAS, WARMUP = 1.0, 0.1, (0.9, 0.95), 20
@@ -84,9 +91,10 @@ def stages_in_order(schedule: str, ranks: int) -> tuple[int, ...]:
     return SCHEDULES[schedule](ranks, 1).order if ranks > 1 else (0,)
 
 
-def layout_of(c: Config, mesh: Mesh) -> SequenceLayout:
+def layout_of(c: Config, mesh: Mesh, args: argparse.Namespace) -> SequenceLayout:
     """Which positions the ranks of cp have. By Ulysses each has all of them for its heads, so none has more work."""
-    return (nn.contiguous if c.attention == "ulysses" else nn.zigzag)(c.S, mesh.shape["cp"])
+    name = args.layout or ("contiguous" if c.attention == "ulysses" else "zigzag")
+    return LAYOUTS[name](c.S, mesh.shape["cp"], c.mask)
 
 
 def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int) -> tuple[Callable, Callable]:
@@ -96,7 +104,7 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
     loss has that of their balance, and ``beside`` the counts of each layer.
     """
     specs = optree.tree_map(lambda spec: P(*spec, reduced=set(llama.ONCE)), llama.param_specs(c))
-    layout = layout_of(c, mesh)
+    layout = layout_of(c, mesh, args)
     beside, dtype = llama.BESIDE if c.experts else {}, getattr(torch, args.dtype)
     wide = torch.promote_types(dtype, torch.float32)
     # stages cast by themselves; gradients are summed over microbatches in a wide dtype, and then over replicas
@@ -286,10 +294,10 @@ def make_step(both: Callable, update: Callable, args: argparse.Namespace) -> Cal
 # ---------------------------------------------------------------- training
 
 
-def put(c: Config, mesh: Mesh, batch: tuple[Tensor, Tensor], microbatches: int) -> Batches:
+def put(c: Config, mesh: Mesh, args: argparse.Namespace, batch: tuple[Tensor, Tensor]) -> Batches:
     """A batch of the whole job, [B, S], as microbatches on the mesh."""
-    layout = layout_of(c, mesh)
-    parts = (layout.store(x, 1).chunk(microbatches) for x in batch)
+    layout = layout_of(c, mesh, args)
+    parts = (layout.store(x, 1).chunk(args.microbatches) for x in batch)
     return [fspmd.device_put(pair, IDS, mesh=mesh) for pair in zip(*parts, strict=True)]
 
 
@@ -338,7 +346,7 @@ def train(
     peak = ranks * (args.accelerator * 1e12 if args.accelerator else peak_flops(dtype, mesh.device))
     tokens, started = args.batch * c.S, time.perf_counter()
     for i, batch in enumerate(itertools.islice(batches, begin, args.steps), begin):
-        loss, params, state = step(params, state, put(c, mesh, batch, args.microbatches))
+        loss, params, state = step(params, state, put(c, mesh, args, batch))
         losses.append(float(loss))
         speed = (i + 1 - begin) * tokens / (time.perf_counter() - started)
         text = f"loss {losses[i]:.4f}  {speed:,.0f} tokens/s  MFU {speed * flops(c) / peak:.1%}"
@@ -353,7 +361,7 @@ def train(
 
 
 def validate(c: Config, mesh: Mesh, args: argparse.Namespace, alone: Callable, params: Params, batches: list) -> float:
-    return sum(float(alone(params, put(c, mesh, batch, args.microbatches))) for batch in batches) / len(batches)
+    return sum(float(alone(params, put(c, mesh, args, batch))) for batch in batches) / len(batches)
 
 
 def continued(c: Config, mesh: Mesh, args: argparse.Namespace, params: Params, text: Tensor) -> list[list[int]]:
@@ -490,7 +498,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name, size in (("length", "S"), ("layers", "layers"), ("width", "D"), ("hidden", "F"), ("heads", "H")):
         parser.add_argument(f"--{name}", type=int, default=getattr(Config, size))
     parser.add_argument("--attention", choices=llama.ATTENTION, default="ring", help="over a sequence that cp cuts")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, help="of the sequence over cp (default: zigzag; for ulysses contiguous)"
+    )
     parser.add_argument("--window", type=int, help="a token sees so many tokens up to itself (default: all)")
+    parser.add_argument("--documents", type=int, metavar="LENGTH", help="a token sees its document, one of this length")
+    parser.add_argument("--sinks", action="store_true", help="learn an attention sink for each head")
     parser.add_argument("--kv-heads", type=int, default=Config.G)
     parser.add_argument("--vocabulary", type=int, default=Config.V)
     parser.add_argument("--experts", type=int, default=0, help="experts in each layer (default: one MLP)")
@@ -569,8 +582,12 @@ def config(args: argparse.Namespace) -> Config:
     mixture = {"experts": args.experts, "chosen": args.chosen, "capacity": args.capacity}
     param, compute, reduce = (getattr(torch, name or args.dtype) for name in (args.dtype, args.compute, args.reduce))
     precision = Precision(param, compute, reduce) if args.compute or args.reduce else None
-    mask = Causal() if args.window is None else Causal() & SlidingWindow(args.window)
-    attention = {"attention": args.attention, "mask": mask}
+    mask: nn.Mask = Causal()
+    if args.window is not None:
+        mask &= SlidingWindow(args.window)
+    if args.documents is not None:
+        mask &= nn.Documents(torch.arange(args.length + args.sample) // args.documents)
+    attention = {"attention": args.attention, "mask": mask, "sinks": args.sinks}
     return Config(layers=args.layers, S=args.length, precision=precision, **sizes, **mixture, **attention)
 
 

@@ -44,6 +44,8 @@ OF_THE_MODEL = (
     "--balance",
     "--microbatches",
     "--window",
+    "--documents",
+    "--sinks",
     "--optimizer",
     "--lr",
 )  # flags that a dense run has too
@@ -68,6 +70,9 @@ MESHES = [
     "pp=2,fsdp=2 --jit --loss-scale=1024 --compute=float64",
     "cp=2,tp=2 --attention=ulysses --window=7 --jit",
     "fsdp=2,cp=3 --attention=gathered --window=40 --with-master",
+    "cp=2,tp=2 --layout=balanced --documents=10 --sinks --jit",
+    "pp=2,cp=3 --layout=striped --sinks --optimizer=muon",
+    "cp=2,tp=2 --attention=ulysses --layout=contiguous --documents=16 --sinks",
     "dp=2,fsdp=2,tp=2 --optimizer=muon --zero1 --jit --microbatches=3",
     "dp=2,fsdp=3 --optimizer=adafactor --zero1",
     f"tp=2 {MOE}",
@@ -148,7 +153,10 @@ def dense_logits(params: dict[str, Any], ids: torch.Tensor, c: Any, beside: list
         h = F.rms_norm(x, x.shape[-1:], p["norm1"], 1e-6)
         q, k, v = ((h @ p[name]).unflatten(-1, (-1, c.K)).transpose(1, 2) for name in ("wq", "wk", "wv"))
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-        heads = F.scaled_dot_product_attention(rotated(q), rotated(k), v, seen)
+        scores = (rotated(q) @ rotated(k).mT * c.K**-0.5).masked_fill(~seen, -torch.inf)
+        if c.sinks:
+            scores = torch.cat([scores, p["sinks"][:, None, None].expand(*scores.shape[:-1], 1)], -1)
+        heads = scores.softmax(-1)[..., : ids.shape[1]] @ v
         x = x + heads.transpose(1, 2).flatten(2) @ p["wo"]
         x = x + dense_mlp(p, F.rms_norm(x, x.shape[-1:], p["norm2"], 1e-6), c.chosen, beside)
     logits: torch.Tensor = F.rms_norm(x, x.shape[-1:], params["norm"], 1e-6) @ params["head"]
@@ -253,6 +261,7 @@ def test_losses_do_not_depend_on_the_mesh(text: str, tmp_path: Path) -> None:
 ON_PROCESSES = [
     ("pp=2,fsdp=2 --jit", 4),
     (f"ep=4 {MOE} --microbatches=3", 4),
+    ("cp=2,tp=2 --layout=balanced --documents=10 --sinks --jit", 4),
     ("pp=2,fsdp=2,tp=2", 8),
     (f"pp=2,ep=2,cp=2 {MOE}", 8),
     ("dp=2,pp=2,tp=2 --schedule=zbv --optimizer=muon --zero1", 8),
@@ -304,7 +313,7 @@ def test_gradients_are_summed_over_replicas_once_a_step(text: str) -> None:
         batch = next(module.text_data.random_batches(module.text_data.load_text(args.text)[0], args.batch, c.S, 1))
         both = module.losses_of(c, mesh, args, microbatches)[0]
         with fspmd.communication_log() as log:
-            both(params, module.put(c, mesh, batch, microbatches))
+            both(params, module.put(c, mesh, args, batch))
         return [
             (call.axes, call.shape, call.dtype)
             for call in log
