@@ -274,7 +274,10 @@ class CachingFakeMode(DispatchMode, FakeMode):
         return self._fake(block, device)
 
     def fake_of(self, x: Tensor) -> Tensor:
-        """The fake of a tensor. Fakes share memory as the tensors do. Transforms and modes must not see the call."""
+        """The fake of a tensor. Fakes share memory as the tensors do. Transforms and modes must not see the call.
+
+        A meta tensor stands for one on the default device: so are the parameters of a module that is to be planned.
+        """
         if isinstance(x, FakeTensor):
             return x.detach()
         storage, size = x.untyped_storage(), x.dtype.itemsize
@@ -287,7 +290,8 @@ class CachingFakeMode(DispatchMode, FakeMode):
         if memory is None:
             memory = self._memories[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META)
         elements = memory[: storage.nbytes() // size * size].view(x.dtype)
-        return self._fake(elements.as_strided(x.shape, x.stride(), x.storage_offset()), x.device)
+        device = torch.get_default_device() if x.is_meta else x.device
+        return self._fake(elements.as_strided(x.shape, x.stride(), x.storage_offset()), device)
 
     def _fake(self, block: Tensor, device: torch.device) -> Tensor:
         """``FakeTensor(self, block, device)``, made faster: its attributes depend on the device alone."""

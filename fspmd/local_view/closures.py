@@ -139,7 +139,7 @@ def captured_values(function: Any) -> list[tuple[str, Any]]:
     """Return the invariant tensors of `held_tensors` and the numbers that the function itself holds, sorted by names.
 
     >>> rate, weights = 0.5, {"w": torch.ones(2)}
-    >>> held_values(lambda x: x * rate * weights["w"])
+    >>> captured_values(lambda x: x * rate * weights["w"])
     [('rate', 0.5), ("weights['w']", tensor([1., 1.]))]
     """
     tensors = [(name, x) for name, x in _named_tensors(function, True) if get_variance(x) is INVARIANT]
