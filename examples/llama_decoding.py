@@ -21,10 +21,12 @@ from fspmd.nn import KVCache
 CACHE, SLOTS, IDS = P(BATCH, "tp", "cp"), P(BATCH), P(BATCH, None)
 
 
-def next_tokens(
+def decode_step(
     c: Config, temperature: float, params: Params, cache: KVCache, ids: Tensor, counts: Tensor, keys: Tensor
 ) -> tuple[Tensor, KVCache]:
-    """The next token of each slot, [b], and the cache after the first counts[i] of the tokens ids [b, n] of slot i.
+    """A step of decoding, or of a prompt: the next token of each slot, [b], and the cache after it.
+
+    Slot i has the first counts[i] of the tokens ids [b, n] more. The cache that is given may be donated.
 
     Keys are those of `fspmd.random`, one for each slot. So tokens depend on neither the mesh nor other slots.
     """
@@ -51,7 +53,7 @@ def generate(
     dtype = params["embedding"].dtype if c.precision is None else c.precision.compute
     cache: Any = KVCache.zeros(c.layers, slots, c.G, longest + count, c.K, dtype=dtype, spec=CACHE, mesh=mesh)
     body = shard_map(
-        functools.partial(next_tokens, c, temperature),
+        functools.partial(decode_step, c, temperature),
         mesh=mesh,
         in_specs=(llama.param_specs(c), cache.specs, IDS, SLOTS, SLOTS),
         out_specs=(SLOTS, cache.specs),
