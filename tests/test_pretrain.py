@@ -346,7 +346,14 @@ def test_a_step_whose_gradients_overflow_is_left_out(jitted: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "text", ["fsdp=2,tp=2", "cp=3 --window=5", f"pp=2,ep=2,cp=2 --schedule=zbv {MOE}", f"dp=2,tp=2 {MOE} --capacity=12"]
+    "text",
+    [
+        "fsdp=2,tp=2",
+        "cp=3 --window=5",
+        "cp=2,tp=2 --documents=7 --sinks",
+        f"pp=2,ep=2,cp=2 --schedule=zbv {MOE}",
+        f"dp=2,tp=2 {MOE} --capacity=12",
+    ],
 )
 def test_samples_are_those_of_the_dense_model(text: str) -> None:
     """Token by token, the most probable one."""
