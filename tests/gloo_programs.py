@@ -564,8 +564,8 @@ def functions_of_a_step(biased: bool) -> list[str]:
     called: list[str] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame_over.f_code in codes:
-            called.append(codes[frame_over.f_code])
+        if event == "call" and frame.f_code in codes:
+            called.append(codes[frame.f_code])
 
     sys.setprofile(note)
     try:
