@@ -31,6 +31,7 @@ from fspmd.torch_internals import (
     level_of,
     make_subclass,
     meta_functions,
+    neg_view,
 )
 from fspmd.tracing import DispatchMode, unseen, without_dispatch_modes
 
@@ -280,6 +281,11 @@ class CachingFakeMode(DispatchMode, FakeMode):
         """
         if isinstance(x, FakeTensor):
             return x.detach()
+        if type(x) in _USUAL and x.is_conj():
+            return self.fake_of(x.conj()).conj()
+        if type(x) in _USUAL and x.is_neg():
+            negated: Tensor = neg_view(self.fake_of(neg_view(x)))
+            return negated
         storage, size = x.untyped_storage(), x.dtype.itemsize
         memory = self._memories.get(key := StorageWeakRef(storage))
         if not _is_usual(x):

@@ -207,6 +207,8 @@ FAKE_TENSOR_ERRORS: Any = exceptions_of(FakeTensorMode.__module__)
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 #: makes a tensor of a subclass, with the memory of another tensor
 make_subclass: Any = torch.Tensor._make_subclass
+#: a view whose bit of negation is the other one
+neg_view: Any = torch._neg_view
 #: functions of tensors that no mode sees: ``torch.Tensor(x)``, the maker of an ``nn.Parameter``, …; instead: none
 UNSEEN: tuple[tuple[Any, str], ...] = (
     *((torch.Tensor, name) for name in ("__new__", "_make_subclass", "as_subclass", "set_")),

@@ -193,3 +193,16 @@ def test_strides_of_a_kernel_with_its_operands_in_another_order() -> None:
     with mode:
         found = aten.threshold_backward(*fakes, 0)
     assert found.stride() == aten.threshold_backward(*laid, 0).stride()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_fakes_of_conjugated_and_negated_views_lie_in_the_memory_of_their_base(reverse: bool) -> None:
+    x = torch.ones(3, dtype=torch.complex64)
+    views = [x, x.conj(), x.conj()[1:], x.imag, x.conj().imag]
+    mode = CachingFakeMode()
+    fakes = [mode.fake_of(view.detach()) for view in (reversed(views) if reverse else views)]
+    assert len({fake.untyped_storage()._cdata for fake in fakes}) == 1
+    for view, fake in zip(views, reversed(fakes) if reverse else fakes, strict=True):
+        assert (fake.is_conj(), fake.is_neg(), fake.dtype) == (view.is_conj(), view.is_neg(), view.dtype)
+        assert (fake.shape, fake.stride()) == (view.shape, view.stride())
+        assert fake.storage_offset() == view.storage_offset()

@@ -116,3 +116,28 @@ def test_classes_of_libraries_are_not_searched() -> None:
     found = list(reachable_from(model))
     assert all(any(one is p for one in found) for p in model.parameters())
     assert not any(one is torch.nn.Module.forward for one in found)
+
+
+class _Noisy(_Drawing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + torch.rand(2, 2, generator=_Drawing.generator)
+
+
+def _noise(_: torch.nn.Identity, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(2, 2, generator=_Drawing.generator)
+
+
+def test_what_users_derive_from_or_put_on_a_class_of_a_library_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parametrization makes a class of torch's own that derives from the user's; a method may be replaced."""
+    parametrized = _Noisy(2, 2)
+    torch.nn.utils.parametrize.register_parametrization(parametrized, "weight", torch.nn.Tanh())
+    assert type(parametrized).__module__.startswith("torch.")
+    monkeypatch.setattr(torch.nn.Identity, "forward", _noise)
+    for model in (parametrized, torch.nn.Identity()):
+        run = jit(lambda x, model=model: model(x))
+        states = [_Drawing.generator.get_state()]
+        drawn = [run(torch.ones(2, 2)).detach() for _ in range(2)]
+        states.append(_Drawing.generator.get_state())
+        _Drawing.generator.set_state(states[0])
+        assert all(torch.equal(value, model(torch.ones(2, 2))) for value in drawn)
+        assert torch.equal(_Drawing.generator.get_state(), states[1])

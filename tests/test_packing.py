@@ -131,3 +131,26 @@ def test_leaves_of_one_dtype_travel_together(pool: Processes, name: str) -> None
         assert same
         if backward:
             assert back[backward] == 2
+
+
+def second_gradients_where_blocks_are_empty() -> list[list[Tensor]]:
+    """Those of leaves with one dim, of which two ranks have nothing; and the expected ones."""
+    blocks: list[list[Tensor]] = []
+
+    def body(x: Tensor) -> Tensor:
+        ones = torch.ones(int(fspmd.axis_index("x") < 2), dtype=F64)
+        leaves = [(k * ones).requires_grad_() for k in (2, 3)]
+        for x_block, y in zip(leaves, fspmd.all_gather(leaves, "x", tiled=True, size=2), strict=True):
+            (first,) = torch.autograd.grad(y.square().sum() / 2, x_block, create_graph=True)  # 4 x
+            (second,) = torch.autograd.grad(first.square().sum(), x_block, retain_graph=True)  # 2 * 4 * 4 x
+            blocks.append([second, 32 * x_block.detach()])
+        return x
+
+    mesh = make_mesh((4,), ("x",))
+    shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)(torch.ones(4))
+    return blocks
+
+
+def test_all_ranks_take_part_in_second_gradients_if_some_have_nothing(pool: Processes) -> None:
+    for blocks in pool.run(second_gradients_where_blocks_are_empty):
+        assert all(torch.equal(second, expected) for second, expected in blocks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import types
 from collections import deque
@@ -63,10 +64,9 @@ def _referents(x: Any) -> Iterator[Any]:
         if not _is_of_library(x):  # globals of libraries hold no values of users
             yield from _named(x.__globals__, frozenset(_names(x.__code__)))
     elif issubclass(kind, type):
-        home = _ATTRIBUTES(x).get("__module__")
-        if _FLAGS(x) & _OF_PYTHON and not (type(home) is str and _is_library(sys.modules.get(home))):
-            yield from _BASES(x)
-            yield from (value for name, value in _ATTRIBUTES(x).items() if name != "__annotations__")
+        if _FLAGS(x) & _OF_PYTHON:
+            yield from _BASES(x)  # a library may derive a class from that of a user, as torch's parametrizations do
+            yield from _members(x)
     elif kind is _Cached:
         yield x.__wrapped__
     elif issubclass(kind, _HOLDERS) or (_FLAGS(kind) & _OF_PYTHON and not issubclass(kind, _CLOSED)):
@@ -82,12 +82,23 @@ def _of_type(name: str) -> Any:
 _FLAGS, _BASES, _ATTRIBUTES = map(_of_type, ("__flags__", "__bases__", "__dict__"))
 
 
+def _members(x: type) -> Iterator[Any]:
+    """The attributes of a class. Of a library's class only functions and generators that users have put there."""
+    attributes = _ATTRIBUTES(x)
+    home = attributes.get("__module__")
+    if not (type(home) is str and _is_library(sys.modules.get(home))):
+        return (value for name, value in attributes.items() if name != "__annotations__")
+    functions = (value for value in attributes.values() if type(value) is types.FunctionType)
+    generators = (value for value in attributes.values() if issubclass(type(value), torch.Generator))
+    return itertools.chain((f for f in functions if not _is_of_library(f)), generators)
+
+
 def _is_of_library(f: types.FunctionType) -> bool:
     return f.__code__.co_filename.startswith(LIBRARIES) or str(f.__module__).startswith(("numpy.", "scipy."))
 
 
 def _is_library(module: Any) -> bool:
-    """Whether a module is of a library, whose globals and classes hold no values of users."""
+    """Whether a module is of a library, whose globals hold no values of users."""
     if not issubclass(type(module), types.ModuleType):
         return False
     attributes = object.__getattribute__(module, "__dict__")  # `getattr` would load a lazy module

@@ -40,4 +40,8 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
         return x
     missing = list(x.shape)
     missing[dim] = length - x.shape[dim]
-    return torch.cat([x, x.new_zeros(missing)], dim)
+    zeros = x.new_zeros(missing)
+    if x.ndim > 1:
+        return torch.cat([x, zeros], dim)
+    # of 1-d tensors torch.cat leaves out those that are empty, so a gradient of theirs would have no graph
+    return torch.cat([x[:, None], zeros[:, None]]).squeeze(1)
