@@ -77,15 +77,23 @@ def checked_entry(entry: object, what: str) -> Entry:
     Raises:
         SpecError: ``entry`` is not an entry.
     """
-    if entry is None or isinstance(entry, (str, Flat)):
+    if entry is None or type(entry) is str or isinstance(entry, Flat):
         return entry
+    if isinstance(entry, str):
+        return plain_name(entry)
     if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
-        return None if not entry else entry[0] if len(entry) == 1 else tuple(entry)
+        names = tuple(map(plain_name, entry))
+        return None if not names else names[0] if len(names) == 1 else names
     hint = "; a set has no order, so write a tuple" if isinstance(entry, (set, frozenset)) else ""
     raise SpecError(
         f"{what} got {described(entry)} as an entry; an entry is None, an axis name such as 'x', or a tuple of axis "
         f"names such as ('x', 'y'){hint}"
     )
+
+
+def plain_name(name: str) -> str:
+    """Return the name of an axis without a class of its own, such as an enum, whose text may be another."""
+    return name if type(name) is str else str.__str__(name)
 
 
 def entry_axes(entry: Entry) -> Axes:

@@ -29,6 +29,7 @@ from fspmd.entries import (
     entry_of,
     factors_of,
     joined,
+    plain_name,
     sized,
     unflattened_axes,
 )
@@ -125,7 +126,7 @@ def _names(what: str, names: Iterable[str]) -> frozenset[str]:
     listed = list(names) if isinstance(names, Iterable) else [None]
     if not all(isinstance(name, str) for name in listed):
         raise SpecError(f"P got {described(names)} for {what}; write a set of axis names, such as {what}={{'x'}}")
-    return frozenset(listed)
+    return frozenset(map(plain_name, listed))
 
 
 def _interned(entries: tuple[Entry, ...], unreduced: frozenset[str], reduced: frozenset[str]) -> P:

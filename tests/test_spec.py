@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import itertools
 import math
 import pickle
@@ -252,3 +253,10 @@ def test_a_coordinate_has_one_index_per_axis(coordinate: tuple[int, ...]) -> Non
     for ask in (spec.local_shape, spec.offset):
         with pytest.raises(FspmdError, match=re.escape(f"the coordinate {coordinate} has ")):
             ask(coordinate)
+
+
+def test_an_axis_of_an_enum_is_told_by_its_name() -> None:
+    axis = enum.Enum("axis", {"ROWS": "of an enum"}, type=str)
+    for partition in (P(axis.ROWS), P(None, (axis.ROWS, "y")), P(unreduced={axis.ROWS}), P(reduced={axis.ROWS})):
+        assert "ROWS" not in repr(partition)
+    assert P(axis.ROWS) is P("of an enum")

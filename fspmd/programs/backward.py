@@ -28,7 +28,7 @@ from fspmd.transport.randomness import go_on, kept_states
 class AutogradFacts:
     """The facts about a program that autograd needs. Places are of tensors among inputs and results."""
 
-    captured: tuple[Tensor, ...]  # tensors closed over that have a gradient
+    closed_over: tuple[Tensor, ...]  # tensors closed over that have a gradient
     results: int  # the number of results
     chosen: tuple[int, ...]  # places of results whose gradient backward can compute
     constants: frozenset[int]  # places of results without a gradient; torch has no gradient for the remaining ones
@@ -151,9 +151,9 @@ def replay(halves: Halves) -> Callable[..., Any]:
 
     def run(*leaves: Tensor) -> Any:
         if torch.is_grad_enabled():
-            return _ReplayFunction.apply(halves, *leaves, *halves.facts.captured)
+            return _ReplayFunction.apply(halves, *leaves, *halves.facts.closed_over)
         with torch.enable_grad():  # as in the recorded function
-            return _ReplayFunction.apply(halves, *leaves, *halves.facts.captured)
+            return _ReplayFunction.apply(halves, *leaves, *halves.facts.closed_over)
 
     return run
 
@@ -190,7 +190,7 @@ class _ReplayFunction(torch.autograd.Function):
         ctx.halves = halves
         ctx.kinds = [isinstance(x, Tensor) for x in saved]
         ctx.others = [x for x in saved if not isinstance(x, Tensor)]
-        ctx.count = len(inputs) - len(halves.facts.captured)
+        ctx.count = len(inputs) - len(halves.facts.closed_over)
         ctx.save_for_backward(*inputs[: ctx.count], *(x for x in saved if isinstance(x, Tensor)))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(outs[i] for i in halves.facts.constants))
@@ -215,7 +215,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before: Any, run: Callable[..., Any], *values: Tensor) -> Any:
         ctx.halves, ctx.drawn, ctx.count = before.halves, before.drawn, before.count
-        given = values[ctx.count + len(ctx.halves.facts.captured) :]
+        given = values[ctx.count + len(ctx.halves.facts.closed_over) :]
         ctx.save_for_backward(*values[: ctx.count], *given)
         ctx.set_materialize_grads(False)
         return tuple([None if g is None else g.detach() for g in run(*given)])  # one tensor may be two gradients
@@ -229,9 +229,9 @@ class _Gradients(torch.autograd.Function):
             gradients = _by_autograd(halves, inputs, given, ctx.drawn)
         pairs = zip(gradients, cotangents, strict=True)
         used = [(g, c) for g, c in pairs if g is not None and c is not None and g.requires_grad]
-        values = (*inputs, *halves.facts.captured, *given)
+        values = (*inputs, *halves.facts.closed_over, *given)
         wanted = [i for i, x in enumerate(values) if x.requires_grad]
-        with _without_hooks(halves.facts.captured):
+        with _without_hooks(halves.facts.closed_over):
             second = _gradients(
                 [g for g, _ in used],
                 [values[i] for i in wanted],
@@ -260,7 +260,7 @@ def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any]) -> t
     elif transforms_active():
         gradients = _by_autograd(halves, list(map(_view, ctx.saved_tensors[: ctx.count])), given, ctx.drawn)
     else:
-        gradients = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.facts.captured, *given)
+        gradients = _Gradients.apply(ctx, run, *ctx.saved_tensors[: ctx.count], *halves.facts.closed_over, *given)
     return _placed(ctx, cotangents, gradients)
 
 
@@ -308,7 +308,7 @@ def _placed(ctx: Any, cotangents: Sequence[Any], computed: Sequence[Any]) -> tup
 
 def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tensor], drawn: Any) -> Sequence[Any]:
     """Gradients that can be differentiated: the function runs again, with the random numbers that it drew before."""
-    if _is_downstream([x for x in inputs if x.requires_grad], halves.facts.captured):
+    if _is_downstream([x for x in inputs if x.requires_grad], halves.facts.closed_over):
         raise RecordError(
             "jit cannot differentiate gradients again: an argument was computed from a tensor that the jitted function "
             "closes over; pass this tensor as an argument, too"
@@ -321,9 +321,9 @@ def _by_autograd(halves: Halves, inputs: Sequence[Tensor], cotangents: list[Tens
         outs = halves.again(inputs)
     go_on(states)
     followed = [outs[i] for i in halves.facts.chosen]
-    values = (*inputs, *halves.facts.captured)
+    values = (*inputs, *halves.facts.closed_over)
     wanted = [values[i] for i in halves.facts.with_gradient]
-    with _without_hooks(halves.facts.captured):
+    with _without_hooks(halves.facts.closed_over):
         return _gradients(followed, wanted, cotangents, create_graph=True)
 
 

@@ -64,7 +64,7 @@ class Capture:
     results: list[Tensor]  # the tensors of ``out``
     same: dict[int, int]  # results that are arguments: places in ``leaves`` by places in ``results``
     again: Callable[[Sequence[Tensor]], list[Tensor]]  # the function; takes and returns tensors as ``run`` does
-    captured: tuple[Tensor, ...]  # tensors closed over
+    closed_over: tuple[Tensor, ...]  # tensors closed over
     written: tuple[int, ...]  # places of ``leaves`` that are written into
     modules: tuple[torch.nn.Module, ...]  # modules that ran
     is_fake: bool  # whether it ran without values

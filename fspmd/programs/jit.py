@@ -305,13 +305,13 @@ class _Records(Cache[Any, Record]):
         kwargs: dict[str, Any],
     ) -> None:
         """Let calls with similar leaves and equal `surroundings` find the record without a key."""
-        captured = record.captured.tensors
+        closed_over = record.closed_over.tensors
         before = self.near
         near = self._known.get(key)
         if near is None or near.record is not record or any(near is x for x in before):  # that did not know this call
-            if record.modules or (check := guard([*leaves, *captured])) is None:
+            if record.modules or (check := guard([*leaves, *closed_over])) is None:
                 return
-            is_alike = (lambda *leaves: check(*leaves, *captured)) if captured else check
+            is_alike = (lambda *leaves: check(*leaves, *closed_over)) if closed_over else check
             read, donation = reader(args, kwargs, leaves), record.donation
             places = donation.places
             take = donation.taker(picker(args, kwargs, leaves, places), leaves) if places else None

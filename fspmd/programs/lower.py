@@ -46,7 +46,7 @@ class Compiled:
         """Run the program."""
         args, kwargs = self._marked(args, kwargs)
         known, values, strides = key_of(args, kwargs)
-        if known not in self._accepted or self._record.captured or self._record.modules:
+        if known not in self._accepted or self._record.closed_over or self._record.modules:
             call = CallOfKind(args, kwargs, surroundings())
             if reasons := stale(self._record) or differences(self._function, call, self._record.call):
                 raise ArgumentError(

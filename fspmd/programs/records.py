@@ -121,7 +121,7 @@ class Record:
     written: tuple[int, ...]  # arguments that ``run`` writes into
     same: dict[int, int]  # results that are arguments: the place of the argument by the place of the result
     rebuild: Callable[[tuple[Any, ...]], Any]  # makes the result of its tensors
-    captured: Closed  # tensors closed over
+    closed_over: Closed  # tensors closed over
     modules: tuple[Any, ...]  # modules that ran, and their states
     call: CallOfKind  # the recorded call, without values
     donation: Donation  # arguments that ``run`` takes out of lists
@@ -192,7 +192,7 @@ def _empty(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def changed(record: Record) -> bool:
     """Whether a module is in another mode or has other parts, or a tensor closed over has another kind."""
-    return not record.captured.holds() or any(not is_as(module, was) for module, was in record.modules)
+    return not record.closed_over.holds() or any(not is_as(module, was) for module, was in record.modules)
 
 
 def stale(record: Record) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ def stale(record: Record) -> tuple[str, ...]:
         for module, was in record.modules
         if not is_as(module, was)
     ]
-    return *record.captured.changes(), *modules
+    return *record.closed_over.changes(), *modules
 
 
 def record_of(
@@ -222,7 +222,7 @@ def record_of(
         run = make(ProgramPart(steps, inputs, program.results, program.constants, donated, reports.replayed, infers))
         if shared := _results_to_detach(captured):
             run = _detaching(run, shared)
-        if any(x.requires_grad for x in (*captured.leaves, *captured.captured)):
+        if any(x.requires_grad for x in (*captured.leaves, *captured.closed_over)):
             run = below_autograd(run)
     else:
         halves = halves_of(reports, program, captured.followed, captured.again, make)
@@ -239,7 +239,7 @@ def record_of(
         written=captured.written,
         same=captured.same,
         rebuild=rebuilder(captured.out),
-        captured=Closed(captured.captured),
+        closed_over=Closed(captured.closed_over),
         modules=tuple((module, state_of(module)) for module in captured.modules),
         call=call,
         donation=donation,
