@@ -174,7 +174,7 @@ def _local_run(question: Question, best: Strategy, copies: Place | None) -> Call
     elif row.blocks is not None:
         of_blocks = functools.partial(row.blocks, question.factors, first.shape, question.results[0].shape)
         local = functools.partial(of_first, of_blocks)
-    if question.as_views is not None and question.as_views.regrouped is not None:
+    if question.viewed_call is not None and question.viewed_call.regrouped is not None:
         local = functools.partial(as_even_block, final[0].block_shape)
         if not final[0].even:
             local = functools.partial(as_block, final[0], question.viewed is None)

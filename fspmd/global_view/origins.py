@@ -120,7 +120,7 @@ class _Again:
                 time += move.time
         if time >= moves(self.result, need, (), topology(), True).time:
             return None
-        question = question._replace(as_views=question.at(laid.operands).as_views)
+        question = question._replace(viewed_call=question.at(laid.operands).viewed_call)
         return _Remake(plan_of(question, laid), time, legs)
 
 

@@ -231,7 +231,7 @@ def _with_origin(question: Question, best: Strategy, plan: OpPlan) -> OpPlan:
     Operands that are ``made`` of less themselves do not count, if the result is not much smaller. Other operands that
     are as large as the result do: if it is cut, their gradients are gathered.
     """
-    if plan.needs_redistribute or best.by_body or question.kind is not None or question.as_views:
+    if plan.needs_redistribute or best.by_body or question.kind is not None or question.viewed_call:
         return plan
     result, specs, made = plan.results, question.operands, question.made
     if any(casts and is_float(spec.dtype) for spec, casts in zip(specs, best.casts, strict=True)):

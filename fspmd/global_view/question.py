@@ -51,7 +51,7 @@ class Question(NamedTuple):
     linear: str  # see `Row.linear`
     fixed: bool = False  # the call writes into its first operand, which is not moved, and lies as it does
     viewed: Place | None = None  # the operand that the results view
-    as_views: ViewedCall | None = None  # where dims are `Flat`: the call on views, for which strategies are found
+    viewed_call: ViewedCall | None = None  # where dims are `Flat`: the call on views, for which strategies are found
     plain: frozenset[int] = frozenset()  # operands that are plain tensors
     made: frozenset[int] = frozenset()  # operands that are made of less (`forms.py`)
     memory: Sequence[ResultMemory] | None = None  # the memory of the results in torch; None: as of new tensors
@@ -71,15 +71,15 @@ class Question(NamedTuple):
 
     def at(self, specs: Sequence[TensorSpec]) -> Question:
         """Return the question for other layouts of the operands."""
-        as_views = viewed_call(self.row, self.factors, specs, self.results)
-        return self._replace(operands=specs, as_views=as_views, weighs=_weighs(self.row, self.factors, specs))
+        views = viewed_call(self.row, self.factors, specs, self.results)
+        return self._replace(operands=specs, viewed_call=views, weighs=_weighs(self.row, self.factors, specs))
 
     @property
     def on_views(self) -> Question:
         """The question of the call on views, where dims are `Flat`."""
-        assert self.as_views is not None
-        operands, results = self.as_views.views
-        return self._replace(factors=self.as_views.factors, operands=operands, results=results, as_views=None)
+        assert self.viewed_call is not None
+        operands, results = self.viewed_call.views
+        return self._replace(factors=self.viewed_call.factors, operands=operands, results=results, viewed_call=None)
 
 
 def ask(
@@ -139,7 +139,7 @@ def ask(
         linear=_linearity(row, func, args, kwargs, specs, results[0]),
         fixed=fixed,
         viewed=viewed,
-        as_views=viewed_call(row, factors, specs, results),
+        viewed_call=viewed_call(row, factors, specs, results),
         plain=frozenset([i for i, x in enumerate(values) if type(x) is not Sharded]),
         made=frozenset([i for i, x in sharded if isinstance(x.form, Strided) and x.form.made]),
         memory=outcome.memory,

@@ -163,10 +163,10 @@ def as_composite(func: Any, composite: Any, kwargs: dict[str, Any]) -> Run:
     return by_place
 
 
-def tried(func: Any, composite: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``composite`` in place of a function. If it fails and torch fails too, raise with torch's message."""
+def tried(func: Any, replacement: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``replacement`` in place of a function. If it fails and torch fails too, raise with torch's message."""
     try:
-        return composite(*args, **kwargs)
+        return replacement(*args, **kwargs)
     except PASSING:
         raise
     except Exception as error:

@@ -57,7 +57,7 @@ def best_strategy(question: Question, known: list[Combination] | None = None) ->
 
     ``known`` has the combinations of the same call for other ``gradients``. An empty list is filled.
     """
-    views = question.as_views
+    views = question.viewed_call
     if views is not None and views.regrouped is not None:
         stays = tuple(question.operands)
         return Strategy(stays, ((),), (question.results[0].with_partition(views.regrouped),), False, {})
@@ -73,7 +73,7 @@ def best_strategy(question: Question, known: list[Combination] | None = None) ->
 
 def strategies(question: Question) -> list[Strategy]:
     """Return all strategies of a call."""
-    views = question.as_views
+    views = question.viewed_call
     call = question if views is None else question.on_views
     every = ((each.factors, layouts_of(call, each.factors, each.choices)) for each in combinations(call))
     priced = [

@@ -125,9 +125,9 @@ def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips,
     if question.row.rule is not reshaped:
         return
     for spec in layouts(question.operands[0], True):
-        as_views = viewed_call(question.row, question.factors, [spec], question.results)
-        if as_views is not None and as_views.regrouped is not None and not as_views.regrouped.flat:
-            result = question.results[0].with_partition(as_views.regrouped)
+        views = viewed_call(question.row, question.factors, [spec], question.results)
+        if views is not None and views.regrouped is not None and not views.regrouped.flat:
+            result = question.results[0].with_partition(views.regrouped)
             yield CallChoice((Need(spec, (), 0 in followed, trips=trips[0]),), (result,), 0.0, 0.0)
 
 

@@ -19,8 +19,9 @@ from fspmd.autodiff import value_and_grad
 from fspmd.body import state
 from fspmd.collectives import psum
 from fspmd.errors import ArgumentError, ShapeError, TreeError, VarianceError
+from fspmd.foreign import loose_kind
 from fspmd.messages import as_axis_name, described
-from fspmd.nn.arguments import Positive, checked, is_sparse
+from fspmd.nn.arguments import Positive, checked
 from fspmd.nn.parameters import Precision, cast_terms, check_dtypes, dtype_of_sum, gathered, settled
 from fspmd.nn.sequences import Axes
 from fspmd.placement.device_put import device_get
@@ -104,7 +105,7 @@ def all_finite(tree: Any) -> Tensor:
     counts: dict[Any, list[Any]] = {}
     leaves: list[Any] = optree.tree_leaves(tree, is_leaf=is_sharded)
     for x in leaves:
-        if not isinstance(x, Tensor) or is_sparse(x):
+        if not isinstance(x, Tensor) or (type(x) is Tensor and loose_kind(x)):
             raise ArgumentError(f"all_finite got {described(x)} as a leaf; give it a tree of tensors, which are dense")
         count: Any = (~x.isfinite()).sum()
         counts.setdefault(count.spec if is_sharded(count) else get_variance(count), []).append(count)

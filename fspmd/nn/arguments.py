@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fspmd.errors import ArgumentError
+from fspmd.foreign import loose_kind
 from fspmd.messages import described
 from fspmd.sharded import Sharded
 
@@ -116,13 +117,8 @@ def check_fields(x: Any) -> None:
         _check(type(x).__name__, field.name, getattr(x, field.name), kinds or ((object, None),))
 
 
-def is_sparse(x: Any) -> bool:
-    """Whether a value is a tensor of torch that has no rows in memory, one after another."""
-    return type(x) is Tensor and x.layout is not torch.strided
-
-
 def _check(what: str, name: str, x: Any, kinds: tuple[Kind, ...]) -> None:
-    if is_sparse(x):
+    if type(x) is Tensor and loose_kind(x):
         raise ArgumentError(f"{what} got {described(x)} for {name}; give it a dense one: x.to_dense()")
     for kind, note in kinds:
         if isinstance(x, kind) and (note is None or note.test(x)):

@@ -37,47 +37,36 @@ def boundary_of(
     An abstract mesh takes no time for many ranks, but does not tell the lengths of uneven blocks that a body returns.
     Where there are some, the ranks of a simulation do.
     """
-    given = places, schedule, functions, leaves, treedef, first, has_aux
+
+    def on(transport: str) -> tuple[TensorSpec | None, Any]:
+        mesh = places.stand_in(transport)
+
+        def seen(leaf: Any, r: int) -> TensorSpec | None:
+            if places.owner(leaf) not in (None, r):
+                return None
+            cut = places.is_stacked(leaf)
+            return TensorSpec(mesh, without_row(leaf.spec.partition, cut), leaf.spec.shape[cut:], leaf.dtype)
+
+        x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
+        boundaries, aux = [], []
+        for stage, function in enumerate(functions if has_aux else functions[:-1]):
+            r = schedule.ranks_of_stages[stage]
+            params = treedef.unflatten([seen(leaf, r) for leaf in leaves])
+            x, beside = _specs_of(function, params, x, has_aux, stage)
+            boundaries.append(x)
+            aux.append(beside)
+        between = boundaries[: schedule.stages - 1]
+        _check_alike(between, "stage", "", ShapeError, "pass on one shape, dtype and layout")
+        check_one_aux(aux, "stage")
+        return next(iter(between), None), next(iter(aux), None)
+
     try:
-        return _boundary_on("abstract", *given)
+        return on("abstract")
     except MeshError:
-        boundaries: Any = _boundary_on("simulation", *given)
+        simulated: Any = on("simulation")
     mesh = places.stand_in("abstract")  # as of other microbatches
-    boundary, aux = optree.tree_map(lambda x: TensorSpec(mesh, x.partition, x.shape, x.dtype), boundaries)
+    boundary, aux = optree.tree_map(lambda x: TensorSpec(mesh, x.partition, x.shape, x.dtype), simulated)
     return boundary, aux
-
-
-def _boundary_on(
-    transport: str,
-    places: Places,
-    schedule: Schedule,
-    functions: Sequence[Stage],
-    leaves: Sequence[Any],
-    treedef: Any,
-    first: TensorSpec,
-    has_aux: bool,
-) -> tuple[TensorSpec | None, Any]:
-    """`boundary_of`, on a mesh of a transport."""
-    mesh = places.stand_in(transport)
-
-    def seen(x: Any, r: int) -> TensorSpec | None:
-        if places.owner(x) not in (None, r):
-            return None
-        cut = places.is_stacked(x)
-        return TensorSpec(mesh, without_row(x.spec.partition, cut), x.spec.shape[cut:], x.dtype)
-
-    x = TensorSpec(mesh, first.partition, first.shape, first.dtype)
-    boundaries, aux = [], []
-    for stage, function in enumerate(functions if has_aux else functions[:-1]):
-        r = schedule.ranks_of_stages[stage]
-        params = treedef.unflatten([seen(leaf, r) for leaf in leaves])
-        x, beside = _specs_of(function, params, x, has_aux, stage)
-        boundaries.append(x)
-        aux.append(beside)
-    law = "pass on one shape, dtype and layout"
-    _check_alike(boundaries[: schedule.stages - 1], "stage", "", ShapeError, law)
-    check_one_aux(aux, "stage")
-    return next(iter(boundaries[: schedule.stages - 1]), None), next(iter(aux), None)
 
 
 def check_one_aux(trees: list[Any], of: str) -> None:

@@ -15,8 +15,9 @@ from fspmd.body import state as running
 from fspmd.collectives import psum
 from fspmd.entries import entry_axes
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
+from fspmd.foreign import loose_kind
 from fspmd.messages import described, quoted
-from fspmd.nn.arguments import FloatDtype, checked, is_sparse
+from fspmd.nn.arguments import FloatDtype, checked
 from fspmd.nn.parameters import cast_terms, layouts
 from fspmd.placement.creation import zeros
 from fspmd.placement.reshard import reshard
@@ -260,7 +261,7 @@ def _like(tree: Any, treedef: Any, what: str) -> Leaves:
     except ValueError as error:
         raise ArgumentError(f"update got {what} that is no tree like params: {error}") from None
     for x in leaves:
-        if not isinstance(x, Tensor) or is_sparse(x):
+        if not isinstance(x, Tensor) or (type(x) is Tensor and loose_kind(x)):
             raise ArgumentError(
                 f"update got {described(x)} as a leaf of {what}; give it a dense tensor for each parameter"
             )

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fspmd.meshes.mesh import Mesh
 from fspmd.transport.pending import Pending, Result, arrived
-from fspmd.transport.rows import Routes
+from fspmd.transport.rows import Routes, Sizes
 from fspmd.transport.windows import Reblock, Regroup
 
-Sizes = tuple[int, ...]
 Layout = tuple[torch.dtype, Sizes]
 #: a number for each dtype, the same on all ranks
 DTYPES: Final = {

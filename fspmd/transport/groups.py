@@ -17,8 +17,9 @@ from fspmd.cache import cached
 from fspmd.errors import ShapeError
 from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
-from fspmd.transport.call import Options, Sizes
+from fspmd.transport.call import Options
 from fspmd.transport.pending import wait_for
+from fspmd.transport.rows import Sizes
 
 _met: weakref.WeakSet[Any] = weakref.WeakSet()  # groups whose ranks have met
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Sizes = tuple[int, ...]
+from fspmd.transport.rows import Sizes
 
 
 def stack(x: Tensor, dim: int, sizes: Sizes | None, n: int) -> Tensor:
