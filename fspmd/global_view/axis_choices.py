@@ -78,7 +78,7 @@ def combinations(question: Question) -> Iterator[Combination]:
     mesh, machine, place = operands[0].mesh, topology(), itertools.count()
     plain = _are_plain(operands, machine)
     idle = not plain and True in [0 in spec.shape for spec in operands]  # there is nothing to move
-    for reading in (factors, *factors.others):
+    for reading in (factors, *factors.alternatives):
         stay = _STAY if question.fixed else _leading(reading, operands, question.results)
         options: list[list[_Option]] = []
         for axis, n in mesh.shape.items():

@@ -28,12 +28,11 @@ from fspmd.global_view.strategies import PASSES, Strategy, best_strategy, workin
 from fspmd.global_view.unruled import Run, gathered
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.signatures import Place, at
-from fspmd.ops.traits import name_of
+from fspmd.ops.traits import name_of, writes
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import moves
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.remembered import wrote
-from fspmd.rules import writes
 from fspmd.rules.draws import DRAWS, DROPOUTS
 from fspmd.rules.like_functions import LIKES
 from fspmd.sharded import Sharded, alike, call_torch

@@ -118,7 +118,7 @@ def with_flat_dims_split(
     An operand that has no such view, or whose body or rule needs consecutive blocks, gets another layout first. The
     operands of the returned call have these layouts, from which strategies start.
     """
-    readings = (factors, *factors.others)
+    readings = (factors, *factors.alternatives)
     specs = [_in_blocks_where(spec, i, readings, operands, results, has_body) for i, spec in enumerate(operands)]
     sizes: dict[int, Sizes] = {}
     for factor in {f for dims, spec in zip(factors.operands, specs, strict=True) for f in _flat(dims, spec)}:
@@ -138,7 +138,7 @@ def with_flat_dims_split(
     named = (f for each in readings for dims in (*each.operands, *each.results) for f in dims if f is not None)
     first = 1 + max(named, default=0)
     split = [views for reading in readings if (views := _split(reading, before, after, first)) is not None]
-    return ViewedCall(split[0]._replace(others=tuple(split[1:])), specs, results, before, after)
+    return ViewedCall(split[0]._replace(alternatives=tuple(split[1:])), specs, results, before, after)
 
 
 def _flat(dims: Dims, spec: TensorSpec) -> list[int | None]:
@@ -230,5 +230,5 @@ def _split(
         whole=each(factors.whole),
         scaled=each(factors.scaled),
         names={name: f for name, f in factors.names.items() if f not in known or known[f][1] == (f,)},
-        others=(),
+        alternatives=(),
     )

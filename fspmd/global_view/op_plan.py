@@ -34,6 +34,7 @@ from fspmd.local_view.empty_blocks import call_with_empty_blocks
 from fspmd.local_view.hooks import completing
 from fspmd.ops.operators import SOONER
 from fspmd.ops.signatures import Place, argument_of, at, stand_in_order
+from fspmd.ops.traits import writes
 from fspmd.pairs import Call
 from fspmd.redistribution.cost import topology
 from fspmd.redistribution.moves import Leg
@@ -41,7 +42,7 @@ from fspmd.redistribution.moves import casts as casts_of
 from fspmd.redistribution.moves import moves as moves_of
 from fspmd.redistribution.redistribute import along, cast_once
 from fspmd.remembered import holds_casts
-from fspmd.rules import Site, without_write, writes
+from fspmd.rules import Site, without_write
 from fspmd.rules.views import groups, reshaped
 from fspmd.sharded import shell_of
 from fspmd.spec import TensorSpec

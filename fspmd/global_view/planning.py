@@ -354,6 +354,6 @@ class _PlansByNumbers:
 
     def _of_sum(self) -> OpPlan:
         question, factors = self.question, self.question.factors
-        sums_first = factors._replace(summed=frozenset(), whole=factors.whole | factors.summed, others=())
+        sums_first = factors._replace(summed=frozenset(), whole=factors.whole | factors.summed, alternatives=())
         ended = question._replace(linear="", factors=sums_first).at(question.operands)
         return _of_question(ended)

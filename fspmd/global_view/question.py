@@ -29,7 +29,8 @@ from fspmd.global_view.result_types import (
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.linearity import stay_sums
 from fspmd.ops.signatures import Place, at, by_signature, in_order, may_view
-from fspmd.rules import Factors, Row, ShapedCall, row_of, writes
+from fspmd.ops.traits import writes
+from fspmd.rules import Factors, Row, ShapedCall, row_of
 from fspmd.rules.factors import elementwise
 from fspmd.rules.views import reshaped
 from fspmd.sharded import Sharded

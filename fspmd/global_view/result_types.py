@@ -20,8 +20,8 @@ from fspmd.global_view.kernels import GlobalCall, dtype_complaint, kernel_compla
 from fspmd.global_view.refusals import refuse_global, shown
 from fspmd.meshes import world
 from fspmd.ops.signatures import Place, at
-from fspmd.ops.traits import autocasts, name_of
-from fspmd.rules import Factors, Row, Rule, ShapedCall, row_of, writes
+from fspmd.ops.traits import autocasts, name_of, writes
+from fspmd.rules import Factors, Row, Rule, ShapedCall, row_of
 from fspmd.rules.factors import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded

@@ -24,8 +24,9 @@ from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import Outcome, memory_of, on_meta
 from fspmd.local_view.empty_blocks import zero_depending_on
 from fspmd.ops.signatures import at
+from fspmd.ops.traits import writes
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.rules import ENGINE, writes
+from fspmd.rules import ENGINE
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike, call_torch, laid, lies, relay
 from fspmd.spec import P

@@ -25,9 +25,8 @@ from fspmd.global_view.refusals import (
     shown,
 )
 from fspmd.global_view.results import Followed
-from fspmd.ops.traits import autocasts, name_of
+from fspmd.ops.traits import autocasts, name_of, writes
 from fspmd.redistribution.redistribute import redistribute
-from fspmd.rules import writes
 from fspmd.sharded import Sharded, call_torch, is_plain, laid, lies
 from fspmd.spec import P, TensorSpec
 from fspmd.transport.local_tensor import blocks_of

@@ -19,7 +19,7 @@ from fspmd.entries import entry_of
 from fspmd.global_view.axis_choices import Choice, passed_on
 from fspmd.global_view.question import Question, viewed_call
 from fspmd.global_view.strategies import layouts_of, working
-from fspmd.layout_search.move_counts import ONCE, Trips
+from fspmd.layout_search.move_counts import ONCE, MoveCounts
 from fspmd.layout_search.op_graph import Op
 from fspmd.redistribution.bounds import least_times
 from fspmd.redistribution.cost import Topology
@@ -39,7 +39,7 @@ class Need:
         followed: whether it will have a gradient.
         saved: whether backward needs it.
         stays: whether it must not be moved, since the call writes into it.
-        trips: how often it is moved, and its gradient back.
+        counts: how often it is moved, and its gradient back.
     """
 
     spec: TensorSpec
@@ -47,7 +47,7 @@ class Need:
     followed: bool = False
     saved: bool = False
     stays: bool = False
-    trips: Trips = ONCE
+    counts: MoveCounts = ONCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,16 @@ class CallChoice:
 def call_choices(op: Op, values: Sequence[TensorSpec]) -> tuple[CallChoice, ...]:
     """The strategies of one op of a graph. ``values``: the values of the graph."""
     if op.question is not None:
-        return _quickest_choices(op.question, op.followed, op.trips)
+        return _quickest_choices(op.question, op.followed, op.counts)
     if op.carried and op.pinned is None:
         return tuple(CallChoice((Need(spec),), (spec,), 0.0, 0.0) for spec in layouts(values[op.results[0]]))
     specs, results = [values[n] for n in op.operands], tuple(values[n] for n in op.results)
     if op.pinned is not None:
         specs = [spec.with_partition(op.pinned) for spec in specs]
         results = tuple(spec.with_partition(op.pinned) for spec in results)
-    trips = op.trips or (ONCE,) * len(specs)
-    rows = enumerate(zip(specs, trips, strict=True))
-    needs = tuple(Need(spec, (), i in op.followed, trips=t) for i, (spec, t) in rows)
+    counts = op.counts or (ONCE,) * len(specs)
+    rows = enumerate(zip(specs, counts, strict=True))
+    needs = tuple(Need(spec, (), i in op.followed, counts=t) for i, (spec, t) in rows)
     return (CallChoice(needs, results, 0.0, 0.0),)
 
 
@@ -107,11 +107,13 @@ def layouts(spec: TensorSpec, pending: bool = False) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def _quickest_choices(question: Question, followed: frozenset[int], given: tuple[Trips, ...]) -> tuple[CallChoice, ...]:
+def _quickest_choices(
+    question: Question, followed: frozenset[int], given: tuple[MoveCounts, ...]
+) -> tuple[CallChoice, ...]:
     """The strategies of a question. Of several with equal needs and results, the quickest."""
     quickest: dict[tuple[tuple[Need, ...], tuple[TensorSpec, ...]], CallChoice] = {}
-    trips = given or (ONCE,) * len(question.operands)
-    for choice in itertools.chain(_regrouped(question, followed, trips), _by_axes(question, followed, trips)):
+    counts = given or (ONCE,) * len(question.operands)
+    for choice in itertools.chain(_regrouped(question, followed, counts), _by_axes(question, followed, counts)):
         needs, results = choice.needs, choice.results
         if question.fixed and (needs[0].casts or needs[0].spec.partition is not results[0].partition):
             continue
@@ -120,7 +122,7 @@ def _quickest_choices(question: Question, followed: frozenset[int], given: tuple
     return tuple(quickest.values())
 
 
-def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips, ...]) -> Iterator[CallChoice]:
+def _regrouped(question: Question, followed: frozenset[int], counts: tuple[MoveCounts, ...]) -> Iterator[CallChoice]:
     """The strategies of a reshape in which the blocks of the result are those of the operand."""
     if question.row.rule is not reshaped:
         return
@@ -128,17 +130,17 @@ def _regrouped(question: Question, followed: frozenset[int], trips: tuple[Trips,
         views = viewed_call(question.row, question.factors, [spec], question.results)
         if views is not None and views.regrouped is not None and not views.regrouped.flat:
             result = question.results[0].with_partition(views.regrouped)
-            yield CallChoice((Need(spec, (), 0 in followed, trips=trips[0]),), (result,), 0.0, 0.0)
+            yield CallChoice((Need(spec, (), 0 in followed, counts=counts[0]),), (result,), 0.0, 0.0)
 
 
-def _by_axes(question: Question, followed: frozenset[int], trips: tuple[Trips, ...]) -> Iterator[CallChoice]:
+def _by_axes(question: Question, followed: frozenset[int], counts: tuple[MoveCounts, ...]) -> Iterator[CallChoice]:
     """The strategies for each combination of choices of the axes."""
     operands, results, row = question.operands, question.results, question.row
     saves = question.linear in ("", "product") and question.viewed is None
     question = question._replace(gradients=followed)
     linear = question.passes_on
-    body, most_trips = row.body, max([trips[i] for i in followed], default=Trips(1, 0))
-    for factors in (question.factors, *question.factors.others):
+    body, most_counts = row.body, max([counts[i] for i in followed], default=MoveCounts(1, 0))
+    for factors in (question.factors, *question.factors.alternatives):
         sizes = _sizes(factors, operands, results)
         mesh = operands[0].mesh
         options = [
@@ -153,7 +155,7 @@ def _by_axes(question: Question, followed: frozenset[int], trips: tuple[Trips, .
             if specs is None:
                 continue
             time = 0.0 if question.viewed is not None else working(factors, specs.operands, specs.results)
-            within = specs.body * most_trips.there + specs.back * most_trips.back
+            within = specs.body * most_counts.forward + specs.back * most_counts.backward
             rows = enumerate(zip(specs.operands, specs.casts, strict=True))
             needs = tuple(
                 Need(
@@ -162,11 +164,11 @@ def _by_axes(question: Question, followed: frozenset[int], trips: tuple[Trips, .
                     i in followed,
                     bool(followed) and saves,
                     question.fixed and not i,
-                    trips[i],
+                    counts[i],
                 )
                 for i, (spec, cast) in rows
             )
-            yield CallChoice(needs, specs.results, time * most_trips.passes, within)
+            yield CallChoice(needs, specs.results, time * most_counts.passes, within)
 
 
 def _sizes(factors: Factors, operands: Sequence[TensorSpec], results: Sequence[TensorSpec]) -> dict[int, int]:
@@ -266,11 +268,11 @@ def least_prices(
     needs = tuple(dict.fromkeys(needs_of_strategies))
     places = torch.tensor([needs.index(need) for need in needs_of_strategies])
     specs = [layout.spec for layout in layouts]
-    trips = needs[0].trips
-    time = trips.there * least_times(specs, [need.spec for need in needs], topology)
+    counts = needs[0].counts
+    time = counts.forward * least_times(specs, [need.spec for need in needs], topology)
     if needs[0].followed:
         gradients = [_gradient(need) for need in needs]
-        time += trips.back * least_times(gradients, [spec.dual for spec in specs], topology).mT
+        time += counts.backward * least_times(gradients, [spec.dual for spec in specs], topology).mT
     sizes = torch.tensor([float(need.spec.block_bytes) if need.saved else 0.0 for need in needs], dtype=torch.float64)
     memory = sizes.expand_as(time).clone()
     exact = torch.zeros(time.shape, dtype=torch.bool)
@@ -304,7 +306,7 @@ def _casting_time(layout: ValueLayout, need: Need, alone: bool, topology: Topolo
     """µs of the sum of the gradients where an operand is cast without a move."""
     if layout.summed and not alone:  # summed once for all ops that read the value
         return 0.0 if layout.summed.issuperset(need.casts) else inf
-    return need.trips.back * moves(layout.spec, need.spec, need.casts, topology, True).casting
+    return need.counts.backward * moves(layout.spec, need.spec, need.casts, topology, True).casting
 
 
 def _gradient(need: Need) -> TensorSpec:

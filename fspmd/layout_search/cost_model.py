@@ -101,7 +101,7 @@ def _signatures(graph: OpGraph, fixed: Mapping[int, P]) -> list[Any]:
                 rows.append((graph.values[n], n in leaves, n in graph.followed, fixed.get(n)))
             seen[n] = i, k
         seen |= {n: (i, -1 - k) for k, n in enumerate(op.results)}
-        signatures.append((op.name, id(op.question), op.followed, op.trips, op.pinned, tuple(rows)))
+        signatures.append((op.name, id(op.question), op.followed, op.counts, op.pinned, tuple(rows)))
     return signatures
 
 
@@ -215,7 +215,7 @@ class CostModel:
                     need = part.needs[k]
                     casts = source.mesh.ordered({original[axis] for axis in need.casts})
                     move = moves(source, target, casts, self.topology, need.followed)
-                    time = need.trips.there * move.forward + need.trips.back * (move.time - move.forward)
+                    time = need.counts.forward * move.forward + need.counts.backward * (move.time - move.forward)
                     part.set_price(before, k, time)
 
     def _join(self) -> None:
@@ -277,7 +277,7 @@ class CostModel:
         """The strategies of an op."""
         values = self.graph.values
         given = () if op.question is not None else tuple(values[n] for n in (*op.operands, *op.results))
-        key = id(op.question), op.followed, op.trips, op.pinned, op.carried, given
+        key = id(op.question), op.followed, op.counts, op.pinned, op.carried, given
         return self._kept(key, lambda: call_choices(op, values))  # type: ignore[no-any-return]
 
     def _kept(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -301,14 +301,14 @@ class CostModel:
         return self._summed(specs) if home in self._cast else tuple(map(ValueLayout, specs))
 
     def _cast_by_several(self) -> dict[int, list[int]]:
-        """For each value that several ops cast, the numbers of its copies that they cast (`Trips.start`).
+        """For each value that several ops cast, the numbers of its copies that they cast (`MoveCounts.copy`).
 
         Backward sums the gradients of such a copy once for all of these ops.
         """
         counts: dict[tuple[int, int], int] = {}
         for op, strategies in zip(self.graph.ops, self._strategies, strict=True):
             for k, n in enumerate(op.operands):
-                key = n, strategies[0].needs[k].trips.start
+                key = n, strategies[0].needs[k].counts.copy
                 counts[key] = counts.get(key, 0) + any(strategy.needs[k].casts for strategy in strategies)
         several: dict[int, list[int]] = {}
         for (number, start), count in counts.items():
@@ -376,7 +376,7 @@ class CostModel:
     def _reading(self, number: int, op: int, operand: int) -> Prices:
         """The prices of the moves of an operand."""
         needs = tuple(strategy.needs[operand] for strategy in self._strategies[op])
-        alone = needs[0].trips.start not in self._summed_once.get(number, ())
+        alone = needs[0].counts.copy not in self._summed_once.get(number, ())
         key = self.choices[self._of_value[number]], needs, alone
         return self._kept(key, lambda: least_prices(*key, self.topology))  # type: ignore[no-any-return]
 

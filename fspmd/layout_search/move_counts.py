@@ -24,23 +24,23 @@ from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec
 
 
-class Trips(NamedTuple):
-    """The numbers of moves of an operand (``there``) and of its gradient (``back``).
+class MoveCounts(NamedTuple):
+    """The numbers of moves of an operand (``forward``) and of its gradient (``backward``).
 
-    ``start``: the number of the copy of the value. Each derivative has another copy of its argument.
+    ``copy``: the number of the copy of the value. Each derivative has another copy of its argument.
     """
 
-    there: int = 1
-    back: int = 1
-    start: int = 0
+    forward: int = 1
+    backward: int = 1
+    copy: int = 0
 
     @property
     def passes(self) -> int:
         """The number of runs of an op with two such operands. The derivative of a product is two products."""
-        return 1 + 2 * self.back + 4 * (self.there - 1)
+        return 1 + 2 * self.backward + 4 * (self.forward - 1)
 
 
-ONCE: Final = Trips()
+ONCE: Final = MoveCounts()
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class _Count:
     """The numbers of moves at one place. ``arrived`` is called with each gradient that comes back."""
 
     arrived: Callable[[Tensor], None] | None = None
-    there: int = 0
-    back: int = 0
+    forward: int = 0
+    backward: int = 0
 
 
 class _Move(torch.autograd.Function):
@@ -60,9 +60,9 @@ class _Move(torch.autograd.Function):
         ctx.count, ctx.returns = count, returns
         moved = x.clone()
         if not returns:
-            count.there += 1
+            count.forward += 1
             return moved
-        count.back += 1
+        count.backward += 1
         if count.arrived is not None:
             count.arrived(moved)
         return moved
@@ -78,7 +78,10 @@ def _moved(x: Tensor, count: _Count, returns: bool = False) -> Tensor:
 
 
 class Counting:
-    """The trips of one function. ``arrived`` is called with each gradient that comes back, and the value's number."""
+    """The numbers of moves of one function.
+
+    ``arrived`` is called with each gradient that comes back, and the value's number.
+    """
 
     def __init__(self, mesh: Mesh, arrived: Callable[[Tensor, int], None]) -> None:
         self.repeats = False  # whether `checkpoint` repeats calls that were counted
@@ -146,16 +149,18 @@ class Counting:
             ) from error
         return [x.clone() for x in ((out,) if is_plain(out) else out)]
 
-    def of_operand(self, op: int, operand: int) -> Trips:
-        """The trips of an operand of an op."""
+    def of_operand(self, op: int, operand: int) -> MoveCounts:
+        """The numbers of moves of an operand of an op."""
         if (op, operand) not in self._of_operands:
             return ONCE
         count, start = self._of_operands[op, operand]
-        return Trips(count.there, count.back, start)
+        return MoveCounts(count.forward, count.backward, start)
 
     def of_values(self) -> dict[tuple[int, int], int]:
         """For each copy of a value, how often the gradients of its readers come back. Keys are value and copy."""
-        return {(n, start): count.back for n, counts in self._of_values.items() for start, count in enumerate(counts)}
+        return {
+            (n, start): count.backward for n, counts in self._of_values.items() for start, count in enumerate(counts)
+        }
 
 
 def _local(x: Any) -> Any:

@@ -27,12 +27,13 @@ from fspmd.global_view.question import Question, places_of, tensors_of
 from fspmd.global_view.refusals import shown
 from fspmd.global_view.result_types import joined, on_meta
 from fspmd.global_view.unruled import gathered
-from fspmd.layout_search.move_counts import Counting, Trips
+from fspmd.layout_search.move_counts import Counting, MoveCounts
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.schemas import facts_of
+from fspmd.ops.traits import writes
 from fspmd.pairs import Call, StandIn, is_watched, watch_with
 from fspmd.placement.reshard import with_reshard_as
-from fspmd.rules import ENGINE, Factors, Row, writes
+from fspmd.rules import ENGINE, Factors, Row
 from fspmd.rules.factors import elementwise
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, is_float
@@ -57,7 +58,7 @@ class Op:
         pinned: the partition to which the op moves its operand.
         carried: whether the op moves its operand, a result, to the layout of an argument of the next call. Its
             ``results`` have this argument.
-        trips: the trips of each operand, where gradients have gradients.
+        counts: the numbers of moves of each operand, where gradients have gradients.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Op:
     followed: frozenset[int]
     pinned: P | None = None
     carried: bool = False
-    trips: tuple[Trips, ...] = ()
+    counts: tuple[MoveCounts, ...] = ()
 
 
 @dataclass(slots=True)
@@ -283,11 +284,11 @@ class Recorder(DispatchMode):
         return self._row(func, question, args, kwargs)
 
     def count(self) -> None:
-        """Note the trips of all operands."""
+        """Note the numbers of moves of all operands."""
         if self._counting is not None:
             for i, op in enumerate(self.graph.ops):
-                trips = tuple([self._counting.of_operand(i, k) for k in range(len(op.operands))])
-                self.graph.ops[i] = replace(op, trips=trips)
+                counts = tuple([self._counting.of_operand(i, k) for k in range(len(op.operands))])
+                self.graph.ops[i] = replace(op, counts=counts)
             self.graph.sums = self._counting.of_values()
 
     def _gathered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

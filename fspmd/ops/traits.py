@@ -106,7 +106,7 @@ _INSTEAD: Final = {
 }
 _NOT_WRITES: Final = words("requires_grad_ detach_ share_memory_ rename_ coalesce_ is_shared_")
 _IN_PLACE_DUNDERS: Final = words(
-    "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
+    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ "
     "__ilshift__ __irshift__ __idiv__"
 )
 #: random functions that torch does not tag as such
@@ -302,15 +302,15 @@ def learn(func: Any) -> Traits:
         raise ArgumentError(f"{name}() in a body runs functions that torch compiles. {INSTEAD_OF_COMPILED}")
     is_op = isinstance(func, (OpOverload, OpOverloadPacket))
     elementwise = name.startswith(("_foreach_", "_fused_"))
-    writes = name not in _NOT_WRITES and (
-        name in _IN_PLACE_DUNDERS
+    written = name not in _NOT_WRITES and (
+        writes(func)
+        or name in _IN_PLACE_DUNDERS
         or name in ("batch_norm", "instance_norm", "set data", "set grad")
-        or (name.endswith("_") and not name.startswith("__"))
         or (is_op and bool(_written_arguments(func)))
     )
     traits: dict[str, Any] = {
         "python_value": _BRANCHES.get(name),
-        "writes": writes,
+        "writes": written,
         "draws": _draws(name, func),
         "ragged": _RAGGED_WHEN.get(name),
         "indexes": name in ("__getitem__", "__setitem__", "narrow", "select"),
@@ -324,7 +324,7 @@ def learn(func: Any) -> Traits:
     }
     plain = plain_name(name)
     linear = "metadata" if name in _METADATA or name.startswith("get ") else LINEAR.get(plain, "")
-    sometimes = _SOMETIMES.get(name) if not is_op and not writes else None
+    sometimes = _SOMETIMES.get(name) if not is_op and not written else None
     special = any(traits.values()) and sometimes is None
     when = WHEN.get(plain, _ALWAYS)
     op = OPS[func] = Traits(name, special, sometimes, asks=name in _ASKS, linear=linear, linear_when=when, **traits)
@@ -342,6 +342,13 @@ def name_of(func: Any) -> str:
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return attribute if name == "__get__" and attribute in LINEAR else f"{name.strip('_')} {attribute}"
     return str(name)
+
+
+@cached
+def writes(func: Any) -> bool:
+    """Whether a function writes into its first operand. By torch's convention its name then ends in an underscore."""
+    name = name_of(func)
+    return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__"
 
 
 def plain_name(name: str) -> str:

@@ -189,7 +189,7 @@ class _ReplayFunction(torch.autograd.Function):
             saved[i] = saved[i].detach()
         ctx.halves = halves
         ctx.kinds = [isinstance(x, Tensor) for x in saved]
-        ctx.others = [x for x in saved if not isinstance(x, Tensor)]
+        ctx.not_tensors = [x for x in saved if not isinstance(x, Tensor)]
         ctx.count = len(inputs) - len(halves.facts.closed_over)
         ctx.save_for_backward(*inputs[: ctx.count], *(x for x in saved if isinstance(x, Tensor)))
         ctx.set_materialize_grads(False)
@@ -266,8 +266,8 @@ def _backward(ctx: Any, run: Callable[..., Any], cotangents: Sequence[Any]) -> t
 
 def _kept(ctx: Any) -> list[list[Any]]:
     """The kept values, each in a list. The list holds the only reference unless the graph is retained."""
-    tensors, others = iter(ctx.saved_tensors[ctx.count :]), iter(ctx.others)
-    values = [[next(tensors if kind else others)] for kind in ctx.kinds]
+    tensors, not_tensors = iter(ctx.saved_tensors[ctx.count :]), iter(ctx.not_tensors)
+    values = [[next(tensors if kind else not_tensors)] for kind in ctx.kinds]
     ctx.maybe_clear_saved_tensors()
     return values
 

@@ -17,7 +17,6 @@ from fspmd.rules.table import (
     register,
     row_of,
     without_write,
-    writes,
 )
 
 __all__ = [
@@ -45,5 +44,4 @@ __all__ = [
     "register",
     "row_of",
     "without_write",
-    "writes",
 ]

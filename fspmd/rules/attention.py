@@ -64,7 +64,7 @@ def attention(call: ShapedCall) -> Factors:
         whole=frozenset({t}),
         multiplications=separate.multiplications * key[-2],
     )
-    return separate._replace(others=(alike,))
+    return separate._replace(alternatives=(alike,))
 
 
 def _mask(result: Dims, shape: Sequence[int], call: ShapedCall, s: int) -> Dims:

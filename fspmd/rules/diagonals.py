@@ -28,7 +28,7 @@ def diagonal(call: ShapedCall) -> Factors:
     both = frozenset({rows, columns})
     by_rows = Factors((every,), ((*rest, rows),), summed=frozenset({columns}), whole=both)
     by_columns = by_rows._replace(results=((*rest, columns),), summed=frozenset({rows}))
-    return by_rows._replace(others=(by_columns,))
+    return by_rows._replace(alternatives=(by_columns,))
 
 
 def diagonal_scattered(call: ShapedCall) -> Factors:

@@ -34,7 +34,7 @@ class Factors(NamedTuple):
     scaled: frozenset[int] = frozenset()  # factors whose dims may differ in size, if blocks are the same shares
     pieces: Mapping[int, int] = _NO  # factor -> number of equal pieces, of which none may be cut
     names: Mapping[Any, int] = _NO  # names of factors in a sharded body; without a name it is the number
-    others: tuple[Factors, ...] = ()  # other readings of the same call, which may be cheaper
+    alternatives: tuple[Factors, ...] = ()  # other readings of the same call, which may be cheaper
     multiplications: int = 1  # multiplications per combination of the factors' indices
 
 

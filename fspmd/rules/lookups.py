@@ -324,7 +324,7 @@ def slice_scattered(call: ShapedCall) -> Factors:
     every: Dims = tuple(range(call.ndim))
     beside: Dims = tuple(None if d == dim else d for d in every)
     factors = Factors((every, beside), (every,), whole=frozenset({dim}))
-    return factors._replace(others=(factors._replace(operands=(every, every)),))
+    return factors._replace(alternatives=(factors._replace(operands=(every, every)),))
 
 
 def select_scattered(call: ShapedCall) -> Factors:

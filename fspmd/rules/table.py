@@ -15,7 +15,7 @@ from fspmd.cache import cached
 from fspmd.ops.linearity import LINEAR, WHEN
 from fspmd.ops.operators import OPERATORS
 from fspmd.ops.signatures import FLOATS, NONE, NUMBERS, Free, Kinds, free
-from fspmd.ops.traits import is_tagged, is_torch, name_of, plain_name
+from fspmd.ops.traits import is_tagged, is_torch, name_of, plain_name, writes
 from fspmd.rules import (
     attention,
     diagonals,
@@ -365,13 +365,6 @@ def is_ruled(func: Any) -> bool:
         return False
     name = name_of(func)
     return not (func in _ASIDE or name in _ASIDE or name.startswith(OF_LISTS))
-
-
-@cached
-def writes(func: Any) -> bool:
-    """Whether a function writes into its first operand. By torch's convention its name then ends in an underscore."""
-    name = name_of(func)
-    return (name.endswith("_") and not name.startswith("__")) or name == "__setitem__"
 
 
 @cached

@@ -77,14 +77,14 @@ def reshaped(call: ShapedCall) -> Factors:
             if source != [pair[0][0]] or target != [pair[1][0]]:
                 pairs.append(pair)
     leading = Factors((tuple(operand),), (tuple(result),))
-    others = tuple(
+    alternatives = tuple(
         _reading(leading, pair, s, t) for pair in pairs for s in pair[0] for t in _large_first(pair[1], after)
     )
     new = _ones(after)
     for gap, ones in _ones(before).items():
         for s, t in zip(ones, new.get(gap, ()), strict=False):
             operand[s] = result[t] = s
-    return Factors((tuple(operand),), (tuple(result),), others=others)
+    return Factors((tuple(operand),), (tuple(result),), alternatives=alternatives)
 
 
 def _ones(shape: Shape) -> dict[int, list[int]]:
@@ -285,11 +285,11 @@ def rolled(call: ShapedCall) -> Factors:
     if not any(_shifts((prod(call.shapes[0]),), call.argument(1, "shifts"), 0).values()):
         return Factors((every,), (every,))
     no_dim: Dims = (None,) * call.ndim
-    others = []
+    alternatives = []
     for d in range(call.ndim):
         one_dim: Dims = (*no_dim[:d], d, *no_dim[d + 1 :])
-        others.append(Factors((one_dim,), (one_dim,), whole=frozenset({d})))
-    return Factors((no_dim,), (no_dim,), others=tuple(others))
+        alternatives.append(Factors((one_dim,), (one_dim,), whole=frozenset({d})))
+    return Factors((no_dim,), (no_dim,), alternatives=tuple(alternatives))
 
 
 def _shifts(shape: Shape, shifts: int | Sequence[int], dims: int | Sequence[int]) -> dict[int, int]:
