@@ -43,6 +43,7 @@ NUMBERED: dict[str, Callable[[Any, Any], Any]] = {
     "lists": lambda x, v: torch._foreach_mul([x, x], [v, v + 1])[1],
     "dropout": lambda x, v: F.dropout(x, v / 4, training=False),
     "gumbel_softmax": lambda x, v: F.gumbel_softmax(x, tau=v).sum(1),
+    "trapezoids": lambda x, v: torch.trapezoid(x, dx=v) + torch.cumulative_trapezoid(x, dx=v, dim=0).sum(1).sum(0),
     "numbers of NumPy": lambda x, v: x * np.float64(v) + np.float32(v),
     "norms": lambda x, v: F.normalize(x, p=v + 1.5) * x.norm(v + 1.5) * torch.dist(x, x * 0.5, v + 1.5),
 }

@@ -1149,6 +1149,17 @@ def test_collectives_do_not_overtake_writes_that_they_see_through_other_views(pa
     torch.testing.assert_close(device_get(with_passes(passes)(f, X)), device_get(f(X)))
 
 
+def test_options_that_say_the_default_do_not_make_steps_differ() -> None:
+    """Gradients make zeros in both of these spellings, a simulation of uneven blocks in the second alone."""
+
+    def f(x: Tensor) -> Tensor:
+        by_autograd = torch.ops.aten.zeros.default([2], dtype=F64, layout=torch.strided, device=x.device)
+        return x + by_autograd.expand(16, 2) * torch.zeros(2, dtype=F64, device=x.device).expand(16, 2)
+
+    program = jit(f, passes=["equal_steps"]).lower(torch.ones(16, 2, dtype=F64))
+    assert program.as_text().count(" zeros(") == 1
+
+
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 

@@ -182,6 +182,16 @@ def _one_hot(x: Any, num_classes: int = -1) -> Any:
     return hot.to(torch.int64, memory_format=torch.contiguous_format)
 
 
+def _trapezoid(y: Any, *, dx: float, dim: int = -1) -> Any:
+    """``torch.trapezoid``. torch's graph has ``dx`` as a constant, so each number would be traced anew."""
+    return (y.sum(dim) - (y.select(dim, 0) + y.select(dim, -1)) * 0.5) * float(dx)
+
+
+def _cumulative_trapezoid(y: Any, *, dx: float, dim: int = -1) -> Any:
+    count = y.size(dim) - 1
+    return ((y.narrow(dim, 1, count) + y.narrow(dim, 0, count)) * (float(dx) / 2)).cumsum(dim)
+
+
 def _method(name: str) -> Callable[..., Any]:
     """Return a function that calls a method of a `Sharded` or a tensor."""
     return lambda x, other: getattr(x, name)(other)
@@ -219,6 +229,7 @@ COMPOSITES: Final[dict[Any, Callable[..., Any]]] = {
     "linear_cross_entropy": _unchunked,
     "_grouped_mm": grouped_mm,
     "one_hot": _one_hot,
+    **{"trapz": _trapezoid, "trapezoid": _trapezoid, "cumulative_trapezoid": _cumulative_trapezoid},
     "view_as": lambda x, other: x.view(other.shape),
     "reshape_as": lambda x, other: x.reshape(other.shape),
     **{f"{name}_": _method(f"{short}_") for name, short in _COMPARED.items()},
@@ -261,6 +272,12 @@ def _elementwise_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return LOSSES.get(func)
 
 
+def _has_no_steps(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a trapezoidal rule has no number ``dx``, or no steps, or values that torch refuses."""
+    y, dx = args[0] if args else None, kwargs.get("dx")
+    return type(dx) not in (int, float) or len(args) > 1 or y is None or not y.numel() or y.dtype is torch.bool
+
+
 def _unless(excludes: Callable[[tuple[Any, ...], dict[str, Any]], bool]) -> Choice:
     """Return the choice of the composite in `COMPOSITES`, unless ``excludes(args, kwargs)``."""
     return lambda func, args, kwargs: None if excludes(args, kwargs) else COMPOSITES[name_of(func)]
@@ -280,6 +297,7 @@ CHOICES: Final[dict[Any, Choice]] = {
     "linear_cross_entropy": _linear_cross_entropy,
     **dict.fromkeys(ELEMENTWISE, _elementwise_loss),
     "norm": _unless(lambda args, kwargs: isinstance(argument(args, kwargs, 1, "p", None), str)),
+    **dict.fromkeys(("trapz", "trapezoid", "cumulative_trapezoid"), _unless(_has_no_steps)),
     "cov": _unless(lambda _, kwargs: any(kwargs.get(weights) is not None for weights in ("fweights", "aweights"))),
 }
 

@@ -32,6 +32,8 @@ from fspmd.programs.steps import (
 Pass = Callable[[Program], Any]
 Passes = Iterable[str | Pass] | None
 _LITERALS: Final = frozenset({fx.Node, bool, int, str, type(None), torch.dtype, torch.device})
+#: options of new tensors that say what torch does without them; some of its functions write them out, others do not
+_DEFAULTS: Final = {"layout": torch.strided, "pin_memory": False}
 
 
 def equal_steps(program: Program) -> int:
@@ -105,7 +107,8 @@ def _key(node: fx.Node, phase: int) -> Hashable | None:
     """What equal steps have in common. ``phase``: how often forward and backward have taken turns."""
     call = node.meta.get("call")
     target, part = (node.target, node.meta["backward"]) if call is None else (call, phase)
-    key = target, _frozen(node.args), _frozen(node.kwargs), node.meta["deferred"], part
+    options = {name: x for name, x in node.kwargs.items() if (name, x) not in _DEFAULTS.items()}
+    key = target, _frozen(node.args), _frozen(options), node.meta["deferred"], part
     try:
         hash(key)
     except TypeError:  # an argument without a hash
