@@ -21,7 +21,7 @@ from fspmd.rules.grouped import grouped_mm
 from fspmd.rules.layers import EMBEDDINGS, multi_head_attention
 from fspmd.rules.losses import ELEMENTWISE, LOSSES, WEIGHED, smoothed_of_linear
 from fspmd.rules.normalizations import NORMALIZATIONS
-from fspmd.rules.softmaxes import cross_entropy, has_labels
+from fspmd.rules.softmaxes import cross_entropy, has_labels, has_probabilities, of_smoothed_probabilities
 from fspmd.rules.spectra import TRANSFORMS
 from fspmd.rules.value_checks import check_values
 from fspmd.rules.views import vanishing
@@ -255,7 +255,12 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call
 
 
 def _cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    return cross_entropy if not kwargs.get("label_smoothing") and has_labels(*args, **kwargs) else None
+    smoothing = kwargs.get("label_smoothing")  # whether it is 0 is part of the key of a plan, its value is not
+    if smoothing and not (type(smoothing) in (int, float) and args and args[0].numel()):
+        return None
+    if has_labels(*args, **kwargs):
+        return cross_entropy
+    return of_smoothed_probabilities if smoothing and has_probabilities(*args, **kwargs) else None
 
 
 def _linear_cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:

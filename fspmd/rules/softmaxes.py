@@ -137,6 +137,13 @@ def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> boo
     return target.dtype is torch.int64 and input.dtype.is_floating_point and [*target.shape] == rows
 
 
+def has_probabilities(input: Any = None, target: Any = None, *_: Any, **__: Any) -> bool:
+    """Whether the targets are a probability for each class."""
+    if not isinstance(input, Tensor) or not isinstance(target, Tensor) or not input.ndim:
+        return False
+    return target.dtype.is_floating_point and target.shape == input.shape
+
+
 def reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
     """Return the name of a reduction. The deprecated options ``size_average`` and ``reduce`` override it."""
     if size_average is None and reduce is None:
@@ -144,6 +151,31 @@ def reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
     if reduce is not None and not reduce:
         return "none"
     return "mean" if size_average is None or size_average else "sum"
+
+
+def _smooths(label_smoothing: float) -> bool:
+    """Whether a number smooths labels. A negative one does not."""
+    if label_smoothing > 1:
+        raise RuntimeError  # torch's own call then raises with its message
+    return label_smoothing > 0
+
+
+def _smoothed(x: Any, target: Any, weight: Any, ignored: Any, smoothing: float) -> Any:
+    """The smoothed loss of each row. torch's graph has ``smoothing`` as a constant, so each would be traced anew."""
+    d = class_dim(x.ndim)
+    logs = x.log_softmax(d)
+    if weight is not None:
+        logs = logs * weight.reshape(-1, *[1] * (x.ndim - d - 1))
+    labels = target.masked_fill(ignored, 0).unsqueeze(d)
+    rows = logs.gather(d, labels).squeeze(d) * (1 - smoothing) + logs.sum(d) * (smoothing / x.shape[d])
+    return -rows.masked_fill(ignored, 0)
+
+
+def of_smoothed_probabilities(x: Any, target: Any, *, label_smoothing: float, **options: Any) -> Any:
+    """``F.cross_entropy`` of probabilities, which are smoothed first."""
+    if _smooths(label_smoothing):
+        target = target * (1 - label_smoothing) + label_smoothing / x.shape[class_dim(x.ndim)]
+    return F.cross_entropy(x, target, **options)
 
 
 def cross_entropy(
@@ -160,12 +192,13 @@ def cross_entropy(
     reduction = reduction_of(size_average, reduce, reduction)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
-    losses = call_torch(of_labels, (x, target, ignore_index))
     ignored = target == ignore_index
-    counted = ~ignored
-    if weight is not None:
-        counted = weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
-        losses = losses * counted
+    counted = ~ignored if weight is None else weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+    if _smooths(label_smoothing):
+        losses = _smoothed(x, target, weight, ignored, label_smoothing)
+    else:
+        losses = call_torch(of_labels, (x, target, ignore_index))
+        losses = losses if weight is None else losses * counted
     if reduction == "none":
         return losses
     wide = torch.promote_types(losses.dtype, torch.float32)
