@@ -162,8 +162,8 @@ def _pieces(node: fx.Node) -> Spelling | None:
     given: Any = *node.args, 0
     x, size, dim, *_ = given
     shape = shape_of(x)
-    if node.kwargs or not shape or not size or not shape[dim]:
-        return None
+    if node.kwargs or not is_of_one_rank(x) or not shape or not size or not shape[dim]:
+        return None  # the blocks of simulated ranks may have other sizes
     sizes = tuple(min(size, shape[dim] - at) for at in range(0, shape[dim], size))
     return Spelling(x, ".split_with_sizes({}, {})", (sizes, dim))
 
