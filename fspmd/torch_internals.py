@@ -1,8 +1,9 @@
-"""The private names of torch that fspmd uses: no other module of the package reads one.
+"""The private names of torch that fspmd imports. No other module of the package imports one.
 
-The line above a name describes it, and names a substitute. All names exist in torch 2.11, the lowest version that fspmd
-takes. Names that take long to import are functions, at the end. The first section has undocumented classes and blocks
-of torch that are found by public names.
+The line above a name says what it gives, and what could replace it if something can. All names exist in torch 2.11, the
+lowest version that fspmd takes. Names that take long to import are functions, at the end. Other modules read private
+attributes of a few objects that stand here. The first section has undocumented classes and blocks of torch that are
+found by public names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a tree: its leaves by their names, global key paths, and boxes of its tensors.
+"""The content of a checkpoint: the leaves of a tree by name, their global key paths, and the boxes of tensors.
 
 Boxes are those of a layout and their holders, exact covers, and the elements of a box in a block.
 """

@@ -209,7 +209,7 @@ def extremum(x: Tensor, axes: tuple[str, ...], within: Within) -> Tensor:
 
 
 def product(x: Tensor, axes: tuple[str, ...]) -> Tensor:
-    """Of the blocks of mesh axes, an all-reduce; real numbers, of which nobody asks for a gradient."""
+    """Multiply the blocks over mesh axes by an all-reduce. Operands are real numbers, and have no gradient."""
     operand = operand_of(x, axes, "product")
     body = operand.body
     step = elementwise_step(

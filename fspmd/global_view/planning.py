@@ -1,4 +1,4 @@
-"""The plan of a call that is not in the cache, or its plans, where facts that no key holds choose: gradients, numbers.
+"""Plans a call that is not in the cache. It has several plans if facts that are in no key decide, such as gradients.
 
 A call runs by a handler, a composite, a gather, a rule, or the graph of its function: the first of these that applies.
 """

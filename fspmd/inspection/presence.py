@@ -1,4 +1,4 @@
-"""What ranks tell each other of where they stand, through the store of torch.distributed.
+"""Messages of ranks about their positions, through the store of torch.distributed.
 
 A thread beside the program tells every quarter of a second that this rank lives, at which collective it was last, and
 since when it waits. While this rank waits for long, the thread reads what the others tell.

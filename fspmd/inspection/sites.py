@@ -198,7 +198,10 @@ _LAYOUTS: Final = "the layout of a value must not depend on the rank: give all r
 
 
 class Change(NamedTuple):
-    """What a rank passes from a coming on, other than before. ``rows``: a function that tells it, or what it told."""
+    """A change in the values that a rank passes at a site, and the count from which it holds.
+
+    ``rows``: the values, or a function that returns them.
+    """
 
     came: int
     number: int

@@ -89,7 +89,7 @@ def run_on_blocks(module: nn.Module, axis: str, result: Layout, mesh: Mesh, stac
 
 
 def _check_rows(arguments: list[Any], axis: str, module: nn.Module) -> None:
-    """Refuse rows that are cut over the axis beside a first tensor with as many rows, all of them on each rank."""
+    """Refuse a tensor whose rows are cut over the axis if the first tensor has the same rows, uncut."""
     first, *others = arguments
     if first.dim() and not _is_cut(first, axis):
         for x in others:

@@ -84,7 +84,7 @@ def _check_alike(values: list[Any], of: str, what: str, error: type[FspmdError],
 
 @tracing.hidden
 def _specs_of(stage: Stage, params: Any, x: TensorSpec, has_aux: bool, place: int) -> tuple[TensorSpec, Any]:
-    """How what a stage returns lies. The stage is recorded, and runs nowhere, also while `jit` records."""
+    """The layouts of the results of a stage. The stage is recorded and does not run, also while `jit` records."""
 
     def settled(params: Any, x: Any) -> Any:
         y, _, aux = result_of(stage(params, x), has_aux, place)

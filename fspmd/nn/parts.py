@@ -1,7 +1,7 @@
 """Parts: attention to some of the keys, and how parts become the whole.
 
 A part is a pair ``(out, lse)``: the attention to these keys alone, and the logarithm of the sum of the exponentials of
-its scores. `merge` makes of the parts of two sets of keys the part of both. It is associative and commutative, and
+its scores. `merge` joins the parts of two sets of keys. It is associative and commutative, and
 `empty_part` is its identity, so parts may come in any order and on any rank. Parts are float32, or float64 if the
 operands are: with bfloat16 operands nothing is rounded between parts, except by kernels of GPUs (`fspmd.nn.kernels`).
 The method is that of Dao et al., "FlashAttention" (NeurIPS 2022), and of Liu, Zaharia and Abbeel, "Ring Attention with
@@ -44,7 +44,7 @@ class PartGradient(NamedTuple):
     lse: Tensor | None
 
     def sums(self, out: Tensor) -> Tensor:
-        """What the gradient of each score loses: the sum of ``out * out_grad`` over the width, less ``lse_grad``."""
+        """The number to subtract from the gradient of each score: ``(out * out_grad).sum(-1) - lse_grad``."""
         total = (self.out * out).sum(-1)
         return total if self.lse is None else total - self.lse
 
@@ -97,7 +97,7 @@ def shares(lse: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def normaliser(top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """What divides a sum of weights ``exp(score - top)``, and its ``lse``. Where no key is seen, 1 and -inf."""
+    """The divisor of a sum of weights ``exp(score - top)``, and its ``lse``; 1 and -inf where no key is seen."""
     seen = total != 0
     divisor = total.where(seen, 1)
     return divisor, (top + divisor.log()).where(seen, -torch.inf)

@@ -1,4 +1,4 @@
-"""Attention of a block by tiles, of which only those are computed in which some query sees some key.
+"""Attention of a block by tiles. A tile is computed only if some query in it sees some key.
 
 A block of a sequence is cut into tiles of one length. Which tiles of queries meet which tiles of keys follows from the
 positions and the mask, before anything runs. All ranks run the same operations on equally many tiles: a rank that needs

@@ -111,7 +111,7 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__context__
 
 
-#: of dispatch modes and of function modes: what lists those that are entered, leaves the last one, and enters one
+#: for dispatch modes and for function modes: functions that list the entered modes, leave the last, and enter one
 _STACKS: Final[tuple[tuple[Callable[[], list[object]], Callable[[], object], Callable[[object], object]], ...]] = (
     (dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode),
     (function_modes, pop_function_mode, push_function_mode),
