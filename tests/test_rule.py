@@ -62,6 +62,27 @@ def test_an_op_of_a_library_needs_a_rule_whatever_its_name() -> None:
         check_case("op", (contract, ((4, 6), (6, 3))), mesh, 80 if FULL else 24)
 
 
+def test_an_op_is_linear_in_bodies_as_in_the_global_view() -> None:
+    op = torch.library.custom_op(
+        "fspmd_tests::mul_in_bodies", lambda x, y: x @ y, mutates_args=(), schema="(Tensor x, Tensor y) -> Tensor"
+    )
+    op.register_fake(lambda x, y: x @ y)
+    terms, y = torch.randn(4, 5, 6), torch.randn(6, 3)
+    specs: Any = P(unreduced={"x"}), P()
+    f = fspmd.shard_map(op, mesh=LINE, in_specs=specs, out_specs=specs[0])
+    for linear in ("product", "first", "", "product"):
+        rule(op, "m k, k n -> m n", linear=linear)
+        x: Any = device_put(terms, P("x"), mesh=LINE).sum(0)  # a pending sum
+        if linear:
+            for out in (f(x, y), op(x, y)):
+                assert out.spec.partition.unreduced == {"x"}
+                torch.testing.assert_close(device_get(out), terms.sum(0) @ y)
+        else:
+            assert not op(x, y).spec.partition.unreduced
+            with pytest.raises(fspmd.VarianceError, match="only linear ops keep"):
+                f(x, y)
+
+
 def test_a_python_function() -> None:
     calls = []
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Final
 
@@ -329,6 +329,11 @@ def learn(func: Any) -> Traits:
     when = WHEN.get(plain, _ALWAYS)
     op = OPS[func] = Traits(name, special, sometimes, asks=name in _ASKS, linear=linear, linear_when=when, **traits)
     return op
+
+
+def declare_linear(func: Any, linear: str) -> None:
+    """Keep the linearity that a rule gives a function. It replaces that of `LINEAR`."""
+    OPS[func] = replace(OPS.get(func) or learn(func), linear=linear, linear_when=_ALWAYS)
 
 
 @cached

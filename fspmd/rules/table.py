@@ -15,7 +15,7 @@ from fspmd.cache import cached
 from fspmd.ops.linearity import LINEAR, WHEN
 from fspmd.ops.operators import OPERATORS
 from fspmd.ops.signatures import FLOATS, NONE, NUMBERS, Free, Kinds, free
-from fspmd.ops.traits import is_tagged, is_torch, name_of, plain_name, writes
+from fspmd.ops.traits import declare_linear, is_tagged, is_torch, name_of, plain_name, writes
 from fspmd.rules import (
     attention,
     diagonals,
@@ -407,6 +407,8 @@ def register(func: Any, row: Row) -> None:
     for key in (func, *_overloads(func)):
         _ROWS[key] = replace(row, registered=True)
         IN_C.pop(key, None)
+        if isinstance(row.linear, str):
+            declare_linear(key, row.linear)  # for bodies
 
 
 def _overloads(func: Any) -> list[Any]:
