@@ -192,13 +192,14 @@ def cross_entropy(
     reduction = reduction_of(size_average, reduce, reduction)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
+    smooths = _smooths(label_smoothing)
+    losses: Any = None if smooths else call_torch(of_labels, (x, target, ignore_index))
     ignored = target == ignore_index
     counted = ~ignored if weight is None else weight[target.masked_fill(ignored, 0)].masked_fill(ignored, 0)
-    if _smooths(label_smoothing):
+    if smooths:
         losses = _smoothed(x, target, weight, ignored, label_smoothing)
-    else:
-        losses = call_torch(of_labels, (x, target, ignore_index))
-        losses = losses if weight is None else losses * counted
+    elif weight is not None:
+        losses = losses * counted
     if reduction == "none":
         return losses
     wide = torch.promote_types(losses.dtype, torch.float32)
