@@ -42,7 +42,7 @@ from fspmd.ops.traits import name_of
 from fspmd.pairs import is_transformed
 from fspmd.redistribution.redistribute import ended, redistribute
 from fspmd.remembered import has_moves
-from fspmd.rules import ENGINE, composite_of, handler_of, is_ragged, is_registered, is_ruled
+from fspmd.rules import ENGINE, composite_of, handler_of, is_gathered, is_registered, is_ruled
 from fspmd.sharded import Sharded, call_torch, is_sharded
 from fspmd.spec import P, TensorSpec, is_float
 from fspmd.torch_internals import HigherOrderOperator, transforms_active
@@ -134,7 +134,7 @@ def _aside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: in
         return opaque_plan(to_kind_of)
     if (composite := composite_of(func, args, kwargs)) is not None:
         return opaque_plan(as_composite(func, composite, kwargs), in_parts=True)
-    if is_ragged(func, tensors, args):
+    if is_gathered(func, tensors, args):
         by_tensor = name_of(func) == "narrow" and any(map(is_index, tensors_of(args[1:], kwargs)))
         return opaque_plan(functools.partial(with_numbers if by_tensor else gathered, func))
     return None

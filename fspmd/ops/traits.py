@@ -118,7 +118,8 @@ _RANDOM: Final = words(
 _RECURRENT: Final = words("lstm gru rnn_tanh rnn_relu")
 _IN_COPIES: Final = _RECURRENT | words("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell linalg_matrix_rank")
 _CALLS: Final = {"triplet_margin_with_distance_loss": "distance_function"}
-_RAGGED: Final = words("nonzero argwhere masked_select unique unique_consecutive bincount")
+#: functions of which the sizes of the result depend on values, in all calls
+RAGGED: Final = words("nonzero argwhere masked_select unique unique_consecutive bincount")
 #: functions that read no values, so that operands may have any type
 _METADATA: Final = words(
     "size dim stride numel nelement ndimension element_size storage_offset data_ptr is_contiguous is_floating_point "
@@ -239,7 +240,7 @@ def _ragged_index(*args: Any, **kwargs: Any) -> bool:
 
 
 _RAGGED_WHEN: Final[dict[str, Predicate]] = {
-    **dict.fromkeys(_RAGGED, _ALWAYS),
+    **dict.fromkeys(RAGGED, _ALWAYS),
     "__getitem__": _ragged_index,
     "where": lambda *args, **kwargs: len(args) + len(kwargs) == 1,
     "repeat_interleave": lambda *args, **kwargs: not isinstance(argument(args, kwargs, 1, "repeats", None), int),

@@ -15,7 +15,7 @@ from fspmd.cache import cached
 from fspmd.ops.linearity import LINEAR, WHEN
 from fspmd.ops.operators import OPERATORS
 from fspmd.ops.signatures import FLOATS, NONE, NUMBERS, Free, Kinds, free
-from fspmd.ops.traits import declare_linear, is_tagged, is_torch, name_of, plain_name, writes
+from fspmd.ops.traits import RAGGED, declare_linear, is_tagged, is_torch, name_of, plain_name, writes
 from fspmd.rules import (
     attention,
     diagonals,
@@ -334,26 +334,26 @@ def _row_by_name(name: str) -> Row | None:
     return row
 
 
-def is_ragged(func: Any, tensors: int, args: tuple[Any, ...]) -> bool:
-    """Whether a call gives a Python value, or its shape depends on values; ``tensors`` is the number of its tensors."""
+def is_gathered(func: Any, tensors: int, args: tuple[Any, ...]) -> bool:
+    """Whether a call runs on gathered operands; ``tensors`` is the number of its tensors."""
     name = name_of(func)
     if name in layers.LAYERS:
         return layers.is_packed(args)
-    return name in _RAGGED or (name in _RAGGED_BY_SECOND and tensors > 1)
+    return name in _RUN_GATHERED or (name in _SIZED_BY_SECOND and tensors > 1)
 
 
-_RAGGED: Final = frozenset(
+#: functions whose shapes depend on values, that give Python values, or whose result no block has a part of
+_RUN_GATHERED: Final = RAGGED | frozenset(
     _names(
-        "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose is_nonzero item tolist "
-        "is_same_size _assert_async _functional_assert_async "
-        "histogram histogramdd numpy __array__ _pad_packed_sequence"
+        "equal allclose is_nonzero item tolist numpy __array__ is_same_size _assert_async _functional_assert_async "
+        "histogram histogramdd _pad_packed_sequence"
     )
 )
-#: ragged if there is a second tensor
-_RAGGED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave narrow"))
+#: functions whose second tensor says sizes
+_SIZED_BY_SECOND: Final = frozenset(_names("tensor_split repeat_interleave narrow"))
 #: functions, and names of functions, of which something other than a row decides some calls
 _ASIDE: Final = frozenset(
-    (*HANDLED, *ENGINE, *COMPOSITES, *CHOICES, *layers.LAYERS, *_RAGGED, *_RAGGED_BY_SECOND)
+    (*HANDLED, *ENGINE, *COMPOSITES, *CHOICES, *layers.LAYERS, *_RUN_GATHERED, *_SIZED_BY_SECOND)
     + ("to", "type_as", "cpu", "cuda")
 )
 
