@@ -21,17 +21,19 @@ from fspmd.cache import cached
 from fspmd.ops.schemas import facts_of
 from fspmd.ops.traits import tensors_in
 from fspmd.torch_internals import (
+    DEVICE_HINT,
     FAKE_TENSOR_ERRORS,
     NO_LEVEL,
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    address_of,
     aten_grouped_mm,
     level_of,
     make_subclass,
-    meta_functions,
     neg_view,
+    tells_addresses,
 )
 from fspmd.tracing import DispatchMode, unseen, without_dispatch_modes
 
@@ -301,7 +303,7 @@ class CachingFakeMode(DispatchMode, FakeMode):
 
     def _fake(self, block: Tensor, device: torch.device) -> Tensor:
         """``FakeTensor(self, block, device)``, made faster: its attributes depend on the device alone."""
-        if not self._allow_unsafe_data_ptr_access:
+        if not tells_addresses(self):
             return FakeTensor(self, block, device)
         if (state := self._states.get(device)) is None:
             state = self._states[device] = dict(FakeTensor(self, block, device).__dict__)
@@ -361,7 +363,7 @@ def _look(x: Any) -> Look:
 
 
 def _memory(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
+    return int(address_of(x.untyped_storage()))
 
 
 class _Device(threading.local):
@@ -383,5 +385,5 @@ def meta_tensors_as_on(kind: str) -> Iterator[None]:
 
 def install() -> None:
     """Make torch's functions on the meta device ask for the kind."""
-    original = meta_functions.device_hint
-    meta_functions.device_hint = lambda x: _device.kind if _device.kind and x.is_meta else original(x)
+    original = getattr(*DEVICE_HINT)
+    setattr(*DEVICE_HINT, lambda x: _device.kind if _device.kind and x.is_meta else original(x))

@@ -1,15 +1,20 @@
-"""The private names of torch that fspmd imports. No other module of the package imports one.
+"""All private names of torch that fspmd uses: functions, classes, modules and attributes.
 
 The line above a name says what it gives, and what could replace it if something can. All names exist in torch 2.11, the
-lowest version that fspmd takes. Names that take long to import are functions, at the end. Other modules read private
-attributes of a few objects that stand here. The first section has undocumented classes and blocks of torch that are
-found by public names.
+lowest version that fspmd takes, unless the line says since when. A private function that fspmd replaces stands here as
+its owner and its name. Names that take long to import are functions, at the end, or names of modules. The first section
+has undocumented classes and blocks of torch that are found by public names.
+
+Other modules read and set the attributes in `ATTRIBUTES` by their names, since calls do so many times, and a function
+in between would cost as much again. They use no other private name of torch (`tests/test_structure.py`). The names of
+aten functions in the tables of rules are no names of Python: they are in torch's schemas.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import operator
 import sys
 import threading
 from collections.abc import Sequence
@@ -36,6 +41,35 @@ def exceptions_of(module: str) -> tuple[type[Exception], ...]:
     classes = [kind for kind in vars(sys.modules[module]).values() if isinstance(kind, type)]
     return tuple(kind for kind in classes if issubclass(kind, Exception) and kind.__module__ == module)
 
+
+#: private attributes that other modules read or set, by their owner, each with what it gives
+ATTRIBUTES: Final = {
+    "torch.autograd.forward_ad": {
+        "_current_level": "-1 while no forward derivative is taken; instead: none",
+    },
+    "torch.autograd.profiler": {
+        "_is_profiler_enabled": "true while a profiler runs; instead: none",
+    },
+    "torch.Tensor": {
+        "_version": "how often the memory of a tensor has been written; instead: none",
+        "_base": "the tensor of which a tensor is a view, or None; instead: none",
+        "_is_view": "whether a tensor is a view; instead: none",
+        "_backward_hooks": "the hooks on the gradient of a tensor, by number; instead: `register_hook`, more slowly",
+    },
+    "torch.autograd.graph.Node": {
+        "_register_hook_dict": "takes over the `_backward_hooks` of a tensor; instead: `register_hook`, more slowly",
+        "_sequence_nr": "the number of a node in its thread: later nodes have higher ones; instead: none",
+    },
+    "torch.nn.Module": {
+        "_parameters": "the parameters of a module itself; instead: `named_parameters(recurse=False)`, to read alone",
+        "_buffers": "the buffers of a module itself; instead: `named_buffers(recurse=False)`, to read alone",
+        "_modules": "the submodules of a module; instead: `named_children()`, which leaves out None",
+    },
+    "torch.distributed.ProcessGroup": {
+        "_allgather_base": "gathers into one tensor; instead: `all_gather_single` of torch 2.13",
+        "_reduce_scatter_base": "sums, and gives each rank a part; instead: `reduce_scatter_single` of torch 2.13",
+    },
+}
 
 # Shown by public names
 
@@ -91,6 +125,10 @@ pad_packed_sequence: Any = VariableFunctions._pad_packed_sequence
 
 #: an assertion that does not wait for the device
 assert_async: Any = torch.ops.aten._assert_async.msg
+#: a copy, also in another dtype, as dispatch sees it
+aten_to_copy: Any = torch.ops.aten._to_copy.default
+#: a view whose operand nothing else reads, as dispatch sees it
+aten_unsafe_view: Any = torch.ops.aten._unsafe_view.default
 #: products of groups of rows, as dispatch sees them
 aten_grouped_mm: Any = torch.ops.aten._grouped_mm.default
 #: attention on the CPU with the logarithm of the sums; instead: products and sums, at twice the time
@@ -168,10 +206,20 @@ add_batch_dim: Any = torch._C._functorch._add_batch_dim
 pop_transform: Any = torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack
 #: the transforms that run, each of a class by its kind, with its `level()`; the innermost is the last
 running_transforms: Any = torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters
-#: where transforms make and unmake their levels
-transforms_module: Any = torch._functorch.eager_transforms
-#: where `vmap` takes mapped dims off its results
-vmap_module: Any = torch._functorch.vmap
+#: where a tensor enters a derivative, which wraps it: the module, and the name of the function
+ENTERS_DERIVATIVE: Final = (torch._functorch.eager_transforms, "_wrap_tensor_for_grad")
+#: where a tensor leaves a derivative
+LEAVES_DERIVATIVE: Final = (torch._functorch.eager_transforms, "_unwrap_for_grad")
+#: where a tensor enters a `vmap`, which wraps it
+ENTERS_VMAP: Final = (torch._functorch.vmap, "_add_batch_dim")
+#: where a tensor leaves a `vmap`
+LEAVES_VMAP: Final = (torch._functorch.vmap, "_remove_batch_dim")
+#: where `vmap` asks whether a result is mapped
+ASKS_IF_MAPPED: Final = (torch._functorch.vmap, "is_batchedtensor")
+#: makes the dual tensor of forward mode, as dispatch sees it; instead: `torch.autograd.forward_ad.make_dual`
+make_dual: Any = VariableFunctions._make_dual
+#: the parts of a dual tensor; instead: `torch.autograd.forward_ad.unpack_dual`
+unpack_dual: Any = VariableFunctions._unpack_dual
 
 # autograd
 
@@ -181,12 +229,22 @@ current_autograd_node: Any = torch._C._current_autograd_node
 next_sequence: Any = torch._C._autograd._get_sequence_nr
 #: the innermost `saved_tensors_hooks`
 top_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-#: a public module, whose `_is_profiler_enabled` is true while a profiler runs
+#: a public module, of which an attribute in `ATTRIBUTES` is read
 profiler = torch.autograd.profiler
-#: a public module, whose `_current_level` is -1 while no forward derivative is taken
+#: a public module, of which an attribute in `ATTRIBUTES` is read
 forward_ad = torch.autograd.forward_ad
-#: a public class; its `_apply_on_tensors` puts a module's hooks on the gradients of its arguments or results
-BackwardHook: Any = torch.utils.hooks.BackwardHook
+#: what puts a module's hooks on the gradients of its arguments or results: the class, and the name of the method
+PUTS_MODULE_HOOKS: Final = (torch.utils.hooks.BackwardHook, "_apply_on_tensors")
+#: the name of the function that waits for autograd; instead: none
+RUNS_BACKWARD: Final[str] = torch.autograd.graph._engine_run_backward.__name__
+#: what begins the attributes of a node that are values which it saves; instead: none
+SAVED: Final = "_saved_"
+#: names of the generator by which backward recomputes a checkpoint: since torch 2.15, and before; instead: none
+_GENERATORS: Final = "_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"
+#: the module of the generator of a checkpoint, and its name
+RECOMPUTES: Final = next(
+    (torch.utils.checkpoint, name) for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)
+)
 #: runs backward without the checks of `torch.autograd.grad`, and takes a function that it calls at its end
 execution_engine: Any = torch.autograd.Variable._execution_engine
 
@@ -194,11 +252,13 @@ execution_engine: Any = torch.autograd.Variable._execution_engine
 
 #: a tensor of a device, without values
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
-#: the module of the functions that give the strides of kernels' results; its `device_hint` tells them the kind of
-#: device, and tells "cuda" for the meta device
-meta_functions: Any = torch._meta_registrations
+#: what tells the functions that give the strides of kernels' results the kind of device, and tells "cuda" for the meta
+#: device: the module, and the name of the function
+DEVICE_HINT: Final = (torch._meta_registrations, "device_hint")
 #: the mode that makes fake tensors
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+#: whether the tensors of such a mode give 0 for `data_ptr()`, and raise no error; instead: none
+tells_addresses: Any = operator.attrgetter("_allow_unsafe_data_ptr_access")
 #: the errors of functions that do not run without values, or not on such tensors
 FAKE_TENSOR_ERRORS: Any = exceptions_of(FakeTensorMode.__module__)
 
@@ -216,28 +276,80 @@ UNSEEN: tuple[tuple[Any, str], ...] = (
     *((torch.nested, name) for name in ("nested_tensor", "as_nested_tensor")),
     *((owner, "to_dlpack") for owner in (torch, torch.utils.dlpack)),
 )
-#: the module of torch's C code; a recording replaces one of its functions
-c_module = torch._C
+#: what takes the memory of a capsule of DLPack: the module, and the name of the function
+FROM_CAPSULE: Final = (torch._C, "_from_dlpack")
 #: swaps two tensors and their views; instead: `torch.utils.swap_tensors`, which refuses tensors that have views
 swap_memory: Any = torch._C._swap_tensor_impl
 #: whether oneDNN multiplies matrices of bfloat16 on this CPU
 has_bfloat16_products: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
 #: how many tensors have a storage
 storage_uses: Any = torch._C._storage_Use_Count
+#: how often a tensor is referred to in C
+tensor_uses: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+#: the address of a storage or a generator in C, by which it is known while it lives
+address_of: Any = operator.attrgetter("_cdata")
+#: whether a tensor is a tangent of zeros, without memory
+is_zero_tangent: Any = torch.Tensor._is_zerotensor
+
+# Modules and optimizers
+
+#: the attributes of a module that have hooks by their numbers
+HOOKS_OF_MODULES: Final = frozenset(name for name in vars(torch.nn.Module()) if name.endswith("_hooks"))
+#: the attributes of a recurrent layer that list its weights once more, and weak references to them
+FLAT_WEIGHTS, FLAT_WEIGHT_REFS = "_flat_weights", "_flat_weight_refs"
+#: the name of the function of `torch.nn.init` that draws normal numbers between two bounds
+TRUNCATED_NORMAL: Final[str] = torch.nn.init._no_grad_trunc_normal_.__name__
+#: what sorts tensors by device and dtype: a module that has the function, and its name there and elsewhere
+GROUPS_TENSORS: Final = (torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype")
+#: where `get_total_norm` stands
+TOTAL_NORMS: Final = ((torch.nn.utils, "get_total_norm"), (torch.nn.utils.clip_grad, "_get_total_norm"))
 
 # torch.compile
 
-#: switches Dynamo for this thread; instead: `torch.compiler.set_stance`, for all threads
-eval_frame: Any = torch._C._dynamo.eval_frame
-
-
+#: the module of Dynamo that takes seconds to import; before its import no function is compiled
+DYNAMO: Final = "torch._dynamo.eval_frame"
+#: where it keeps the stance of `torch.compiler.set_stance`
+STANCE: Final = (DYNAMO, "_stance")
+#: what sets the stance: the name of the module, and of the function
+SETS_STANCE: Final = ("torch._dynamo.decorators", "_set_stance")
+#: the name of the module of Dynamo's errors
+DYNAMO_ERRORS: Final = "torch._dynamo.exc"
+#: Dynamo's callback of this thread, None outside of compiled functions; instead: none
+frame_callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+#: sets this callback; instead: `torch.compiler.set_stance`, for all threads
+set_frame_callback: Any = torch._C._dynamo.eval_frame.set_eval_frame
 #: tells in C whether tensors have the properties that they had before
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 # Trees
 
-#: torch's own pytrees; their nodes are registered with optree
-torch_trees = torch.utils._pytree
+#: the nodes of torch's own pytrees by their classes, which are registered with optree
+torch_nodes: Any = torch.utils._pytree.SUPPORTED_NODES
+
+
+def schema_of(function: Any) -> Any:
+    """The schema of an aten function, or None for another function; instead: none."""
+    return getattr(function, "_schema", None)
+
+
+def op_of(function: Any) -> Any:
+    """The `OpOverload` behind an object of `torch.library.custom_op`; other functions as they are; instead: none."""
+    return getattr(function, "_opoverload", function)
+
+
+def kernel_of(overload: Any, key: Any) -> Any:
+    """What an aten function runs for a dispatch key, also for one of several devices; instead: none."""
+    return functools.partial(overload._op_dk, key)
+
+
+def is_erased(node: torch.fx.Node) -> bool:
+    """Whether a node is in no graph any more; instead: a search of the graph."""
+    return node._erased
+
+
+def method_of_symbols(function: Any) -> str:
+    """The name of the method by which a symbolic number computes a function of `math`; instead: none."""
+    return f"_sym_{function.__name__}"
 
 
 def untyped_storage(storage: Any) -> Any:
@@ -248,6 +360,28 @@ def untyped_storage(storage: Any) -> Any:
 def plain_apply(function: Any) -> Any:
     """What `Function.apply` calls when no transform is active, after it has read the signature of `forward`."""
     return super(torch.autograd.Function, function).apply
+
+
+def make_parameter(x: Any) -> None:
+    """Make a tensor of another class an instance of `nn.Parameter`; instead: none."""
+    x._is_param = True
+
+
+def hooks_of_loading(optimizer: Any) -> Any:
+    """The hooks after the loading of an optimizer's state. None if it wraps another; instead: none."""
+    return getattr(optimizer, "_optimizer_load_state_dict_post_hooks", None)
+
+
+def never_compile(function: Any, message: str, *, all_within: bool) -> None:
+    """Make Dynamo leave a function to Python, or raise ``message`` where it must compile the whole.
+
+    ``all_within``: also the functions that it calls. Instead: `torch.compiler.disable`, which makes a wrapper.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(skip, skip if all_within else default)
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, message
+    frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def constant_source(name: str) -> Any:
@@ -262,6 +396,32 @@ def strided_shard(dim: int, pieces: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=pieces)
+
+
+def is_cut(placement: Any) -> bool:
+    """Whether a placement of DTensor cuts a dim: a `Shard`, or one of those above; instead: none."""
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    return type(placement) in (Shard, _StridedShard)
+
+
+def spec_of_dtensor(x: Any) -> Any:
+    """What a DTensor knows of its layout beside the placements: the orders of cuts; instead: none."""
+    return x._spec
+
+
+def has_groups(device_mesh: Any) -> bool:
+    """Whether a DeviceMesh has process groups; instead: `get_group`, whose error depends on the version."""
+    return bool(getattr(device_mesh, "_dim_group_names", None))
+
+
+def silent_device_mesh(kind: str, ranks: torch.Tensor, names: Sequence[str], rank: int) -> Any:
+    """A DeviceMesh without process groups, as the process of a rank sees it; instead: none."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    device_mesh: Any = DeviceMesh(kind, ranks, mesh_dim_names=tuple(names), _init_backend=False, _rank=rank)
+    device_mesh._dim_group_names = []
+    return device_mesh
 
 
 def inductor() -> Any:

@@ -20,7 +20,7 @@ from fspmd.errors import TreeError
 from fspmd.messages import Failure, a, counted, described, quoted, refuse
 from fspmd.sharded import IN_ORDER, NODES, Sharded, is_sharded
 from fspmd.spec import P
-from fspmd.torch_internals import torch_trees
+from fspmd.torch_internals import torch_nodes
 
 _for_good = optree.dict_insertion_ordered(True, namespace=IN_ORDER)
 _for_good.__enter__()
@@ -334,32 +334,31 @@ def _children(node: Any) -> dict[Any, tuple[str, Any]]:
 
 # --- nodes of other libraries -----------------------------------------------------------------------------------------
 
-#: The registry of torch's own pytrees. A class that its library registered there, such as TensorDict, is a node here,
-#: too. Our trees are walked by optree, which does not know this registry.
-_TORCH_NODES: Final[dict[type, Any]] = torch_trees.SUPPORTED_NODES
+# A class that its library registered with torch's own pytrees, such as TensorDict, is a node here, too. Our trees are
+# walked by optree, which does not know torch's registry.
 _CONTAINERS: Final = (dict, list, tuple)  # optree decides itself whether their subclasses are leaves
 _seen = 0
 
 
 def adopt() -> None:
     """Register with optree the classes that were registered with torch since the last call. It is fast if none were."""
-    if len(_TORCH_NODES) != _seen:
+    if len(torch_nodes) != _seen:
         _adopt()
 
 
 def _adopt() -> None:
     global _seen
-    for kind, node in list(_TORCH_NODES.items()):
+    for kind, node in list(torch_nodes.items()):
         package = kind.__module__.split(".")[0]
         if package in ("torch", "builtins", "collections", "types") or issubclass(kind, _CONTAINERS):
             continue
         if optree.register_pytree_node.get(kind) is None:
             _register(kind, node)
-    _seen = len(_TORCH_NODES)
+    _seen = len(torch_nodes)
 
 
 def _register(kind: Any, node: Any) -> None:
-    keyed = torch_trees.SUPPORTED_NODES[kind].flatten_with_keys_fn
+    keyed = torch_nodes[kind].flatten_with_keys_fn
 
     def flatten(x: Any) -> tuple[Any, ...]:
         children, context = node.flatten_fn(x)

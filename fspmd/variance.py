@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fspmd.cache import Interned, cached
 from fspmd.spec import P, describe
-from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, level_of, wrapped_by
+from fspmd.torch_internals import NO_LEVEL, DisableTorchFunction, address_of, level_of, wrapped_by
 
 ATTRIBUTE: Final = "_fspmd_variance"
 OUTPUT_TYPES: Final = "_fspmd_output_types"  # on the graph node of a custom autograd.Function: types by output
@@ -124,7 +124,7 @@ def unwrapped(x: Tensor) -> Tensor:
 def storage_of(x: Tensor) -> int:
     """Return the number of a tensor's storage, also within ``torch.func`` transforms."""
     with DisableTorchFunction():
-        number: int = unwrapped(x).untyped_storage()._cdata
+        number: int = address_of(unwrapped(x).untyped_storage())
     return number
 
 

@@ -25,7 +25,7 @@ from fspmd.local_view.hooks import completing
 from fspmd.messages import counted, described
 from fspmd.remembered import is_bypassed, refuse_partial
 from fspmd.sharded import Sharded, alike, held_as, laid
-from fspmd.torch_internals import BackwardHook
+from fspmd.torch_internals import PUTS_MODULE_HOOKS
 
 Tensors = Tensor | Sharded | Sequence[Tensor | Sharded]
 
@@ -144,13 +144,12 @@ def on_gradient(x: Sharded, hook: Callable[[Sharded], Any]) -> Any:
 
 # --- hooks of modules ---
 
-_METHOD: Final = "_apply_on_tensors"
 _OF_MODULES: Final = "a hook on the gradients of a module"
 
 
 def install() -> None:
     """Wrap torch's function that sends tensors through the custom Function."""
-    original = getattr(BackwardHook, _METHOD)
+    original = getattr(*PUTS_MODULE_HOOKS)
 
     def on_tensors(self: Any, put_hook: Callable[[Any], None], args: tuple[Any, ...]) -> Any:
         if Sharded not in map(type, args):
@@ -164,7 +163,7 @@ def install() -> None:
         values = [alike(new, x) if type(x) is Sharded else new for new, x in zip(out, args, strict=True)]
         return tuple(values) if type(args) is tuple else type(args)(*values), places
 
-    setattr(BackwardHook, _METHOD, on_tensors)
+    setattr(*PUTS_MODULE_HOOKS, on_tensors)
 
 
 class _LaidOutNode:

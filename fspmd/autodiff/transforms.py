@@ -17,18 +17,28 @@ from fspmd.copies import as_copies
 from fspmd.errors import RecordError
 from fspmd.redistribution.redistribute import redistribute
 from fspmd.sharded import Sharded, alike, pair
-from fspmd.torch_internals import NOT_MAPPED, VariableFunctions, batch_dim_of, transforms_module, vmap_module
+from fspmd.torch_internals import (
+    ASKS_IF_MAPPED,
+    ENTERS_DERIVATIVE,
+    ENTERS_VMAP,
+    LEAVES_DERIVATIVE,
+    LEAVES_VMAP,
+    NOT_MAPPED,
+    batch_dim_of,
+    make_dual,
+    unpack_dual,
+)
 from fspmd.tracing import is_traced
 from fspmd.wrappers import replace_everywhere
 
 
 def install() -> None:
     """Wrap the functions of torch through which values enter and leave a transform."""
-    for name in ("_wrap_tensor_for_grad", "_unwrap_for_grad"):
-        _replace(transforms_module, name, _on_block)
-    _replace(vmap_module, "_add_batch_dim", _mapped)
-    _replace(vmap_module, "_remove_batch_dim", _joined)
-    _replace(vmap_module, "is_batchedtensor", _is_mapped)
+    _replace(*ENTERS_DERIVATIVE, _on_block)
+    _replace(*LEAVES_DERIVATIVE, _on_block)
+    _replace(*ENTERS_VMAP, _mapped)
+    _replace(*LEAVES_VMAP, _joined)
+    _replace(*ASKS_IF_MAPPED, _is_mapped)
 
 
 def _replace(module: Any, name: str, on_sharded: Any) -> None:
@@ -71,14 +81,15 @@ def dual(x: Any, tangent: Any, *, level: int) -> Any:
     """``torch.autograd.forward_ad.make_dual``. The tangent is moved to the layout of its primal."""
     _refuse_graph(x, tangent)
     (block,) = tangents_of((tangent,), (x,), ("primals",))
-    make = VariableFunctions._make_dual
-    return alike(make(x.local, block, level=level), x) if type(x) is Sharded else make(x, block, level=level)
+    if type(x) is not Sharded:
+        return make_dual(x, block, level=level)
+    return alike(make_dual(x.local, block, level=level), x)
 
 
 def parts(x: Sharded, *, level: int) -> tuple[Sharded, Sharded | None]:
     """``torch.autograd.forward_ad.unpack_dual``: the primal, and the tangent if there is one."""
     _refuse_graph(x)
-    primal, tangent = VariableFunctions._unpack_dual(x.local, level=level)
+    primal, tangent = unpack_dual(x.local, level=level)
     return alike(primal, x), alike(tangent, x) if isinstance(tangent, Tensor) else None
 
 

@@ -29,8 +29,12 @@ from fspmd.torch_internals import (
     DispatchKey,
     OpOverload,
     OpOverloadPacket,
+    aten_to_copy,
     constant_source,
     decomposition_table,
+    kernel_of,
+    op_of,
+    schema_of,
 )
 from fspmd.tracing import outside_transforms
 
@@ -90,8 +94,8 @@ def _without_writes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or not _writes(node.target):
             continue
-        name = node.target._schema.name.split("::")[-1]
-        pure = getattr(getattr(torch.ops.aten, name[:-1], None), node.target._overloadname, None)
+        name = node.target.overloadpacket.__name__
+        pure = getattr(getattr(torch.ops.aten, name[:-1], None), node.target.__name__.rpartition(".")[2], None)
         target = node.args[0]
         if target.op == "placeholder":
             raise WritesOperand(name)
@@ -115,21 +119,21 @@ def _without_copies(graph: fx.Graph) -> None:
         like, given = old.meta["val"], new.meta["val"]
         with graph.inserting_before(node):
             if given.dtype is not like.dtype:
-                new = graph.call_function(aten._to_copy.default, (new,), {"dtype": like.dtype})
+                new = graph.call_function(aten_to_copy, (new,), {"dtype": like.dtype})
             if given.shape != like.shape:
                 new = graph.call_function(aten.expand.default, (new, [*like.shape]))
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user.op != "output")
 
 
 def _writes(target: Any) -> bool:
-    return isinstance(target, OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and bool(schema_of(target).is_mutable)
 
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a node gives a view of an operand."""
     if not isinstance(node.target, OpOverload):
         return False
-    return any(result.alias_info is not None for result in node.target._schema.returns)
+    return any(result.alias_info is not None for result in schema_of(node.target).returns)
 
 
 def _graph(module: fx.GraphModule, structure: optree.PyTreeSpec, fixed: frozenset[int]) -> Graph:
@@ -276,7 +280,7 @@ def _strides_of(x: Sharded | Tensor) -> tuple[int, ...]:
 
 def _does_something(node: fx.Node) -> bool:
     """Whether a node must stay even if its result is unused: it has no result, or torch calls it impure."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return node.is_impure() or (schema is not None and not schema.returns)
 
 
@@ -313,7 +317,7 @@ def _simpler() -> dict[Any, Function]:
 
 def _own(func: Function) -> dict[Any, Function]:
     """Return the decompositions of an op: registered ones, or kernels made of other ops that autograd records too."""
-    op = getattr(func, "_opoverload", func)
+    op = op_of(func)
     packet = getattr(op, "overloadpacket", op)
     if not isinstance(packet, OpOverloadPacket) or packet is torch.ops.aten.embedding:  # it drops `scale_grad_by_freq`
         return {}
@@ -322,7 +326,7 @@ def _own(func: Function) -> dict[Any, Function]:
     for overload in overloads:
         has = overload.has_kernel_for_dispatch_key
         if overload not in table and has(_EXPLICIT) and not has(DispatchKey.Autograd):
-            table[overload] = functools.partial(overload._op_dk, _EXPLICIT)
+            table[overload] = kernel_of(overload, _EXPLICIT)
     return table
 
 

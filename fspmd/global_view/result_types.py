@@ -26,9 +26,7 @@ from fspmd.rules.factors import elementwise
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec, is_float
-from fspmd.torch_internals import (
-    DisableTorchFunction,
-)
+from fspmd.torch_internals import DisableTorchFunction
 
 Shape = tuple[int, ...]
 Kind = Callable[[list[Any]], Any]  # tuple, list, or one of torch.return_types
@@ -223,7 +221,7 @@ _BY_OLD_KERNEL: Final = frozenset(
 _BY_DEVICE: Final = frozenset(
     {
         "scaled_dot_product_attention",
-        *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)),
+        *(f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)),
         *("convolution", "_convolution", "conv_tbc"),
     }
 )

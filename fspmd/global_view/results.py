@@ -30,7 +30,7 @@ from fspmd.rules import ENGINE
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
 from fspmd.sharded import Sharded, alike, call_torch, laid, lies, relay
 from fspmd.spec import P
-from fspmd.torch_internals import DisableTorchFunction, OpOverload, plain_apply, transforms_active
+from fspmd.torch_internals import DisableTorchFunction, OpOverload, plain_apply, schema_of, transforms_active
 from fspmd.tracing import hidden, outside_transforms
 
 
@@ -168,7 +168,7 @@ def outs_of(func: Any, kwargs: dict[str, Any]) -> list[str]:
 
 @cached
 def _names_of(func: Any) -> tuple[str, ...]:
-    return tuple(arg.name for arg in func._schema.arguments if arg.is_out) if _is_aten(func) else ("out",)
+    return tuple(arg.name for arg in schema_of(func).arguments if arg.is_out) if _is_aten(func) else ("out",)
 
 
 def _is_aten(func: Any) -> bool:

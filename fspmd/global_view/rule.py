@@ -32,7 +32,7 @@ from fspmd.rules import (
     row_of,
 )
 from fspmd.sharded import Sharded, call_torch
-from fspmd.torch_internals import OpOverload, OpOverloadPacket
+from fspmd.torch_internals import OpOverload, OpOverloadPacket, op_of
 
 _LINEAR: Final = ("", "sum", "product", "first")
 
@@ -210,6 +210,6 @@ def _misfits(call: ShapedCall, factors: Factors, free: frozenset[int]) -> Iterat
 
 def is_dispatched(func: Any) -> bool:
     """Whether torch dispatches a call with a `Sharded` to `dispatch`."""
-    if isinstance(func, (OpOverload, OpOverloadPacket)) or hasattr(func, "_opoverload"):
+    if isinstance(op_of(func), (OpOverload, OpOverloadPacket)):
         return True
     return func in torch.overrides.get_testing_overrides()

@@ -37,7 +37,7 @@ from fspmd.rules import ENGINE, Factors, Row
 from fspmd.rules.factors import elementwise
 from fspmd.sharded import Sharded, is_plain
 from fspmd.spec import P, TensorSpec, is_float
-from fspmd.torch_internals import DisableTorchFunction, transforms_active
+from fspmd.torch_internals import DisableTorchFunction, address_of, transforms_active
 from fspmd.tracing import DispatchMode, RecomputeContext, recomputed_in
 from fspmd.transport import Pending
 from fspmd.transport.local_tensor import is_simulated
@@ -384,7 +384,7 @@ def _without_data(args: Any, kwargs: Any) -> Any:
 
 def _memory(x: Tensor) -> int:
     with DisableTorchFunction():
-        return id(x) if is_simulated(x) else int(x.untyped_storage()._cdata)
+        return id(x) if is_simulated(x) else int(address_of(x.untyped_storage()))
 
 
 class _NoMove(StandIn):

@@ -35,7 +35,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fspmd.body import Body, state
 from fspmd.errors import ArgumentError, VarianceError
-from fspmd.local_view.modes import DYNAMO, be_eager_in_bodies, is_active, run_in
+from fspmd.local_view.modes import be_eager_in_bodies, is_active, run_in
 from fspmd.local_view.storages import OF_TENSORS, check_storages, wrap_storages
 from fspmd.local_view.tracking import Tracker, mode_for, own
 from fspmd.local_view.type_rules import first_seen
@@ -43,16 +43,19 @@ from fspmd.ops.traits import tensors_in
 from fspmd.remembered import forgetting
 from fspmd.sharded import Sharded, is_plain, upper
 from fspmd.torch_internals import (
+    DYNAMO,
+    ENTERS_DERIVATIVE,
     JIT_TRACERS,
+    LEAVES_VMAP,
     MODULES_THAT_COMPILE,
     NO_LEVEL,
+    RECOMPUTES,
     UNSEEN,
     ScriptMethod,
     level_of,
+    make_subclass,
     pop_transform,
     transforms_active,
-    transforms_module,
-    vmap_module,
     wrap_script_module,
     wrapped_by,
 )
@@ -258,17 +261,17 @@ def _wrap_saved() -> None:
 
 
 def _wrap_vmap_exit() -> None:
-    original = vmap_module._remove_batch_dim
+    original = getattr(*LEAVES_VMAP)
 
     def remove_batch_dim(batched: torch.Tensor, *args: Any) -> torch.Tensor:
         out: torch.Tensor = original(batched, *args)
         return out if state.tracker is None else set_variance(out, get_variance(batched))
 
-    replace_everywhere(vmap_module, "_remove_batch_dim", remove_batch_dim)
+    replace_everywhere(*LEAVES_VMAP, remove_batch_dim)
 
 
 def _wrap_derivatives() -> None:
-    original = transforms_module._wrap_tensor_for_grad
+    original = getattr(*ENTERS_DERIVATIVE)
 
     def wrap(x: Any, level: int) -> Any:
         if state.body is not None and state.body.mapped:
@@ -276,14 +279,11 @@ def _wrap_derivatives() -> None:
                 x = own(x)
         return original(x, level)
 
-    transforms_module._wrap_tensor_for_grad = wrap
+    setattr(*ENTERS_DERIVATIVE, wrap)
 
 
 def _wrap_recomputation() -> None:
-    torch_checkpoint: Any = torch.utils.checkpoint
-    name = "_checkpoint_without_reentrant_generator"
-    name = f"{name}_impl" if hasattr(torch_checkpoint, f"{name}_impl") else name
-    original = getattr(torch_checkpoint, name)
+    original = getattr(*RECOMPUTES)
 
     def generator(fn: Any, *args_before: Any, **kwargs: Any) -> Any:
         if transforms_active() and (has_recompute_context() or Sharded in map(type, _inputs(args_before))):
@@ -308,7 +308,7 @@ def _wrap_recomputation() -> None:
         run = again_in_body if recorder() is None else _drawing_alike(again_in_body)
         return _forgetting(original(run, *_keep_sharded(args_before), **kwargs))
 
-    setattr(torch_checkpoint, name, generator)
+    setattr(*RECOMPUTES, generator)
 
 
 class _KeptArgument:
@@ -404,7 +404,7 @@ def _wrap_unseen() -> None:
 
 
 _TAKE_NO_SHARDED = {
-    "_make_subclass": "a subclass of torch.Tensor, such as the ExpandedWeight of per-sample gradients; write "
+    make_subclass.__name__: "a subclass of torch.Tensor, such as the ExpandedWeight of per-sample gradients; write "
     "fspmd.vmap(fspmd.grad(loss), in_dims=(None, 0))(params, batch) for gradients of each sample, or give it",
     **dict.fromkeys(
         ("nested_tensor", "as_nested_tensor"),
@@ -488,9 +488,9 @@ def _wrap_compile() -> None:
 def _hand_on_weight() -> None:
     """Replace the code of ``F.l1_loss``. The function stays the same object, with the source that TorchScript reads."""
     names, code = vars(F), F.l1_loss.__code__
-    if "_l1_loss_of_torch" in names:  # another copy of this module has done it
+    if "_fspmd_l1_loss" in names:  # another copy of this module has done it
         return
-    names["_l1_loss_of_torch"] = FunctionType(code, names, "l1_loss", F.l1_loss.__defaults__)
+    names["_fspmd_l1_loss"] = FunctionType(code, names, "l1_loss", F.l1_loss.__defaults__)
     F.l1_loss.__code__ = _l1_loss.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno)
 
 
@@ -507,5 +507,5 @@ def _l1_loss(
         options = {"size_average": size_average, "reduce": reduce, "reduction": reduction, "weight": weight}
         operands = input, target, weight
         return handle_torch_function(torch.nn.functional.l1_loss, operands, input, target, **options)
-    plain = globals()["_l1_loss_of_torch"]
+    plain = globals()["_fspmd_l1_loss"]
     return plain(input, target, size_average, reduce, reduction, weight)

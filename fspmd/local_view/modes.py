@@ -9,17 +9,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from sys import modules
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from torch.overrides import TorchFunctionMode
 
 from fspmd.body import RUNNING, Body, state
 from fspmd.torch_internals import (
+    DYNAMO,
+    SETS_STANCE,
+    STANCE,
     EnableTorchFunction,
-    eval_frame,
+    frame_callback,
     function_modes,
+    never_compile,
     pop_function_mode,
     push_function_mode,
+    set_frame_callback,
 )
 from fspmd.tracing import is_traced
 
@@ -50,11 +55,6 @@ class _EagerInBodies:
         return getattr(self._outside, name)
 
 
-#: Dynamo's callback of this thread: None outside of compiled functions
-frame_callback, set_frame_callback = eval_frame.get_eval_frame_callback, eval_frame.set_eval_frame
-DYNAMO: Final = "torch._dynamo.eval_frame"  # it takes seconds to import; before its import no function is compiled
-
-
 def mode_above() -> BodyMode | None:
     """Return the mode of the enclosing body, if it is the topmost mode. `run_in` lifts it: one body sees each call."""
     modes = function_modes()  # also where a derivative has disabled them
@@ -78,16 +78,17 @@ def be_eager_in_bodies() -> None:
     """
     if frame_callback() is not None:
         set_frame_callback(None)
-    compiler: Any = modules[DYNAMO]
-    stance = getattr(compiler, "_stance", None)  # another thread may be importing it
+    compiler, name = modules[STANCE[0]], STANCE[1]
+    stance = getattr(compiler, name, None)  # another thread may be importing it
     if stance is not None and type(stance) is not _EagerInBodies:
-        compiler._stance = _EagerInBodies(stance)
-        _wrap_set_stance(modules["torch._dynamo.decorators"])
+        setattr(compiler, name, _EagerInBodies(stance))
+        _wrap_set_stance()
 
 
-def _wrap_set_stance(decorators: Any) -> None:
+def _wrap_set_stance() -> None:
     """Let a stance that a body sets stand outside of bodies alone, as any other."""
-    set_stance = decorators._set_stance
+    decorators, name = modules[SETS_STANCE[0]], SETS_STANCE[1]
+    set_stance = getattr(decorators, name)
     if hasattr(set_stance, "__wrapped__"):
         return
 
@@ -95,7 +96,7 @@ def _wrap_set_stance(decorators: Any) -> None:
     def set_outside(stance: Any) -> Any:
         return set_stance(stance if type(stance) is _EagerInBodies else _EagerInBodies(stance))
 
-    decorators._set_stance = set_outside
+    setattr(decorators, name, set_outside)
 
 
 def restore_modes(above: BodyMode | None, mode: BodyMode | None) -> None:
@@ -118,10 +119,7 @@ def leave_to_python(function: Any, why: str, *, all_within: bool = True) -> None
     this one calls are not compiled either, unless ``all_within`` is False.
     """
     write = "write torch.compile(f) without fullgraph=True, and fspmd.jit(f).lower(*args) instead of torch.export"
-    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, f"{write}: {why}"
-    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, skip if all_within else default)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    never_compile(function, f"{write}: {why}", all_within=all_within)
 
 
 leave_to_python(is_traced, "a graph of torch has no collectives")

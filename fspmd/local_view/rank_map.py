@@ -20,7 +20,7 @@ from fspmd.local_view.unbind import bind, unbind
 from fspmd.meshes import world
 from fspmd.meshes.mesh import Mesh
 from fspmd.messages import described
-from fspmd.torch_internals import DisableTorchFunction, transforms_active
+from fspmd.torch_internals import DisableTorchFunction, address_of, transforms_active
 from fspmd.tracing import python, recorder, step
 from fspmd.transport import transport_named
 from fspmd.transport.frame import Frame, frame_over
@@ -238,7 +238,7 @@ def _is_smooth(x: Tensor) -> bool:
 
 
 def _memory(x: Tensor) -> set[int]:
-    return {block.untyped_storage()._cdata for block in blocks_of(unwrapped(x)) if block.layout is torch.strided}
+    return {address_of(block.untyped_storage()) for block in blocks_of(unwrapped(x)) if block.layout is torch.strided}
 
 
 def rank_map(fn: Callable[..., Any], *args: Any) -> Any:

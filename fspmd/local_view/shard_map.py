@@ -20,15 +20,12 @@ from fspmd.local_view.closures import holds_trainable, now, sum_closures
 from fspmd.local_view.empty_blocks import ConnectingMode
 from fspmd.local_view.indexing import IndexMode
 from fspmd.local_view.modes import (
-    DYNAMO,
     BodyMode,
     be_eager_in_bodies,
-    frame_callback,
     leave_to_python,
     mode_above,
     pop_ended_modes,
     restore_modes,
-    set_frame_callback,
 )
 from fspmd.local_view.plan import Plan, make_plan
 from fspmd.local_view.tracking import Tracker
@@ -36,12 +33,15 @@ from fspmd.meshes.mesh import Mesh, current_mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.sharded import is_plain
 from fspmd.torch_internals import (
+    DYNAMO,
     EnableTorchFunction,
     count_dispatch_modes,
+    frame_callback,
     function_mode_is_on,
     is_torch_function_enabled,
     pop_function_mode,
     push_function_mode,
+    set_frame_callback,
     transforms_active,
 )
 from fspmd.tracing import JIT_TRACED, refuse_traced

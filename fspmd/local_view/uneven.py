@@ -34,6 +34,7 @@ from fspmd.torch_internals import (
     batch_dim_of,
     forward_ad,
     level_of,
+    schema_of,
     wrapped_by,
 )
 from fspmd.tracing import DispatchMode, outside_transforms
@@ -107,7 +108,7 @@ def _takes_tensor(name: str, place: int | str) -> bool:
         return False
     kinds: set[str] = set()
     for overload in packet.overloads():
-        arguments = getattr(packet, overload)._schema.arguments
+        arguments = schema_of(getattr(packet, overload)).arguments
         if any("Tensor" in str(argument.type) for argument in arguments):
             kinds.update(str(argument.type) for i, argument in enumerate(arguments) if place in (i, argument.name))
     return not kinds.isdisjoint({"Tensor", "Optional[Tensor]"}) and kinds.isdisjoint(

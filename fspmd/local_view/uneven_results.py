@@ -26,6 +26,7 @@ from fspmd.ops.traits import tensors_in
 from fspmd.pairs import is_transformed
 from fspmd.remembered import ASKING
 from fspmd.saved_tensor_hooks import without_saved_tensor_hooks
+from fspmd.torch_internals import SAVED
 from fspmd.tracing import hidden
 from fspmd.transport.local_tensor import blocks_of, call_per_rank, common_frame
 
@@ -91,7 +92,7 @@ def _are_saved(results: Any) -> bool:
 
 @cached
 def _saved_names(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_saved_")]
+    return [name for name in dir(kind) if name.startswith(SAVED)]
 
 
 def _saves_own(node: Any, name: str) -> bool:

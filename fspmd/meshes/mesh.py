@@ -22,6 +22,7 @@ from fspmd.meshes import process_groups, world
 from fspmd.meshes.axes import RankMap, Ranks, check_names, check_ranks, check_sizes, integers
 from fspmd.meshes.grid import Grid, lay_out
 from fspmd.meshes.layout import Layout, concat
+from fspmd.torch_internals import has_groups, silent_device_mesh
 from fspmd.wrappers import begin
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ class Mesh(Grid):
                 f"from_device_mesh({dm}): this process is not in this slice, so it does not know the ranks of the "
                 "slice: convert the whole DeviceMesh and slice the result"
             ) from error
-        if getattr(dm, "_dim_group_names", None):
+        if has_groups(dm):
             for dim in range(dm.ndim):
                 process_groups.adopt_group(dm.get_group(dim))
         kind = (dm.device_type, "process_group" if world.initialised() else "simulation")
@@ -196,9 +197,7 @@ class Mesh(Grid):
             groups = [self.process_group(name) for name in self.axis_names]
             return DeviceMesh.from_group(groups, *kind, mesh_dim_names=self.axis_names)
         rank = world.process_rank()
-        device_mesh = DeviceMesh(*kind, mesh_dim_names=self.axis_names, _init_backend=False, _rank=rank)
-        device_mesh._dim_group_names = []
-        return device_mesh
+        return silent_device_mesh(*kind, self.axis_names, rank)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[Any, ...]:
         axes = {name: (axis.shape, axis.stride) for name, axis in zip(self.axis_names, self._axes, strict=True)}

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from fspmd.errors import ArgumentError
 from fspmd.ops.traits import learn, name_of
+from fspmd.torch_internals import address_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Ref:
 
 def ref_of(x: Tensor) -> Ref:
     """The Ref of a meta tensor."""
-    storage = x.untyped_storage()._cdata
+    storage = address_of(x.untyped_storage())
     return Ref(storage, int(x.storage_offset()), tuple(x.shape), tuple(x.stride()), x.dtype)
 
 
@@ -157,7 +158,7 @@ class InitRecorder(TorchFunctionMode):
         return ref in self.views or any(ref in step.makes for step in self.steps)
 
     def _knows(self, x: Tensor) -> bool:
-        return x.is_meta and x.untyped_storage()._cdata in self._known
+        return x.is_meta and address_of(x.untyped_storage()) in self._known
 
     def _called(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run a call and record the tensors that it makes, writes, or gives as views."""
@@ -180,9 +181,9 @@ class InitRecorder(TorchFunctionMode):
                 self._views(made, self._step(func, args, kwargs), before)
             return out
         self._record(func, args, kwargs, makes=tuple(map(ref_of, made)))
-        self._known |= {x.untyped_storage()._cdata: x for x in made}
+        self._known |= {address_of(x.untyped_storage()): x for x in made}
         if not tensors and kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
-            self.meta_on_purpose |= {x.untyped_storage()._cdata for x in made}
+            self.meta_on_purpose |= {address_of(x.untyped_storage()) for x in made}
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, beside_meta: bool) -> tuple[Any, list[Tensor]]:
@@ -275,7 +276,7 @@ class InitRecorder(TorchFunctionMode):
     def _constant(self, x: Tensor) -> Tensor:
         """A meta tensor for a tensor with values. A step of the record gives the values."""
         stand_in = x.to(_META)
-        self._known[stand_in.untyped_storage()._cdata] = stand_in
+        self._known[address_of(stand_in.untyped_storage())] = stand_in
         made = (ref_of(stand_in),)
         self.steps.append(RecordedCall(_constant_value, (_Constant(x),), {}, made, None, torch.get_default_dtype()))
         return stand_in

@@ -20,6 +20,7 @@ from fspmd.placement import creation
 from fspmd.placement.device_put import device_put
 from fspmd.sharded import Sharded, call_torch
 from fspmd.spec import P
+from fspmd.torch_internals import TRUNCATED_NORMAL
 
 
 class Replay:
@@ -318,7 +319,7 @@ _TRUNCATED: Final = {nn.init.trunc_normal_, *(f for f in INITS if f.__name__.end
 #: functions of torch.nn.init that need the whole tensor
 _WHOLE: Final = INITS - _TRUNCATED
 _ELEMENTWISE: Final = {
-    "fill_", "zero_", "uniform_", "normal_", "mul_", "div_", "add_", "sub_", "trunc_normal_", "_no_grad_trunc_normal_",
+    "fill_", "zero_", "uniform_", "normal_", "mul_", "div_", "add_", "sub_", "trunc_normal_", TRUNCATED_NORMAL,
     "exponential_", "clamp_", "log_normal_", "cauchy_", "bernoulli_",
 }  # fmt: skip
 _MEMORY_OPTIONS: Final = {"device", "layout", "pin_memory", "memory_format"}

@@ -27,6 +27,7 @@ from fspmd.modules.paths import leaves_by_name, near
 from fspmd.modules.plans import ParallelPlan
 from fspmd.modules.style_hooks import hook, styled_modules
 from fspmd.sharded import is_sharded
+from fspmd.torch_internals import FLAT_WEIGHT_REFS, FLAT_WEIGHTS, RUNS_BACKWARD, make_parameter
 from fspmd.tracing import LASTING, RecomputeContext, recomputed_in
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ _turns_lock: Final = threading.Lock()
 def _is_in_backward(thread: int) -> bool:
     """Whether a thread waits for autograd."""
     frame = sys._current_frames().get(thread)
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    return frame is not None and frame.f_code.co_name == RUNS_BACKWARD
 
 
 def turn_of(module: nn.Module) -> _Turn:
@@ -193,7 +194,7 @@ class Attachment:
         """
         for name, value in self.values.items():
             if is_sharded(value) and value.is_leaf and isinstance(self.slots[name].value, nn.Parameter):
-                value._is_param = True
+                make_parameter(value)
 
     def called(self) -> AbstractContextManager[None]:
         """The context of one call, which one thread enters at a time.
@@ -231,8 +232,8 @@ class Attachment:
         for reference in self.recurrent:
             if (owner := reference()) is not None:
                 stack.callback(_put_back_weights, reference, {n: x for n, x in vars(owner).items() if n in _WEIGHTS})
-                weights = [getattr(owner, name) for name in owner._flat_weights_names]
-                vars(owner).update(_flat_weights=weights, flatten_parameters=_left_apart)
+                weights = [x for layer in owner.all_weights for x in layer]
+                vars(owner).update({FLAT_WEIGHTS: weights, "flatten_parameters": _left_apart})
         if self.plan is not None and not self.hooked:
             self.hooked = True
             stack.callback(setattr, self, "hooked", False)
@@ -269,7 +270,7 @@ def _put_back(replaced: list[tuple[Slot, Any, Any]]) -> None:
 
 
 #: what a recurrent layer keeps beside its parameters: their list, and here the method that packs them on a GPU
-_WEIGHTS: Final = frozenset({"_flat_weights", "_flat_weight_refs", "flatten_parameters"})
+_WEIGHTS: Final = frozenset({FLAT_WEIGHTS, FLAT_WEIGHT_REFS, "flatten_parameters"})
 
 
 def _left_apart() -> None:

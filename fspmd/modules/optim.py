@@ -27,6 +27,7 @@ from fspmd.placement.device_put import device_get, device_put
 from fspmd.placement.reshard import reshard
 from fspmd.sharded import Sharded, is_sharded
 from fspmd.spec import P
+from fspmd.torch_internals import GROUPS_TENSORS, TOTAL_NORMS, hooks_of_loading
 
 
 def global_norm(tree: Any, order: float = 2.0) -> Tensor:
@@ -100,19 +101,17 @@ def _scaled(x: Any, scale: Tensor) -> Any:
 
 
 Groups = dict[Any, tuple[list[list[Any]], list[int]]]
-_GROUP = "_group_tensors_by_device_and_dtype"
-_NORM = "get_total_norm"
 
 
 def install() -> None:
     """Wrap the functions of torch. Without a `Sharded` each wrapper calls torch at once."""
-    original = getattr(torch.nn.utils.clip_grad, _GROUP)
+    original, group = getattr(*GROUPS_TENSORS), GROUPS_TENSORS[1]
     grouping = _grouping(original)
     for module in list(sys.modules.values()):  # the module that defines it, and modules that imported it from there
-        if getattr(module, "__dict__", {}).get(_GROUP) is original:
-            setattr(module, _GROUP, grouping)
+        if getattr(module, "__dict__", {}).get(group) is original:
+            setattr(module, group, grouping)
     norm = _over_meshes(torch.nn.utils.get_total_norm)
-    for module, name in ((torch.nn.utils, _NORM), (torch.nn.utils.clip_grad, f"_{_NORM}")):
+    for module, name in TOTAL_NORMS:
         setattr(module, name, norm)
     optimizer: Any = torch.optim.Optimizer
     optimizer.add_param_group = _adding(optimizer.add_param_group)
@@ -163,7 +162,7 @@ def _adding(original: Any) -> Any:
     @functools.wraps(original)
     def add_param_group(self: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         original(self, param_group)
-        known = getattr(self, "_optimizer_load_state_dict_post_hooks", None)  # None: it wraps another optimizer
+        known = hooks_of_loading(self)
         if known is not None and _lay_out not in known.values():
             self.register_load_state_dict_post_hook(_lay_out)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from weakref import ref
@@ -32,6 +32,7 @@ from fspmd.modules.styles import Layout, laid_out
 from fspmd.placement.reshard import with_spec
 from fspmd.sharded import Sharded
 from fspmd.spec import P
+from fspmd.torch_internals import HOOKS_OF_MODULES
 
 
 def run_on_blocks(module: nn.Module, axis: str, result: Layout, mesh: Mesh, stack: ExitStack) -> None:
@@ -142,7 +143,7 @@ def _hollow(module: nn.Module) -> nn.Module:
     for name, value in state.items():
         if name in ("_parameters", "_buffers"):
             state[name] = {key: None if x is None else torch.empty(0, device="meta") for key, x in value.items()}
-        elif name.endswith("_hooks") and isinstance(value, Mapping):
+        elif name in HOOKS_OF_MODULES:
             state[name] = copy.copy(value)
     state["_modules"] = {key: None if part is None else _hollow(part) for key, part in module._modules.items()}
     return other

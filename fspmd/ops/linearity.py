@@ -35,7 +35,7 @@ _JOINS: Final = words(
 ADDED: Final = {
     **dict.fromkeys(words("addmm addmv addr baddbmm addbmm"), 0),
     **dict.fromkeys(words("linear convolution"), 2),
-    **{f"conv{kind}{n}d": 2 for kind in ("", "_transpose") for n in (1, 2, 3)},
+    **{f"{kind}{n}d": 2 for kind in ("conv", "conv_transpose") for n in (1, 2, 3)},
     "bilinear": 3,
 }
 #: linear in each operand
@@ -45,7 +45,7 @@ _PRODUCTS: Final = words(
 #: linear in the first operand, unless it has integers, which these functions round
 AVERAGES: Final = words(
     "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
-    "_adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d "
     "interpolate upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
     "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
     "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from fspmd.torch_internals import schema_of
+
 #: ops that give Python numbers -> what the numbers are: a value, or sizes
 _ASKS = {
     "aten::_local_scalar_dense": "value",
@@ -55,7 +57,7 @@ class OpFacts:
     )
 
     def __init__(self, func: Any) -> None:
-        schema = func._schema
+        schema = schema_of(func)
         name = schema.name.split("::")[-1]
         self.name: str = schema.name
         self.absent: bool = schema.name == "aten::_efficientzerotensor"

@@ -12,7 +12,7 @@ import torch
 
 from fspmd.cache import cached
 from fspmd.ops.traits import name_of
-from fspmd.torch_internals import OpOverload, OpOverloadPacket
+from fspmd.torch_internals import OpOverload, OpOverloadPacket, schema_of
 
 T = TypeVar("T")
 #: the place of a tensor: the number of its argument (positional ones first), or that and its index in a list there
@@ -110,7 +110,7 @@ def may_view(func: Any) -> bool:
 def parameters(func: Any) -> list[str]:
     """Return the names of a function's parameters; those of a function in C come from its schemas."""
     if isinstance(func, OpOverload):
-        return [argument.name for argument in func._schema.arguments]
+        return [argument.name for argument in schema_of(func).arguments]
     if isinstance(func, OpOverloadPacket):
         return _of_any(schemas(func))
     try:
@@ -125,7 +125,7 @@ def _of_any(schemas: list[Any]) -> list[str]:
 
 def required(func: Any) -> list[list[str]]:
     """Return the types of the required arguments of each overload. For a Python function all count as tensors."""
-    if overloads := [func._schema] if isinstance(func, OpOverload) else schemas(func):
+    if overloads := [schema_of(func)] if isinstance(func, OpOverload) else schemas(func):
         return [[str(arg.type) for arg in schema.arguments if not arg.has_default_value()] for schema in overloads]
     try:
         arguments = inspect.signature(func).parameters.values()
@@ -151,7 +151,7 @@ def schemas(func: Any) -> list[Any]:
     """Return the schemas of the overloads of a torch function in C."""
     packet: Any = getattr(torch.ops.aten, name_of(func), None)
     known = isinstance(packet, OpOverloadPacket)  # `__eq__`, for example, is a method of the namespace itself
-    return [getattr(packet, name)._schema for name in packet.overloads()] if known else []
+    return [schema_of(getattr(packet, name)) for name in packet.overloads()] if known else []
 
 
 def _parameter(order: list[str], name: str) -> str:

@@ -19,12 +19,7 @@ from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import LINEAR, WHEN, Predicate, argument, words
 from fspmd.ops.operators import OPERATORS
 from fspmd.ops.schemas import facts_of
-from fspmd.torch_internals import (
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
-    custom_function_call,
-)
+from fspmd.torch_internals import HigherOrderOperator, OpOverload, OpOverloadPacket, custom_function_call, schema_of
 from fspmd.variance import get_variance
 
 
@@ -341,8 +336,8 @@ def declare_linear(func: Any, linear: str) -> None:
 def name_of(func: Any) -> str:
     """Return the name of a torch function, method, property or op; of a property that is not linear, ``get name``."""
     if isinstance(func, (OpOverload, OpOverloadPacket)):
-        qualified: str = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
-        return qualified.removeprefix("aten::")
+        packet = func.overloadpacket if isinstance(func, OpOverload) else func
+        return str(packet).replace(".", "::", 1).removeprefix("aten::")
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -374,8 +369,7 @@ def plain_name(name: str) -> str:
 def is_torch(func: Any) -> bool:
     """Whether a function is of torch: an op of aten, a method, or a function in one of its modules."""
     if isinstance(func, (OpOverload, OpOverloadPacket)):
-        name: str = func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name
-        return name.startswith(("aten::", "prims::"))
+        return str(func).startswith(("aten.", "prims."))
     return not isinstance(func, FunctionType) or (func.__module__ or "").startswith("torch")
 
 
@@ -394,7 +388,7 @@ def _tagged(name: str, tag: torch.Tag) -> list[OpOverload]:
     if not isinstance(packet, OpOverloadPacket):
         return []
     ops = [getattr(packet, overload) for overload in packet.overloads()]
-    return [op for op in ops if tag in op.tags and [str(out.type) for out in op._schema.returns[:1]] == ["Tensor"]]
+    return [op for op in ops if tag in op.tags and [str(out.type) for out in schema_of(op).returns[:1]] == ["Tensor"]]
 
 
 def written_operands(func: Any, op: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -423,7 +417,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     written = {
         (i, arg.name)
         for overload in overloads
-        for i, arg in enumerate(overload._schema.arguments)
+        for i, arg in enumerate(schema_of(overload).arguments)
         if arg.alias_info is not None and arg.alias_info.is_write and (overload is func or not arg.kwarg_only)
     }
     return tuple(sorted(written))

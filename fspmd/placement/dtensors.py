@@ -22,7 +22,7 @@ from fspmd.meshes.mesh import Mesh, mesh_advice
 from fspmd.messages import described
 from fspmd.sharded import Sharded
 from fspmd.spec import P, TensorSpec
-from fspmd.torch_internals import DisableTorchFunction, strided_shard
+from fspmd.torch_internals import DisableTorchFunction, is_cut, spec_of_dtensor, strided_shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -139,7 +139,7 @@ def _partition(x: DTensor, mesh: Mesh) -> P:
     placement: Any
     for axis, placement in zip(mesh.axis_names, x.placements, strict=True):
         kind = type(placement).__name__
-        if kind in ("Shard", "_StridedShard"):
+        if is_cut(placement):
             cuts.setdefault(placement.dim, []).append((axis, getattr(placement, "split_factor", 1)))
         elif kind == "Partial" and placement.reduce_op == "sum":
             pending.add(axis)
@@ -167,13 +167,13 @@ def _partition(x: DTensor, mesh: Mesh) -> P:
 def _are_pieces(x: DTensor) -> bool:
     """Whether strided shards say into how many pieces they cut. In other DTensors of torch 2.13 they say in which order
     axes cut. Torch's own ``flatten`` makes the first kind, and placements that are given by hand the second."""
-    return getattr(x._spec, "use_strided_shard_as_shard_order", None) is False
+    return getattr(spec_of_dtensor(x), "use_strided_shard_as_shard_order", None) is False
 
 
 def _orders(x: DTensor, mesh: Mesh) -> Iterator[tuple[int, list[str]]]:
     """The dims that plain shards cut in another order than that of the mesh, and the order. Some versions of torch
     have these."""
-    for order in getattr(x._spec, "shard_order", None) or ():
+    for order in getattr(spec_of_dtensor(x), "shard_order", None) or ():
         if list(order.mesh_dims) != sorted(order.mesh_dims):
             yield order.tensor_dim, [mesh.axis_names[i] for i in order.mesh_dims]
 

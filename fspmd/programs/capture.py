@@ -33,6 +33,7 @@ from fspmd.programs.refusals import check_dense, constant_of, not_compiled
 from fspmd.sharded import Sharded
 from fspmd.spec import TensorSpec
 from fspmd.torch_internals import (
+    DYNAMO_ERRORS,
     DisableTorchFunction,
     dispatch_mode_stack,
     function_modes,
@@ -215,7 +216,7 @@ def _run(recorder: ProgramRecorder, function: Callable[..., Any], given: Any, na
     try:
         out = function(*given, **named)
     except Exception as error:
-        if recorder.refused is None and type(error).__module__ == "torch._dynamo.exc":
+        if recorder.refused is None and type(error).__module__ == DYNAMO_ERRORS:
             raise not_compiled() from error
         if recorder.refused is None and isinstance(error, UnknownValues):
             raise constant_of(f"{error.func}, which needs values of tensors") from error

@@ -22,7 +22,7 @@ from fspmd.programs.program import device_of, owner
 from fspmd.programs.replay import ProgramPart, compiled
 from fspmd.programs.segments import local_steps, results_of, segmented
 from fspmd.programs.steps import is_aten, is_collective
-from fspmd.torch_internals import foreach_copy_
+from fspmd.torch_internals import foreach_copy_, schema_of
 from fspmd.transport.local_tensor import blocks_of
 
 _WARM_UP: Final = 3  # runs before a capture, as torch does them
@@ -213,7 +213,7 @@ def _is_on(node: fx.Node, device: str) -> bool:
 
 def _suits(node: fx.Node, device: str) -> bool:
     """Whether a function of torch runs on the device alone."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(node.target)
     alone = all(_is_on(x, device) for x in (*results_of(node, node.users), *node.all_input_nodes))
     return alone and not schema.name.startswith(_WAITS)
 

@@ -19,7 +19,14 @@ from fspmd.programs.program import by_memory, owner
 from fspmd.programs.readers import Picker
 from fspmd.programs.steps import OF_RANKS, in_flight, is_unknown
 from fspmd.sharded import Sharded, is_sharded
-from fspmd.torch_internals import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses, swap_memory
+from fspmd.torch_internals import (
+    DisableTorchFunctionSubclass,
+    address_of,
+    make_wrapper_subclass,
+    storage_uses,
+    swap_memory,
+    tensor_uses,
+)
 from fspmd.transport.local_tensor import blocks_of, is_borrowed, is_simulated, take_blocks
 from fspmd.trees import flatten, flatten_in_order, parameter_names, paths_of
 
@@ -302,8 +309,8 @@ def _reference_counts(x: Tensor) -> tuple[int, int, int] | None:
     # `is_shared` is always True on other devices
     if not storage.resizable() or (storage.is_shared() and storage.device.type == "cpu"):
         return None
-    uses: int = storage_uses(storage._cdata)
-    return getrefcount(storage), uses, x._use_count()  # type: ignore[attr-defined]
+    uses: int = storage_uses(address_of(storage))
+    return getrefcount(storage), uses, tensor_uses(x)
 
 
 #: the counts of a tensor that holds the only reference; versions of torch differ

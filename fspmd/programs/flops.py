@@ -16,6 +16,18 @@ from fspmd.pairs import Call
 from fspmd.programs.program import Program, Value
 from fspmd.redistribution.cost import moves
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import (
+    aten_cpu_attention,
+    aten_cpu_attention_backward,
+    aten_cudnn_attention,
+    aten_cudnn_attention_backward,
+    aten_efficient_attention,
+    aten_efficient_attention_backward,
+    aten_flash_attention,
+    aten_flash_attention_backward,
+    aten_grouped_mm,
+    schema_of,
+)
 
 aten: Final = torch.ops.aten
 
@@ -51,15 +63,19 @@ def _of_groups(a: Any, b: Any, *_: Any, **__: Any) -> int:
     return int(2 * prod(a[-2:]) * b[-1] * (a[0] if len(a) == len(b) == 3 else 1))
 
 
-_ATTENTIONS: Final = [f"_scaled_dot_product_{how}_attention" for how in ("flash", "efficient", "cudnn")]
+_ATTENTIONS: Final = (aten_cpu_attention, aten_flash_attention, aten_efficient_attention, aten_cudnn_attention)
+_ATTENTION_GRADIENTS: Final = (
+    aten_cpu_attention_backward,
+    aten_flash_attention_backward,
+    aten_efficient_attention_backward,
+    aten_cudnn_attention_backward,
+)
 #: formulas that torch's table lacks, or has for fewer cases: torch 2.11 needs as many heads of keys as of queries
 _FORMULAS: Final[dict[Any, Callable[..., int]]] = {
     aten.convolution_backward: _of_convolution_gradients,
-    aten._scaled_dot_product_flash_attention_for_cpu: of_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: of_attention_gradients,
-    **{getattr(aten, name): of_attention for name in _ATTENTIONS},
-    **{getattr(aten, f"{name}_backward"): of_attention_gradients for name in _ATTENTIONS},
-    aten._grouped_mm: _of_groups,
+    **{overload.overloadpacket: of_attention for overload in _ATTENTIONS},
+    **{overload.overloadpacket: of_attention_gradients for overload in _ATTENTION_GRADIENTS},
+    aten_grouped_mm.overloadpacket: _of_groups,
     aten.mv: lambda a, x, **_: 2 * prod(a),
     aten.addmv: lambda bias, a, x, **_: 2 * prod(a),
     aten.dot: lambda a, b, **_: 2 * prod(a),
@@ -186,7 +202,7 @@ def _formula(target: Any) -> Callable[..., int] | None:
 def _given(node: fx.Node, name: str) -> Any:
     """The argument of a step with a name of the schema."""
     target: Any = node.target
-    for i, argument in enumerate(target._schema.arguments):
+    for i, argument in enumerate(schema_of(target).arguments):
         if argument.name == name:
             return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
     return None

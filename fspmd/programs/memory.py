@@ -23,7 +23,13 @@ from fspmd.pairs import Call
 from fspmd.programs.program import Program, device_of, dtype_of, nbytes_of, owner, shape_of, strides_of
 from fspmd.programs.schedule import caused_by, given_as, line_of, made_by
 from fspmd.programs.steps import is_wait, made_once, moved_by
-from fspmd.torch_internals import has_bfloat16_products
+from fspmd.torch_internals import (
+    aten_cpu_attention,
+    aten_cpu_attention_backward,
+    aten_grouped_mm,
+    has_bfloat16_products,
+    schema_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,7 @@ def _last_taken(node: fx.Node, places: dict[fx.Node, int]) -> int | None:
 
 def _gives_views(node: fx.Node) -> bool:
     """Whether the results of a function of torch lie in the memory of its operands."""
-    schema: Any = getattr(node.target, "_schema", None)
+    schema: Any = schema_of(node.target)
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
@@ -343,12 +349,12 @@ _FORMULAS: Final[dict[Any, Callable[[Any, int], int]]] = {
     aten.mm.default: _product,
     aten.addmm.default: _product,
     aten.bmm.default: _batched,
-    aten._grouped_mm.default: _grouped,
+    aten_grouped_mm: _grouped,
     aten.mean.default: _in_float32,
     aten.mean.dim: _in_float32,
     **dict.fromkeys((aten.scatter.src, aten.scatter.value, aten.scatter_.src, aten.scatter_.value), _in_float32),
     aten.logsumexp.default: _copied,
     aten.native_dropout.default: _copied,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _flash,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
+    aten_cpu_attention: _flash,
+    aten_cpu_attention_backward: _flash_backward,
 }

@@ -34,7 +34,7 @@ from torch import Tensor, fx
 
 from fspmd.forms import packed
 from fspmd.spec import describe
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.torch_internals import DisableTorchFunction, address_of
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.variance import unwrapped
 
@@ -258,4 +258,4 @@ def forget(program: Program, name: str) -> None:
 def memory_of(x: Tensor) -> int:
     """A number that identifies the memory in which a tensor and its views lie."""
     with DisableTorchFunction():
-        return int(blocks_of(unwrapped(x))[0].untyped_storage()._cdata)
+        return int(address_of(blocks_of(unwrapped(x))[0].untyped_storage()))

@@ -26,6 +26,7 @@ from fspmd.ops.traits import tensors_in
 from fspmd.programs.program import memory_of
 from fspmd.programs.refusals import line, written_by
 from fspmd.sharded import Sharded
+from fspmd.torch_internals import address_of
 from fspmd.tracing import DispatchMode, unseen
 from fspmd.transport.local_tensor import blocks_of
 from fspmd.transport.randomness import go_on, kept_states
@@ -255,7 +256,7 @@ def _sets_state() -> RecordError:
 
 
 def _number(generator: Any) -> int:
-    return generator._cdata  # type: ignore[no-any-return]
+    return address_of(generator)  # type: ignore[no-any-return]
 
 
 def generators_of(values: Iterable[Any]) -> Iterator[torch.Generator]:

@@ -26,14 +26,15 @@ from fspmd.torch_internals import (
     NO_LEVEL,
     DisableTorchFunction,
     FakeTensor,
+    address_of,
     current_autograd_node,
     level_of,
     next_sequence,
 )
 from fspmd.tracing import RecordingMode, with_attribute
-from fspmd.transport import Pending
 from fspmd.transport.frame import Frame
 from fspmd.transport.local_tensor import JOINED, blocks_of, is_simulated, layout_of_blocks, parts_of, shard_of
+from fspmd.transport.pending import Pending
 from fspmd.variance import unwrapped
 
 aten: Final = torch.ops.aten
@@ -119,7 +120,7 @@ class Values(RecordingMode):
 
     def memory(self, x: Tensor) -> int:
         """The number of a tensor's memory, while the memory lives."""
-        return int(self._storage(blocks_of(x)[0])._cdata)
+        return int(address_of(self._storage(blocks_of(x)[0])))
 
     def _storage(self, block: Tensor) -> UntypedStorage:
         """A block's memory. In a fake recording a tensor with values counts as its fake."""
@@ -236,7 +237,7 @@ class Values(RecordingMode):
         self._nodes[id(x)] = ref(x), node
         blocks, layout = blocks_of(x), layout_of_blocks(x)
         if "value" not in node.meta:
-            _describe(node, blocks[0], layout, int(self._storage(blocks[0])._cdata))
+            _describe(node, blocks[0], layout, int(address_of(self._storage(blocks[0]))))
         if layout is None:
             return
         if layout[1]:
@@ -282,7 +283,9 @@ class Values(RecordingMode):
         has_node: bool = True,
     ) -> fx.Node:
         """Add a step. ``has_node``: whether autograd has just made a node for the step, or for a call with it."""
-        node = self.graph.create_node("call_function", target, name=name or getattr(target, "_opname", None))
+        packet = getattr(target, "overloadpacket", None)
+        named = name or getattr(packet, "__name__", None)
+        node = self.graph.create_node("call_function", target, name=named)
         node.args = args  # set here, since `create_node` warns about sizes that differ from rank to rank
         if kwargs:
             node.kwargs = kwargs

@@ -28,7 +28,7 @@ from fspmd.local_view.indexing import INTEGERS, as_index
 from fspmd.messages import style_by_rows
 from fspmd.ops.schemas import OpFacts, facts_of
 from fspmd.sharded import Sharded, is_plain
-from fspmd.torch_internals import FakeTensor, c_module, pad_packed_sequence
+from fspmd.torch_internals import FROM_CAPSULE, FakeTensor, pad_packed_sequence
 from fspmd.tracing import with_attribute
 from fspmd.transport.local_tensor import BLOCKS
 from fspmd.variance import unwrapped
@@ -130,9 +130,9 @@ class RefusingMode(TorchFunctionMode):
         def captures(plain: Any) -> bool:
             return concerns() or plain()
 
-        dlpack, capturing = c_module._from_dlpack, torch.cuda.is_current_stream_capturing
+        dlpack, capturing = getattr(*FROM_CAPSULE), torch.cuda.is_current_stream_capturing
         with (
-            with_attribute(c_module, "_from_dlpack", partial(from_capsule, dlpack)),
+            with_attribute(*FROM_CAPSULE, partial(from_capsule, dlpack)),
             with_attribute(torch.cuda, "is_current_stream_capturing", partial(captures, capturing)),
             self,
         ):
@@ -217,12 +217,12 @@ def check(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, An
     if facts.inplace_view and any(args[0] is x for x in recorder.given):
         raise recorder.refusal(
             RecordError(
-                f"jit cannot record {func._schema.name.split('::')[-1]}(), which changes the shape or the strides of "
+                f"jit cannot record {func.overloadpacket.__name__}(), which changes the shape or the strides of "
                 f"an argument of shape {tuple(args[0].shape)}; return the changed value{line()}"
             )
         )
     if facts.writes:
-        check_writes(func._schema.name.split("::")[-1], written_by(func, args, kwargs), recorder)
+        check_writes(func.overloadpacket.__name__, written_by(func, args, kwargs), recorder)
 
 
 def shape_of_values(func: Any) -> RecordError:
@@ -234,7 +234,7 @@ def shape_of_values(func: Any) -> RecordError:
 
 
 def _name_of(func: Any) -> str:
-    return func._schema.name.split("::")[-1].lstrip("_")  # type: ignore[no-any-return]
+    return func.overloadpacket.__name__.lstrip("_")  # type: ignore[no-any-return]
 
 
 _BY_RANK: Final = "code of each rank on its own rows, as of experts, may run as Python"

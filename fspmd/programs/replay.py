@@ -20,13 +20,7 @@ from fspmd.ops.traits import without_autocast
 from fspmd.pairs import Call
 from fspmd.programs.program import dtype_of, shape_of, strides_of
 from fspmd.programs.steps import is_aten, is_of_one_rank
-from fspmd.torch_internals import (
-    OpOverload,
-    TensorBase,
-    VariableFunctions,
-    nn_functions,
-    profiler,
-)
+from fspmd.torch_internals import OpOverload, TensorBase, VariableFunctions, aten_to_copy, nn_functions, profiler
 from fspmd.tracing import unseen
 from fspmd.transport.randomness import draw_seed
 
@@ -101,9 +95,14 @@ PUBLIC: Final = _named(
     "logical_not lt.Scalar lt.Tensor masked_fill.Scalar max.dim maximum mean.dim minimum mm mul.Tensor mul_.Tensor "
     "native_layer_norm neg permute pow.Tensor_Scalar reciprocal relu rsqrt scatter_.src select.int sigmoid silu sin "
     "split.Tensor sqrt squeeze.dim stack sub.Tensor sub_.Tensor sum sum.dim_IntList t tanh transpose.int unsqueeze "
-    "view where.self zero_ _log_softmax _log_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
-    "_softmax _softmax_backward_data"
-)
+    "view where.self zero_"
+) | {
+    "aten::_log_softmax",
+    "aten::_log_softmax_backward_data",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_softmax",
+    "aten::_softmax_backward_data",
+}
 
 
 @cached
@@ -113,12 +112,11 @@ def callable_of(overload: Any) -> Callable[..., Any]:
     In place of ``view`` it is ``reshape``: a record may be wrong about the strides of a kernel's result. Torch's shape
     functions are, for some kernels that compute gradients. A reshape then copies, as it does in the function itself.
     """
-    name = overload._schema.name.removeprefix("aten::")
     if overload is aten.view.default:
         return TensorBase.reshape  # type: ignore[no-any-return]
     if overload.name() not in PUBLIC:
-        return overload._op  # type: ignore[no-any-return]
-    places = (VariableFunctions, TensorBase, nn_functions)
+        return overload.op  # type: ignore[no-any-return]
+    name, places = overload.overloadpacket.__name__, (VariableFunctions, TensorBase, nn_functions)
     public: Any = next(getattr(place, name) for place in places if hasattr(place, name))
     return public  # type: ignore[no-any-return]
 
@@ -172,7 +170,7 @@ _CASTS: Final[dict[Any, str]] = {
     getattr(torch, name): name for name in ("double", "float", "half", "bfloat16", "long", "int", "bool")
 }
 _FOUND: Final[dict[Any, Callable[[fx.Node], Spelling | None]]] = {
-    aten._to_copy.default: _cast,
+    aten_to_copy: _cast,
     aten.index.Tensor: _indexed,
     aten.split.Tensor: _pieces,
 }

@@ -22,7 +22,7 @@ from fspmd.programs.program import Left, Program, copied, nbytes_of, owner
 from fspmd.programs.steps import is_wait, moved_by
 from fspmd.redistribution.cost import Price, Topology, topology, work
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import OpOverload
+from fspmd.torch_internals import OpOverload, schema_of
 
 _WIDEST = (44, 44, 56, 28)  # the most characters of each column
 Row = tuple[str, ...]
@@ -142,7 +142,7 @@ def does(node: fx.Node) -> str:
     if target is operator.getitem:
         return "part"
     if isinstance(target, OpOverload):
-        return str(target._schema.name).removeprefix("aten::")
+        return str(target.name()).partition(".")[0].removeprefix("aten::")
     return str(getattr(target, "__name__", target)).strip("_")
 
 
@@ -226,7 +226,7 @@ def made_by(node: fx.Node) -> Iterator[fx.Node]:
 
 def _written(node: fx.Node) -> int:
     """The bytes that a function of torch writes into its operands."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return 0 if schema is None or not schema.is_mutable else nbytes_of(node)
 
 

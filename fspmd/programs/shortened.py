@@ -23,7 +23,7 @@ from fspmd.programs.program import by_memory, copy_node, device_of, dtype_of, ow
 from fspmd.programs.replay import ProgramPart, compiled, is_link, one_view
 from fspmd.programs.steps import is_aten, is_collective, is_of_one_rank, made_once, written
 from fspmd.redistribution.cost import moves
-from fspmd.torch_internals import DisableTorchFunction
+from fspmd.torch_internals import DisableTorchFunction, aten_unsafe_view
 from fspmd.tracing import DispatchMode, unseen
 from fspmd.transport.carriers import FLOATS
 
@@ -257,7 +257,7 @@ _VIEWS: Final = (aten.view.default, aten.expand.default)
 _Match = Callable[[_Shorter, fx.Node], Joined | None]
 #: by the last of some steps, what may stand in their place
 _MATCHES: Final[dict[Any, Sequence[_Match]]] = {
-    aten._unsafe_view.default: (_matmul, _batched, _unchanged),
+    aten_unsafe_view: (_matmul, _batched, _unchanged),
     aten.view.default: (_linear, _unchanged),
     aten.expand.default: (_unchanged,),
     aten.mul.Tensor: (_rms_norm,),

@@ -18,7 +18,7 @@ from fspmd.cache import cached
 from fspmd.ops.schemas import facts_of
 from fspmd.pairs import Call
 from fspmd.programs.program import Program, Value, owner
-from fspmd.torch_internals import OpOverload
+from fspmd.torch_internals import OpOverload, schema_of
 from fspmd.transport import Pending
 from fspmd.transport.abstract import shape_after
 from fspmd.transport.local_tensor import JOINED, shard_of
@@ -350,7 +350,7 @@ def is_unknown(node: fx.Node) -> bool:
     """Whether a step may write into any of its operands."""
     if node.op != "call_function" or is_aten(node) or is_collective(node) or getattr(node.target, "reads", False):
         return False
-    return bool(node.meta.get("effect")) or hasattr(node.target, "_schema")
+    return bool(node.meta.get("effect")) or schema_of(node.target) is not None
 
 
 def _nodes_in(value: Any) -> list[fx.Node]:
@@ -401,6 +401,6 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return bool(node.meta.get("effect"))
-    schema, facts = target._schema, facts_of(target)
+    schema, facts = schema_of(target), facts_of(target)
     checks = not schema.returns and not schema.is_mutable
     return checks or facts.draws(node.args, node.kwargs) or (target.namespace != "aten" and not facts.pure)

@@ -28,7 +28,7 @@ from fspmd.rules.like_functions import LIKES, Handler, settled
 from fspmd.rules.value_checks import check_matrices
 from fspmd.sharded import Sharded, is_plain, is_sharded, lies, pair, relay, upper
 from fspmd.spec import TensorSpec
-from fspmd.torch_internals import DisableTorchFunction, VariableFunctions
+from fspmd.torch_internals import DisableTorchFunction, make_dual, unpack_dual
 from fspmd.tracing import refuse_tracer
 from fspmd.transport.local_tensor import blocks_of, is_simulated, per_block
 
@@ -337,8 +337,8 @@ HANDLERS: Final[dict[str, Handler]] = {
 ENGINE: Final[dict[Any, Callable[[], Handler]]] = {
     torch.autograd.grad: lambda: upper().gradients,
     torch.autograd.backward: lambda: upper().backward,
-    VariableFunctions._make_dual: lambda: upper().dual,
-    VariableFunctions._unpack_dual: lambda: upper().parts,
+    make_dual: lambda: upper().dual,
+    unpack_dual: lambda: upper().parts,
 }
 _BLOCK: Final = "x.local.{0}(...), of this rank's block, or device_get(x).{0}(...), of the whole"
 _SAVED: Final = (

@@ -52,7 +52,7 @@ from fspmd.rules.resizes import RESIZES
 from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
 from fspmd.rules.spectra import SPECTRA, gathered_along
 from fspmd.rules.views import joined, parts, permuted
-from fspmd.torch_internals import OpOverload, OpOverloadPacket
+from fspmd.torch_internals import OpOverload, OpOverloadPacket, op_of
 
 Linear = str | Callable[..., str]  # a function takes the arguments in order, tensors among them
 
@@ -372,7 +372,7 @@ def without_write(func: Any) -> Callable[..., Any]:
     """Return the function without a write that computes the value which ``func`` writes into its first operand."""
     name = name_of(func).removesuffix("_")
     if isinstance(func, OpOverload):
-        return getattr(getattr(torch.ops.aten, name), func._overloadname)  # type: ignore[no-any-return]
+        return getattr(getattr(torch.ops.aten, name), func.__name__.rpartition(".")[2])  # type: ignore[no-any-return]
     return getattr(Tensor, name)  # type: ignore[no-any-return]
 
 
@@ -413,7 +413,7 @@ def register(func: Any, row: Row) -> None:
 
 def _overloads(func: Any) -> list[Any]:
     """Return the ops behind an object of ``torch.library.custom_op`` or ``torch.ops``."""
-    op = getattr(func, "_opoverload", func)
+    op = op_of(func)
     packet = getattr(op, "overloadpacket", op)
     if not isinstance(packet, OpOverloadPacket):
         return []

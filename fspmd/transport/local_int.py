@@ -16,6 +16,7 @@ import torch
 from fspmd.errors import VarianceError
 from fspmd.forms import is_dense
 from fspmd.spec import TensorSpec
+from fspmd.torch_internals import method_of_symbols
 from fspmd.transport.frame import UNEVEN, Frame, frame_over, spread, union
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -217,8 +218,8 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "trunc": math.trunc,
     "round": round,
     "is_integer": lambda value: float(value).is_integer(),
-    **{f"_sym_{fn.__name__}": fn for fn in (math.sqrt, math.cos, math.cosh, math.sin, math.sinh, math.tan, math.tanh)},
-    **{f"_sym_{fn.__name__}": fn for fn in (math.asin, math.acos, math.atan, math.log2)},
+    **{method_of_symbols(fn): fn for fn in (math.sqrt, math.cos, math.cosh, math.sin, math.sinh, math.tan, math.tanh)},
+    **{method_of_symbols(fn): fn for fn in (math.asin, math.acos, math.atan, math.log2)},
 }
 setattr(LocalInt, "str", LocalInt.__repr__)  # noqa: B010 (the protocol's name would hide the type in annotations)
 _METHODS: dict[str, Callable[..., Any]] = {

@@ -23,6 +23,7 @@ from fspmd.torch_internals import (
     NO_LEVEL,
     current_autograd_node,
     disabled_torch_function,
+    is_zero_tangent,
     level_of,
     make_wrapper_subclass,
 )
@@ -319,7 +320,7 @@ def placed_blocks(x: Tensor, mesh: Mesh) -> Iterator[tuple[dict[str, int], Tenso
 
 def resolved(x: Tensor) -> Tensor:
     """Makes lazy conjugates, negatives and zeros of ``x`` real: torch does so above the dispatch to a `LocalTensor`."""
-    if x._is_zerotensor():
+    if is_zero_tangent(x):
         return torch.zeros_like(x)
     return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
 
@@ -524,7 +525,7 @@ def _check_writes(func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict
 
 
 def _name_of(func: Any) -> str:
-    return f"{func._schema.name.split('::')[-1]}()"
+    return f"{func.overloadpacket.__name__}()"
 
 
 def _written(func: Any, facts: OpFacts, args: Any, kwargs: dict[str, Any], results: list[Any], frame: Frame) -> Any:

@@ -15,6 +15,7 @@ from fspmd.errors import ShapeError
 from fspmd.foreign import refuse_misfit
 from fspmd.meshes import process_groups, world
 from fspmd.meshes.mesh import Mesh
+from fspmd.torch_internals import is_zero_tangent
 from fspmd.tracing import constant, hidden
 from fspmd.transport.call import DTYPES, Layout, Options, Transport
 from fspmd.transport.carriers import FLOATS, Reshape, carried, check_adds, moves_bits, neutral_like, neutral_number
@@ -320,7 +321,7 @@ class ProcessGroupTransport(Transport):
 
 def _settled(x: Tensor) -> Tensor:
     """Return ``x`` with its values in memory. Conjugate and negative views, and zero tangents, lack them."""
-    if x._is_zerotensor():
+    if is_zero_tangent(x):
         return x.clone()
     return x.resolve_conj().resolve_neg() if x.is_neg() or x.is_conj() else x
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fspmd.cache import cached
 from fspmd.meshes.mesh import Mesh
 from fspmd.ops.schemas import facts_of
+from fspmd.torch_internals import schema_of
 from fspmd.tracing import DispatchMode, constant, outside_transforms, step
 from fspmd.transport.call import Layout, Options, Transport
 from fspmd.transport.carriers import Reshape, carried, moves_bits, neutral_like
@@ -327,6 +328,6 @@ _call_per_rank: Final = step(call_per_rank)
 @cached
 def _makes_tensor(func: Any) -> bool:
     """Return whether an op returns a tensor and takes none. Zero tangents have no memory, and no rank draws them."""
-    schema = func._schema
+    schema = schema_of(func)
     takes = facts_of(func).absent or any("Tensor" in str(argument.type) for argument in schema.arguments)
     return not takes and [str(r.type) for r in schema.returns] == ["Tensor"]

@@ -38,6 +38,7 @@ from fspmd.programs.steps import (
     replace,
 )
 from fspmd.redistribution.cost import price, topology, work
+from fspmd.torch_internals import is_erased
 
 aten: Final = torch.ops.aten
 
@@ -366,7 +367,7 @@ def _joined(graph: fx.Graph, parts: list[fx.Node], how: tuple[Shape, int, int], 
 
 def _erase(node: fx.Node) -> None:
     """Erase a step without users, and its operands that have no other users."""
-    if node._erased or node.users or node.op != "call_function":
+    if is_erased(node) or node.users or node.op != "call_function":
         return
     operands = node.all_input_nodes
     node.graph.erase_node(node)

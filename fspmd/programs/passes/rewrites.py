@@ -30,6 +30,7 @@ from fspmd.programs.steps import (
     written,
 )
 from fspmd.redistribution.cost import price
+from fspmd.torch_internals import aten_unsafe_view
 
 aten: Final = torch.ops.aten
 
@@ -238,7 +239,7 @@ Shape = tuple[int, ...]
 #: views that keep the order of elements
 _RESHAPES: Final = (
     aten.view.default,
-    aten._unsafe_view.default,
+    aten_unsafe_view,
     aten.unsqueeze.default,
     aten.squeeze.default,
     aten.squeeze.dim,
