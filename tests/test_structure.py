@@ -5,9 +5,17 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections.abc import Collection, Iterator
 from graphlib import TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.dlpack
+
+from fspmd import torch_internals
 
 PACKAGE = Path(__file__).parents[1] / "fspmd"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
@@ -97,38 +105,150 @@ def _room(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def _torch_names(path: Path) -> set[str]:
-    """The dotted names of a file that begin with torch, and those it imports from torch."""
-    found: set[str] = set()
-    heads: dict[str, str] = {}
-    for node in _nodes(path):
-        if isinstance(node, ast.Import):
-            heads |= {alias.asname: alias.name for alias in node.names if alias.asname}
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            heads |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", name := ast.unparse(node)):
-            head, _, rest = name.partition(".")
-            found.add(f"{heads.get(head, head)}.{rest}")
-    return {name for name in found if name.startswith("torch.")}
+#: private names of Python, each with its reason
+OF_PYTHON = {
+    "_getframe": "the frames of the stack, to find the user's line",
+    "_current_frames": "the frames of other threads",
+    "_replace": "a documented method of `NamedTuple`",
+    "_asdict": "a documented method of `NamedTuple`",
+    "_fields": "a documented attribute of `NamedTuple`",
+    "_lru_cache_wrapper": "the class of caches",
+    "_local": "pickles of paths name `pathlib._local`",
+}
+
+#: private names of other libraries, each with its reason
+OF_LIBRARIES = {
+    "_keys_to_ignore_on_load_unexpected": "an attribute of models of transformers",
+    "_keys_to_ignore_on_save": "an attribute of models of transformers",
+}
+
+#: public functions of torch, by the names that they have in the tables of rules
+PUBLIC_FUNCTIONS = {"_threshold": F.threshold, "_to_dlpack": torch.utils.dlpack.to_dlpack}
+
+#: folders that know torch's functions by their names
+BY_NAME = {"fspmd.rules", "fspmd.ops", "fspmd.global_view"}
+
+PRIVATE = re.compile(r"(?<![\w:])_[a-zA-Z]\w*")
+
+
+def _is_name_of_function(name: str) -> bool:
+    """Whether aten functions have the name, or begin with it. It is in torch's schemas, and no name of Python."""
+    return name in PUBLIC_FUNCTIONS or any(f"::{name}" in op for op in torch._C._dispatch_get_all_op_names())
+
+
+def _defined(path: Path) -> set[str]:
+    """The names that a module and its classes define, and those of attributes that methods set."""
+    nodes = _nodes(path)
+    found = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_set(node)}
+    for line in (line for node in nodes if isinstance(node, ast.Module | ast.ClassDef) for line in node.body):
+        if isinstance(line, ast.ClassDef | ast.FunctionDef):
+            found.add(line.name)
+        elif isinstance(line, ast.Assign | ast.AnnAssign):
+            targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+            names = {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+            found |= names
+            if "__slots__" in names and line.value is not None:
+                found |= {str(part.value) for part in ast.walk(line.value) if isinstance(part, ast.Constant)}
+    return found
+
+
+def _is_set(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}
+
+
+def _defined_for(name: str) -> set[str]:
+    """The names that a module of the package defines, and the modules that it imports, whose classes it may extend."""
+    modules = {name, *_graph()[name]} - {"fspmd.torch_internals"}
+    return {found for module in modules for found in _defined(_path(module))}
+
+
+def _path(module: str) -> Path:
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _texts(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """The strings that are no docstrings, and the names in imports and of keyword arguments, each with its line."""
+    docs = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    rests = {part for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values[1:]}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
+            yield node.lineno, node.value if node not in rests else f"x{node.value}"  # the rest of a word
+        elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            yield node.lineno, "_some_name" if node.values[0].value == "_" else ""
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("fspmd"):
+            yield node.lineno, " ".join([node.module or "", *(alias.name for alias in node.names)])
+        elif isinstance(node, ast.Import):
+            yield node.lineno, " ".join(alias.name for alias in node.names)
+        elif isinstance(node, ast.keyword):
+            yield node.lineno, node.arg or ""
+
+
+def _private_names(nodes: list[ast.AST], folder: str, defined: Collection[str] = ()) -> set[tuple[int, str]]:
+    """The private names in a module of a folder that are not ``defined`` and not Python's, each with its line."""
+    own = {*OF_PYTHON, *OF_LIBRARIES, *defined}
+    reads = [(node.lineno, node.attr) for node in nodes if isinstance(node, ast.Attribute)]
+    found = {(line, name) for line, name in reads if PRIVATE.fullmatch(name) and name not in own}
+    for line, text in _texts(nodes):
+        names = {name for name in PRIVATE.findall(text) if not name.startswith("_fspmd_")} - own
+        found |= {(line, name) for name in names if folder not in BY_NAME or not _is_name_of_function(name)}
+    return found
 
 
 def test_private_names_of_torch_stand_in_one_module() -> None:
-    private = {
-        str(path.relative_to(PACKAGE)): {name for name in _torch_names(path) if re.search(r"\._[a-zA-Z]", name)}
-        for path in PACKAGE.rglob("*.py")
+    found = {
+        (module, line, name)
+        for module in _graph()
+        if module != "fspmd.torch_internals"
+        for line, name in _private_names(_nodes(_path(module)), _room(module), _defined_for(module))
     }
-    assert len(private.pop("torch_internals.py")) > 30
-    assert {path: names for path, names in private.items() if names} == {}
+    read = {name for names in torch_internals.ATTRIBUTES.values() for name in names}
+    assert sorted(place for place in found if place[2] not in read) == []
+    assert read == {name for _, _, name in found}  # all others are gone
+    assert all(function.__name__ == name for name, function in PUBLIC_FUNCTIONS.items())
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("import torch._inductor", "_inductor"),
+        ("from torch import _foreach_mul as mul", "_foreach_mul"),
+        ("from torch._functorch import vmap", "_functorch"),
+        ("import torch as t; t._C", "_C"),
+        ("vmap_module._remove_batch_dim(x)", "_remove_batch_dim"),
+        ("x._spec", "_spec"),
+        ("self._allow_unsafe_data_ptr_access", "_allow_unsafe_data_ptr_access"),
+        ("aten._grouped_mm.default", "_grouped_mm"),
+        ("getattr(optim, '_cuda_graph_capture_health_check')", "_cuda_graph_capture_health_check"),
+        ("modules['torch._dynamo.eval_frame']", "_dynamo"),
+        ("lines.append(f'{x}._typed_storage()')", "_typed_storage"),
+        ("getattr(torch, f'_{name}')", "_some_name"),
+        ("getattr(node, f'_saved_{name}')", "_saved_"),
+        ("DeviceMesh(ranks, _init_backend=False)", "_init_backend"),
+    ],
+)
+def test_private_names_of_torch_are_found_in_all_spellings(source: str, name: str) -> None:
+    assert [found for _, found in _private_names(list(ast.walk(ast.parse(source))), "fspmd.programs")] == [name]
+
+
+def test_private_names_of_others_are_none_of_torch() -> None:
+    source = "sys._getframe(), options._replace(dim=1), f'{what}_argnums={x}', 'aten::_softmax', '_fspmd_variance'"
+    assert _private_names(list(ast.walk(ast.parse(source))), "fspmd.programs") == set()
+    table = list(ast.walk(ast.parse("rows = {'softmax _softmax _foreach_': 1}")))
+    assert _private_names(table, "fspmd.rules") == set()
+    assert _private_names(table, "fspmd.programs") == {(1, "_softmax"), (1, "_foreach_")}
 
 
 def test_private_names_of_torch_are_told_what_they_give() -> None:
-    lines = (PACKAGE / "torch_internals.py").read_text().splitlines()
+    path = PACKAGE / "torch_internals.py"
+    lines = path.read_text().splitlines()
     untold = [
-        line for before, line in pairwise(lines) if re.match(r"\w+(: Any)? = ", line) and not before.startswith("#: ")
+        line for before, line in pairwise(lines) if re.match(r"\w+(: .*|, \w+)? = ", line) and before[:3] != "#: "
     ]
+    functions = [node for node in _nodes(path) if isinstance(node, ast.FunctionDef) and node.name[0] != "_"]
+    untold += [function.name for function in functions if not ast.get_docstring(function)]
     assert untold == []
+    assert len(functions) > 10
 
 
 def test_only_transports_know_how_a_simulation_holds_its_blocks() -> None:
