@@ -342,11 +342,6 @@ def kernel_of(overload: Any, key: Any) -> Any:
     return functools.partial(overload._op_dk, key)
 
 
-def is_erased(node: torch.fx.Node) -> bool:
-    """Whether a node is in no graph any more; instead: a search of the graph."""
-    return node._erased
-
-
 def method_of_symbols(function: Any) -> str:
     """The name of the method by which a symbolic number computes a function of `math`; instead: none."""
     return f"_sym_{function.__name__}"

@@ -38,7 +38,6 @@ from fspmd.programs.steps import (
     replace,
 )
 from fspmd.redistribution.cost import price, topology, work
-from fspmd.torch_internals import is_erased
 
 aten: Final = torch.ops.aten
 
@@ -367,7 +366,7 @@ def _joined(graph: fx.Graph, parts: list[fx.Node], how: tuple[Shape, int, int], 
 
 def _erase(node: fx.Node) -> None:
     """Erase a step without users, and its operands that have no other users."""
-    if is_erased(node) or node.users or node.op != "call_function":
+    if node.prev.next is not node or node.users or node.op != "call_function":  # the first: it is erased already
         return
     operands = node.all_input_nodes
     node.graph.erase_node(node)
