@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fspmd.entries import entry_axes
 from fspmd.rules.bodies import Bodied, BodyLayout, Site
-from fspmd.rules.factors import Dims, Factors, ShapedCall, keeping
+from fspmd.rules.factors import Dims, Factors, ShapedCall
 from fspmd.rules.lookups import check_source
 from fspmd.rules.windows import block_places, fetched, longer, per_rank, still
 from fspmd.spec import TensorSpec
@@ -153,18 +153,14 @@ put = still(_set)
 # --- triangles --------------------------------------------------------------------------------------------------------
 
 
-#: the last two dims must be whole
-in_triangle = keeping(lambda call: range(max(0, call.ndim - 2), call.ndim))
-
-
 def triangle(beyond: Callable[[Tensor, int], Tensor]) -> Bodied:
     """Return the body of ``tril`` or ``triu``: each rank zeroes the elements of its block ``beyond`` the diagonal."""
 
     def body(site: Site, x: Tensor, diagonal: int = 0) -> Tensor:
         places = []
-        for d in (x.dim() - 2, x.dim() - 1):
-            cut = site.blocks(site.operands[0].shape[d], d)
-            places.append(per_rank(site, d, site.axes.get(d, ()), functools.partial(block_places, cut)))
+        for name, size in zip("mn", site.operands[0].shape[-2:], strict=True):
+            cut = site.blocks(size, name)
+            places.append(per_rank(site, name, site.axes.get(name, ()), functools.partial(block_places, cut)))
         return x.masked_fill(beyond(places[1] - places[0][:, None], diagonal), 0)
 
     return still(body)

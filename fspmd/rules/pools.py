@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -318,19 +318,25 @@ def _floats(specs: Sequence[TensorSpec]) -> bool:
     return specs[0].dtype.is_floating_point
 
 
-#: function -> (number of trailing dims, body)
+#: rules of resizes, by the number of dims
+_TEXTS: Final = {
+    1: "... [0] -> ... [0]",
+    2: "... [0] [1] -> ... [0] [1]",
+    3: "... [0] [1] [2] -> ... [0] [1] [2]",
+}
+#: function -> (rule, body)
 RESIZES = {
     **{
-        f"{name}{n}d": (n, _body(n, False, 0, functools.partial(_between, f"{name}1d", False)))
+        f"{name}{n}d": (_TEXTS[n], _body(n, False, 0, functools.partial(_between, f"{name}1d", False)))
         for name in ("upsample_nearest", "_upsample_nearest_exact")
         for n in (1, 2, 3)
     },
     **{
-        f"upsample_{name}{n}d": (n, _body(n, True, 1, functools.partial(_between, "upsample_linear1d", True)))
+        f"upsample_{name}{n}d": (_TEXTS[n], _body(n, True, 1, functools.partial(_between, "upsample_linear1d", True)))
         for n, name in enumerate(("linear", "bilinear", "trilinear"), 1)
     },
     **{
-        name: (2, _body(2, True, taps, functools.partial(_near, name)))
+        name: (_TEXTS[2], _body(2, True, taps, functools.partial(_near, name)))
         for name, taps in (("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 1), ("_upsample_bicubic2d_aa", 2))
     },
 }

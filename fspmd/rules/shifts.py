@@ -16,7 +16,17 @@ from torch import Tensor
 from fspmd.rules.bodies import Bodied, Site
 from fspmd.rules.factors import NO_RULE, Dims, Factors, Shape, ShapedCall, keeping
 from fspmd.rules.views import regrouped
-from fspmd.rules.windows import Places, block_places, moved_in_turn, passing, per_rank, refilling, size_of, taken
+from fspmd.rules.windows import (
+    Places,
+    block_places,
+    fetched,
+    moved_in_turn,
+    passing,
+    per_rank,
+    refilling,
+    size_of,
+    taken,
+)
 from fspmd.transport.carriers import where
 
 
@@ -105,15 +115,17 @@ def _rolled(shift: int, size: int, i: Tensor) -> Tensor:
     return (i - shift) % size
 
 
-#: channels must be whole
-shuffled = keeping(lambda _: (1,))
-
-
 @passing
 def shuffle(site: Site, x: Tensor, groups: int) -> Tensor:
     """The body of ``channel_shuffle``: the first channel of each group, then the second of each, and so on."""
     channels = size_of(site, 1)
-    return taken(site, "shuffle", x, 1, channels, channels, lambda i: i % groups * (channels // groups) + i // groups)
+    cut = site.blocks(channels, "c")
+
+    def rows(at: int) -> Tensor:
+        i = block_places(cut, at)
+        return i % groups * (channels // groups) + i // groups
+
+    return fetched(site, "shuffle", x, 1, site.axes["c"], cut, rows)
 
 
 def repeated(call: ShapedCall) -> Factors:

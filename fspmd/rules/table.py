@@ -110,23 +110,33 @@ _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
 }
-#: batched functions -> the number of trailing dims of each operand that must be whole
-_BATCHED: Final = {
-    **dict.fromkeys(
-        _names(
-            "_linalg_svd linalg_qr linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
-            "linalg_ldl_factor_ex linalg_lu_factor_ex cholesky cholesky_inverse geqrf lu linalg_matrix_exp _linalg_det "
-            "linalg_lu linalg_svdvals _linalg_eigvals linalg_eigvals cholesky_solve triangular_solve "
-            "linalg_solve_triangular max_pool2d_with_indices_backward max_unpool2d"
-        ),
-        (2,),
-    ),
-    "linalg_pinv": (2, 0),
-    **dict.fromkeys(_names("linalg_householder_product lu_unpack"), (2, 1)),
-    **dict.fromkeys(_names("ormqr linalg_lu_solve linalg_ldl_solve"), (2, 1, 2)),
-    **dict.fromkeys(_names("grid_sampler_2d max_unpool3d"), (3,)),
-    "grid_sampler_3d": (4,),
-    "view_as_complex": (1,),
+#: functions of matrices, of images and of pairs, batched over the leading dims
+_BATCHED: Final[dict[str, Rule]] = {
+    **{
+        name: notation(text)
+        for names, text in (
+            ("cholesky cholesky_inverse linalg_matrix_exp", "... [m] [n] -> ... 1 1"),
+            ("linalg_svdvals linalg_eigvals _linalg_eigvals", "... [m] [n] -> ... 1"),
+            ("linalg_eig", "... [m] [n] -> ... 1, ... 1 1"),
+            ("geqrf", "... [m] [n] -> ... 1 1, ... 1"),
+            ("linalg_inv_ex linalg_cholesky_ex", "... [m] [n] -> ... 1 1, ..."),
+            ("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... 1 1, ... 1, ..."),
+            ("_linalg_det", "... [m] [n] -> ..., ... 1 1, ... 1"),
+            ("_linalg_slogdet", "... [m] [n] -> ..., ..., ... 1 1, ... 1"),
+            ("linalg_pinv", "... [m] [n], ..., ... -> ... 1 1"),
+            ("linalg_householder_product", "... [m] [n], ... [k] -> ... 1 1"),
+            ("cholesky_solve linalg_solve_triangular max_unpool2d", "... [m] [n], ... [p] [q] -> ... 1 1"),
+            ("triangular_solve", "... [m] [n], ... [p] [q] -> ... 1 1, ... 1 1"),
+            ("ormqr linalg_lu_solve linalg_ldl_solve", "... [m] [n], ... [k], ... [p] [q] -> ... 1 1"),
+            ("max_pool2d_with_indices_backward", "... [m] [n], ... [p] [q], ... [r] [s] -> ... 1 1"),
+            ("grid_sampler_2d max_unpool3d", "... [l] [m] [n], ... [o] [p] [q] -> ... 1 1 1"),
+            ("grid_sampler_3d", "... [k] [l] [m] [n], ... [o] [p] [q] [r] -> ... 1 1 1 1"),
+            ("view_as_complex", "... [p] -> ..."),
+        )
+        for name in _names(names)
+    },
+    **dict.fromkeys(_names("_linalg_svd linalg_qr _linalg_eigh linalg_lu lu"), batched(2)),
+    "lu_unpack": batched(2, 1),
 }
 
 #: the row of elementwise functions
@@ -181,9 +191,9 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
     "flip": Row(shifts.flipped, body=shifts.flip),
     "roll": Row(shifts.rolled, local=shifts.roll_blocks, body=shifts.roll),
-    "channel_shuffle": Row(shifts.shuffled, body=shifts.shuffle),
-    "tril": Row(diagonals.in_triangle, body=diagonals.tril),
-    "triu": Row(diagonals.in_triangle, body=diagonals.triu),
+    "channel_shuffle": Row(notation("n [c] ... -> n [c] ..."), body=shifts.shuffle),
+    "tril": Row(notation("... [m] [n] -> ... [m] [n]"), body=diagonals.tril),
+    "triu": Row(notation("... [m] [n] -> ... [m] [n]"), body=diagonals.triu),
     **{
         name: Row(convolutions.unfolded, local=convolutions.unfold_blocks, body=convolutions.unfold)
         for name in _names("unfold unfold_copy")
@@ -230,7 +240,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "unsafe_split": Row(parts(2, "dim", copied=True), local=slices.split_blocks, body=slices.split),
     **{name: Row(joined(), body=slices.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True)),
-    **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
+    **{name: Row(rule, empty=False) for name, rule in _BATCHED.items()},
     "_linalg_solve_ex": Row(contractions.solved, empty=False),
     "convolution": Row(
         convolutions.convolution,
@@ -247,7 +257,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
         for n in (1, 2, 3)
     },
     **{f"adaptive_max_pool{n}d": Row(pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
-    **{name: Row(pooled(n), free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
+    **{name: Row(notation(text), free=NONE, empty=False, body=body) for name, (text, body) in RESIZES.items()},
     "col2im": Row(convolutions.folded, empty=False, body=convolutions.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     **{name: Row(layers.sequences, free=NONE, empty=False, body=body) for name, body in layers.LAYERS.items()},
