@@ -1,14 +1,17 @@
-"""Imports of the package point down, as the design draws them, and one module has the private names of torch."""
+"""Imports of the package point down, as the design draws them; what belongs together stands in one module."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Collection, Iterator
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,8 @@ import torch.nn.functional as F
 import torch.utils.dlpack
 
 from fspmd import torch_internals
+from fspmd.rules import Row, Rule
+from fspmd.rules.table import _BY_FUNCTION, _ROWS, ROWS
 
 PACKAGE = Path(__file__).parents[1] / "fspmd"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
@@ -296,3 +301,35 @@ def test_caches_of_functions_can_be_forgotten() -> None:
         if re.match(r"(functools\.)?(lru_)?cache\b", ast.unparse(decorator))
     ]
     assert kept == [("inspection/agreements.py", "_agreed_in")]  # a state, of one world
+
+
+#: factories of rules that serve several families, so that they stand beside no body
+SHARED_RULES = {
+    "notation",  # the pattern itself stands in the row
+    "over",  # an argument of the call names the dims that must be whole: reductions, extremes, scans, softmaxes
+}
+#: factories of rules for one family, which each family gives a name in its file
+FACTORIES = {"keeping"}
+
+
+def _is_beside(rule: Rule, home: str) -> bool:
+    """Whether a rule stands in the module of its body, or serves several families."""
+    factory = rule.__qualname__.partition(".")[0]
+    if factory in FACTORIES:
+        return any(rule is value for value in vars(sys.modules[home]).values())
+    return rule.__module__ == home or factory in SHARED_RULES
+
+
+def _parted(rows: Mapping[Any, Row]) -> list[Any]:
+    """The rows of fspmd whose rule stands in another module than their body."""
+    bodies = {name: str(row.body.body.__module__) for name, row in rows.items() if row.body is not None}
+    ours = {name: home for name, home in bodies.items() if home.startswith("fspmd.rules.")}
+    return [name for name, home in ours.items() if not _is_beside(rows[name].rule, home)]
+
+
+def test_a_rule_stands_beside_its_body() -> None:
+    rows = {**ROWS, **_BY_FUNCTION, **_ROWS}
+    assert sum(row.body is not None for row in rows.values()) > 100
+    assert _parted(rows) == []
+    moved = {"flip": replace(ROWS["flip"], body=ROWS["cat"].body), "sum": ROWS["sum"], "cat": ROWS["cat"]}
+    assert _parted(moved) == ["flip"]

@@ -29,7 +29,8 @@ from fspmd.redistribution.redistribute import keep, repeats_along, time_of_equal
 from fspmd.remembered import Stamp, is_unwritten, origin_of, remember_origin, stamp
 from fspmd.rules import Row
 from fspmd.rules.factors import Factors, elementwise
-from fspmd.rules.views import repeated, reshaped
+from fspmd.rules.shifts import repeated
+from fspmd.rules.views import reshaped
 from fspmd.spec import P, TensorSpec, is_float
 
 

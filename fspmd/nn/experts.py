@@ -24,7 +24,7 @@ from fspmd.nn.checks import check_groups, check_varies
 from fspmd.nn.parameters import moved
 from fspmd.nn.parts import wide
 from fspmd.nn.sequences import Axes, names_of
-from fspmd.rules.grouped import rows_by_groups
+from fspmd.rules.contractions import rows_by_groups
 from fspmd.spec import P, TensorSpec
 from fspmd.tracing import recorder
 from fspmd.variance import get_variance

@@ -17,7 +17,7 @@ from fspmd.errors import ArgumentError
 from fspmd.ops.linearity import argument
 from fspmd.ops.traits import is_torch, name_of
 from fspmd.rules.attention import with_dropout
-from fspmd.rules.grouped import grouped_mm
+from fspmd.rules.contractions import grouped_mm
 from fspmd.rules.layers import EMBEDDINGS, multi_head_attention
 from fspmd.rules.losses import ELEMENTWISE, LOSSES, WEIGHED, smoothed_of_linear
 from fspmd.rules.normalizations import NORMALIZATIONS

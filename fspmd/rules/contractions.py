@@ -1,14 +1,45 @@
-"""Contractions, such as einsum, which sum products; and functions of trailing dims, batched over the leading ones."""
+"""Contractions, which sum products: products of matrices, einsum, solutions, and products of groups.
+
+`torch.nn.functional.grouped_mm` multiplies groups of rows with one matrix per group, for mixtures of experts. Offsets
+say where groups end. torch leaves the memory past the last group uninitialised, in results and in gradients. Here it is
+zero, so that ranks with other groups, or other rows, can add up their results.
+"""
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, ShapedCall, match, parse
-from fspmd.rules.halos import near
+from fspmd.errors import ArgumentError
+from fspmd.rules.bodies import Site
+from fspmd.rules.factors import NO_RULE, Factors, Rule, ShapedCall, elementwise, match, parse
+from fspmd.rules.windows import block_places, per_rank, still
+from fspmd.sharded import call_torch
+
+_MATMUL: Final = {
+    (1, 1): parse("k, k ->"),
+    (2, 1): parse("... m k, k -> ... m"),
+    (1, 2): parse("k, ... k n -> ... n"),
+    (2, 2): parse("... m k, ... k n -> ... m n"),
+}
+
+
+def matmul(call: ShapedCall) -> Factors:
+    """The rule of ``matmul``, by the number of dims of both operands."""
+    a, b = (min(len(shape), 2) for shape in call.shapes)
+    return match(_MATMUL[a, b], call.shapes) if a and b else NO_RULE
+
+
+def cross(call: ShapedCall) -> Factors:
+    """The rule of ``linalg.cross``: elementwise except along one dim of the result, which must be whole."""
+    factors = elementwise(call)
+    factor = factors.results[0][call.argument(2, "dim", -1)]
+    return factors._replace(whole=frozenset(() if factor is None else (factor,)))
 
 
 def einsum(call: ShapedCall) -> Factors:
@@ -19,50 +50,6 @@ def einsum(call: ShapedCall) -> Factors:
     if not arrow:  # the result has the letters that stand once, in alphabetical order
         result = "".join(sorted(c for c in operands if c != "," and operands.count(c) == 1))
     return match(parse(f"{', '.join(map(' '.join, operands.split(',')))} -> {' '.join(result)}"), call.shapes)
-
-
-def distances(call: ShapedCall) -> Factors:
-    """The rule of ``cdist``. Columns may be sharded by a body that sums powers of differences, if ``p`` is finite."""
-    return match(_DISTANCES[call.argument(2, "p", 2.0) == inf], call.shapes)
-
-
-_DISTANCES: Final = {False: parse("... m [k], ... n [k] -> ... m n"), True: parse("... m 1, ... n 1 -> ... m n")}
-
-
-def distances_within(call: ShapedCall) -> Factors:
-    """The rule of ``pdist``, the distances between the rows of one matrix."""
-    return match(_WITHIN[call.argument(1, "p", 2.0) == inf], call.shapes)
-
-
-_WITHIN: Final = {False: parse("1 [k] -> 1"), True: parse("1 1 -> 1")}
-
-
-def convolution(call: ShapedCall) -> Factors:
-    """The rule of aten's convolution of x ``[n, i, ...]``, weight ``[o, i, ...]`` and bias ``[o]``.
-
-    The weight of a transposed convolution is ``[i, o, ...]``. With several groups, channels of operand and result are
-    cut alike, between groups.
-    """
-    window = " ".join("1" for _ in call.shapes[0][2:])
-    kernel = "i o" if call.args[6] else "o i"
-    space = " ".join(f"[{d}]" for d in range(2, call.ndim))
-    groups = call.args[8]
-    if groups == 1:
-        factors = match(parse(f"n i {space}, {kernel} {window}, o -> n o {space}"), call.shapes)
-    else:
-        factors = match(parse(f"n c {space}, c 1 {window}, c -> n c {space}"), call.shapes)
-        channels = factors.names["c"]
-        factors = factors._replace(scaled=frozenset({channels}), pieces={channels: groups})
-    return factors._replace(added=frozenset({2}), near=near(factors, call, call.shapes[1][2:], *call.args[3:7]))
-
-
-def convolution_of_blocks(shape: Shape, x: Any, weight: Any, bias: Any, *args: Any) -> Any:
-    """Run the convolution with the groups of the block; ``shape`` is the global shape of x."""
-    groups = args[-1] if args[-1] == 1 else args[-1] * x.shape[1] // shape[1]
-    return _convolve(x, weight, bias, *args[:-1], groups)
-
-
-_convolve: Any = torch.convolution
 
 
 def with_added(text: str, place: int) -> Rule:
@@ -85,23 +72,6 @@ def with_added(text: str, place: int) -> Rule:
     return rule
 
 
-def batched(*trailing: int) -> Rule:
-    """Return a rule in which ``trailing`` dims of each operand must be whole, and the leading dims broadcast.
-
-    The last number also holds for all further operands.
-    """
-
-    def rule(call: ShapedCall) -> Factors:
-        counts = [*trailing, *(trailing[-1],) * len(call.shapes)][: len(call.shapes)]
-        if any(len(shape) < count for shape, count in zip(call.shapes, counts, strict=True)):
-            return NO_RULE
-        text = ", ".join("... " + " ".join(f"[{i}.{k}]" for k in range(n)) for i, n in enumerate(counts))
-        batch = match(parse(f"{text} -> ..."), call.shapes)
-        return batch._replace(results=tuple((*batch.results[0], *_whole_dims(call, i, batch)) for i in _each(call)))
-
-    return rule
-
-
 def solved(call: ShapedCall) -> Factors:
     """The rule of ``linalg.solve``: the columns of the right-hand side may be sharded (rows if ``left=False``)."""
     left, (a, b) = call.argument(2, "left", True), call.shapes
@@ -110,16 +80,173 @@ def solved(call: ShapedCall) -> Factors:
     return match(parse(f"... [n] [m], {given} -> {out}, ... 1 1, ... 1, ..."), call.shapes)
 
 
-def _each(call: ShapedCall) -> range:
-    return range(len(call.results))
+# --- products of groups -----------------------------------------------------------------------------------------------
+
+#: of torch's kernels
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _whole_dims(call: ShapedCall, result: int, batch: Factors) -> Dims:
-    return (None,) * (len(call.results[result]) - len(batch.results[0]))
+def grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """``F.grouped_mm``. The operands with 3 dims hold one matrix per group, and decide which product this is."""
+    dims = mat_a.dim(), mat_b.dim()
+    _check(mat_a, mat_b, offs, bias, out_dtype)
+    if dims == (3, 3):
+        return torch.bmm(mat_a, mat_b)
+    if dims == (2, 3):
+        return call_torch(rows_by_groups, (mat_a, mat_b, offs))
+    if dims == (3, 2):
+        return call_torch(rows_by_groups, (mat_b.mT, mat_a.mT, offs)).mT
+    return call_torch(groups_of_columns, (mat_a, mat_b, offs))
 
 
-def gathered(call: ShapedCall) -> Factors:
-    """The rule of a function that takes whole operands: no dim may be sharded."""
-    return Factors(
-        tuple((None,) * len(shape) for shape in call.shapes), tuple((None,) * len(shape) for shape in call.results)
+def pointing(text: str, cut: str) -> Rule:
+    """Return a rule whose third operand has the ends of groups. Over a sharded dim ``cut`` the result is pending."""
+    pattern = parse(text)
+
+    def rule(call: ShapedCall) -> Factors:
+        factors = match(pattern, call.shapes)
+        return factors._replace(summed=factors.summed | {factors.names[cut]}, places=frozenset({2}))
+
+    return rule
+
+
+def _check(a: Any, b: Any, offs: Any, bias: Any, out_dtype: Any) -> None:
+    """Raise where torch raises on some device. The meta device only checks bfloat16, with other messages."""
+    dims = a.dim(), b.dim()
+    if not {*dims} <= {2, 3}:
+        raise ArgumentError(
+            f"grouped_mm: Multiplicands must be 2D or 3D but got mat_a.dim()={dims[0]} and mat_b.dim()={dims[1]}"
+        )
+    if (offs is None) != (dims == (3, 3)):
+        raise ArgumentError(
+            f"grouped_mm: offs are given if, and only if, an operand is 2D; got dims {dims} and offs={offs!r}"
+        )
+    groups = {x.size(0) for x in (a, b) if x.dim() == 3}
+    if a.size(-1) != b.size(-2) or len(groups | ({offs.size(0)} if offs is not None and groups else set())) > 1:
+        given = f"{tuple(a.shape)} and {tuple(b.shape)}" + ("" if offs is None else f" of {offs.size(0)} groups")
+        raise ArgumentError(
+            f"grouped_mm: contraction dimension of mat_a and mat_b, and their groups, must match; got {given}"
+        )
+    if offs is not None and (offs.dtype is not torch.int32 or offs.dim() != 1):
+        raise ArgumentError(f"grouped_mm: Offsets have to be int32, of one dim; got {offs.dtype}, of {offs.dim()}")
+    if a.dtype is not b.dtype or a.dtype not in DTYPES:
+        raise ArgumentError(
+            f"grouped_mm: Expected matrices of Float32, BFloat16 or Float16, alike; got {a.dtype} and {b.dtype}"
+        )
+    if bias is not None or out_dtype not in (None, a.dtype):
+        raise ArgumentError(
+            "grouped_mm: Bias and another out_dtype are not supported yet; add the bias to the result, or cast it"
+        )
+
+
+def rows_by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Return ``[s, n]``: the rows ``a[s, k]`` of each group times its matrix of ``b[g, k, n]``; zeros past the last."""
+    if has_torch_function((a, b, offs)):
+        return handle_torch_function(rows_by_groups, (a, b, offs), a, b, offs)
+    if a.is_meta:  # the shape, and a gradient of what it has one of
+        return a @ b.sum(0)
+    past = _past(a.shape[0], offs)[:, None]
+    a = torch.where(past, 0, a)  # and its gradient; a mask of rows makes `masked_fill` slow on the CPU
+    if 0 in (*a.shape, *b.shape):
+        return a @ b.sum(0)
+    columns = b.shape[2]
+    if a.dtype not in DTYPES:
+        return _one_by_one(a, b, offs)
+    out = _with_fitting_gradient(F.grouped_mm(_fitting(a, True), _fitting(b), offs=offs))
+    return torch.where(past, 0, out[:, :columns])
+
+
+def _one_by_one(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """`rows_by_groups`, where torch has no kernel: all rows times each matrix, rows of other groups being 0.
+
+    Rows of other groups are 0 in the result, too, so that what is not finite in a group stays there, as in a kernel.
+    """
+    group = torch.searchsorted(offs, torch.arange(a.shape[0], device=a.device, dtype=offs.dtype), right=True)[:, None]
+    out = a.new_zeros(a.shape[0], b.shape[2])
+    for g, matrix in enumerate(b.unbind()):
+        own = group == g
+        out = torch.where(own, a.where(own, 0) @ matrix, out)
+    return out
+
+
+def groups_of_columns(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """Return ``[g, m, n]``: for each group its columns of ``a[m, s]`` times its rows of ``b[s, n]``."""
+    if has_torch_function((a, b, offs)):
+        return handle_torch_function(groups_of_columns, (a, b, offs), a, b, offs)
+    if a.is_meta:
+        return (a @ b).repeat(offs.shape[0], 1, 1)
+    past = _past(a.shape[1], offs)
+    a, b = torch.where(past, 0, a), torch.where(past[:, None], 0, b)
+    if 0 in (*a.shape, *b.shape, *offs.shape):
+        return (a @ b).expand(offs.shape[0], -1, -1).clone()
+    rows, columns = a.shape[0], b.shape[1]
+    out = _with_fitting_gradient(F.grouped_mm(_fitting(a), _fitting(b), offs=offs))
+    return out[:, :rows, :columns].contiguous()
+
+
+def _past(rows: int, offs: Tensor) -> Tensor:
+    """Return a mask of the rows past the last group."""
+    places = torch.arange(rows, device=offs.device)
+    return places >= (offs[-1:] if len(offs) else 0)
+
+
+def _fitting(x: Tensor, rows: bool = False) -> Tensor:
+    """Return a matrix padded and strided for torch's kernels, forward and backward.
+
+    They need the last two dims (of ``rows`` the last one) to be multiples of 16 bytes long.
+    """
+    unit = max(1, 16 // x.dtype.itemsize)
+    lacks = [-x.shape[-1] % unit, 0 if rows else -x.shape[-2] % unit]
+    if any(lacks):
+        return torch.constant_pad_nd(x, [0, lacks[0], 0, lacks[1]]).contiguous()
+    rows_apart, columns_apart = x.stride()[-2:]
+    is_fit = (columns_apart == 1 and rows_apart >= x.shape[-1] and rows_apart % unit == 0) or (
+        rows_apart == 1 and columns_apart >= x.shape[-2] and columns_apart % unit == 0
     )
+    return x if is_fit else x.contiguous()
+
+
+def _with_fitting_gradient(x: Tensor) -> Tensor:
+    """Return a product whose gradient reaches torch's kernel as dense as the product is."""
+    return x.flatten().view(x.shape)
+
+
+@still
+def own_groups(site: Site, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """The body of `rows_by_groups`: each rank multiplies the rows of its block that belong to its groups.
+
+    The rows are rolled so that the rows of its first group come first.
+    """
+    ends = _ends(site, offs)
+    if not site.axes.get("g"):
+        return rows_by_groups(a, b, ends)
+    groups = site.blocks(offs.shape[0], "g")
+    ends = torch.cat([ends.new_zeros(1), ends])
+    start = _part(site, "start", "g", ends, lambda at: torch.tensor([groups[at][0]]))
+    own = _part(site, "own", "g", ends, lambda at: block_places(groups, at) + 1)
+    rows = site.blocks(site.operands[0].shape[0], "s")
+    axes = site.axes.get("s", ())
+    places = per_rank(site, "places", axes, lambda at: torch.arange(rows[at][1]))
+    length = per_rank(site, "length", axes, lambda at: torch.tensor([max(1, rows[at][1])]))
+    out = rows_by_groups(a.index_select(0, (places + start) % length), b, own - start)
+    return out.index_select(0, (places - start) % length)
+
+
+@still
+def own_columns(site: Site, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """The body of `groups_of_columns`: the products of each rank's rows are the terms of a pending sum."""
+    return groups_of_columns(a, b, _ends(site, offs))
+
+
+def _ends(site: Site, offs: Tensor) -> Tensor:
+    """Return the ends of the groups, counted in this rank's rows."""
+    if not site.axes.get("s"):
+        return offs
+    rows = site.blocks(site.operands[0].shape[site.operands[0].ndim - 1 if site.results[0].ndim == 3 else 0], "s")
+    first = per_rank(site, "first", site.axes["s"], lambda at: torch.tensor([rows[at][0]], dtype=offs.dtype))
+    length = per_rank(site, "rows", site.axes["s"], lambda at: torch.tensor([rows[at][1]], dtype=offs.dtype))
+    return (offs - first).clamp(min=0).minimum(length)
+
+
+def _part(site: Site, key: str, dim: str, x: Tensor, places: Callable[[int], Tensor]) -> Tensor:
+    return x.index_select(0, per_rank(site, key, site.axes[dim], places))

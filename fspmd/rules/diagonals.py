@@ -1,4 +1,4 @@
-"""Diagonals of matrices with sharded rows or columns: each rank takes the part in its block.
+"""Diagonals and triangles of matrices with sharded rows or columns: each rank takes the part in its block.
 
 A diagonal is cut as the rows are, or as the columns are. Over the axes of the other dim it is a pending sum. At most
 the elements of the diagonal move, if its blocks differ from those of the rows.
@@ -7,6 +7,7 @@ the elements of the diagonal move, if its blocks differ from those of the rows.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -147,3 +148,23 @@ def _embed(site: Site, x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -
 
 take, embed = Bodied(_take, _time), Bodied(_embed, _time)
 put = still(_set)
+
+
+# --- triangles --------------------------------------------------------------------------------------------------------
+
+
+def triangle(beyond: Callable[[Tensor, int], Tensor]) -> Bodied:
+    """Return the body of ``tril`` or ``triu``: each rank zeroes the elements of its block ``beyond`` the diagonal."""
+
+    def body(site: Site, x: Tensor, diagonal: int = 0) -> Tensor:
+        places = []
+        for name, size in zip("mn", site.operands[0].shape[-2:], strict=True):
+            cut = site.blocks(size, name)
+            places.append(per_rank(site, name, site.axes.get(name, ()), functools.partial(block_places, cut)))
+        return x.masked_fill(beyond(places[1] - places[0][:, None], diagonal), 0)
+
+    return still(body)
+
+
+tril = triangle(lambda behind, diagonal: behind > diagonal)
+triu = triangle(lambda behind, diagonal: behind < diagonal)

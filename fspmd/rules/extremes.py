@@ -15,6 +15,7 @@ from torch import Tensor
 from fspmd.collectives import all_gather, axis_index
 from fspmd.collectives.reductions import Within, extremum
 from fspmd.rules.bodies import Bodied, Body, Dim, Site, dims_of, finding, gathering, padded, widened
+from fspmd.rules.factors import Factors, ShapedCall, along, elementwise
 
 
 def counting(size: int) -> torch.dtype:
@@ -95,6 +96,11 @@ def _along(site: Site, x: Tensor, d: int, greatest: bool) -> tuple[Tensor, Tenso
     at = places.long().where(_alike(tops, best), none)
     first = at.min(0, keepdim=True)
     return tops.gather(0, first.indices)[0], first.values[0]
+
+
+def max_or_min(call: ShapedCall) -> Factors:
+    """The rule of ``max`` and ``min``: of all elements, along a dim, or elementwise of two operands."""
+    return along(call, call.dims(1, "dim")) if len(call.shapes) == 1 else elementwise(call)
 
 
 def _extreme_or_pair(greatest: bool) -> Body:

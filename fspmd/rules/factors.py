@@ -2,12 +2,14 @@
 
 In ``"... m k, ... k n -> ... m n"`` the function sums over ``k``, which no result has. A dim ``[d]`` must be whole.
 ``...`` stands for leading dims that broadcast.
+
+At the end are rules that serve several families, such as `elementwise`, and `over` for functions along dims.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -185,22 +187,74 @@ def elementwise(call: ShapedCall) -> Factors:
     return match(_PATTERNS[len(call.shapes), len(call.results)], call.shapes)
 
 
-_MATMUL: Final = {
-    (1, 1): parse("k, k ->"),
-    (2, 1): parse("... m k, k -> ... m"),
-    (1, 2): parse("k, ... k n -> ... n"),
-    (2, 2): parse("... m k, ... k n -> ... m n"),
-}
+def over(place: int = 1, name: str = "dim", default: int | None = None, *, kept: bool = False) -> Rule:
+    """Return the rule of a function along dims that must be whole.
+
+    Further operands lie alike if they have the shape of the first, and are whole otherwise.
+
+    Args:
+        place: The place of the argument that names the dims.
+        name: Its name.
+        default: The dim if it is missing; None means all dims.
+        kept: The result has these dims too.
+    """
+    return lambda call: along(call, call.dims(place, name, default), kept=kept)
 
 
-def matmul(call: ShapedCall) -> Factors:
-    """The rule of ``matmul``, by the number of dims of both operands."""
-    a, b = (min(len(shape), 2) for shape in call.shapes)
-    return match(_MATMUL[a, b], call.shapes) if a and b else NO_RULE
+def along(call: ShapedCall, dims: Sequence[int], *, kept: bool = False) -> Factors:
+    """Return the factors of a function along ``dims``, which must be whole (see `over`)."""
+    every: Dims = tuple(range(call.ndim))
+    first = call.shapes[0]
+    operands = [every if shape == first else (None,) * len(shape) for shape in call.shapes]
+    results = [every if kept and shape == first else without(call, dims, shape) for shape in call.results]
+    return Factors(tuple(operands), tuple(results), whole=frozenset(dims))
 
 
-def cross(call: ShapedCall) -> Factors:
-    """The rule of ``linalg.cross``: elementwise except along one dim of the result, which must be whole."""
-    factors = elementwise(call)
-    factor = factors.results[0][call.argument(2, "dim", -1)]
-    return factors._replace(whole=frozenset(() if factor is None else (factor,)))
+def without(call: ShapedCall, dims: Sequence[int], shape: Shape) -> Dims:
+    """Return the dims of a result in which ``dims`` are missing, or have another size; new dims may follow."""
+    if len(shape) >= call.ndim:
+        return (*(None if d in dims else d for d in range(call.ndim)), *(None,) * (len(shape) - call.ndim))
+    kept = [d for d in range(call.ndim) if d not in dims]
+    return (*kept, *(None,) * (len(shape) - len(kept)))
+
+
+def keeping(dims: Callable[[ShapedCall], Iterable[int]]) -> Rule:
+    """Return the rule of a function of one operand whose result has the same dims. Those of ``dims`` must be whole."""
+
+    def rule(call: ShapedCall) -> Factors:
+        every = tuple(range(call.ndim))
+        return Factors((every,), (every,), whole=frozenset(dims(call)))
+
+    return rule
+
+
+def batched(*trailing: int) -> Rule:
+    """Return a rule in which ``trailing`` dims of each operand must be whole, and the leading dims broadcast.
+
+    The last number also holds for all further operands.
+    """
+
+    def rule(call: ShapedCall) -> Factors:
+        counts = [*trailing, *(trailing[-1],) * len(call.shapes)][: len(call.shapes)]
+        if any(len(shape) < count for shape, count in zip(call.shapes, counts, strict=True)):
+            return NO_RULE
+        text = ", ".join("... " + " ".join(f"[{i}.{k}]" for k in range(n)) for i, n in enumerate(counts))
+        batch = match(parse(f"{text} -> ..."), call.shapes)
+        return batch._replace(results=tuple((*batch.results[0], *_whole_dims(call, i, batch)) for i in _each(call)))
+
+    return rule
+
+
+def _each(call: ShapedCall) -> range:
+    return range(len(call.results))
+
+
+def _whole_dims(call: ShapedCall, result: int, batch: Factors) -> Dims:
+    return (None,) * (len(call.results[result]) - len(batch.results[0]))
+
+
+def gathered(call: ShapedCall) -> Factors:
+    """The rule of a function that takes whole operands: no dim may be sharded."""
+    return Factors(
+        tuple((None,) * len(shape) for shape in call.shapes), tuple((None,) * len(shape) for shape in call.results)
+    )

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fspmd.rules.bodies import Bodied, Site
-from fspmd.rules.contractions import gathered
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Shape, ShapedCall, match, parse
+from fspmd.rules.factors import NO_RULE, Dims, Factors, Shape, ShapedCall, gathered, match, parse
 from fspmd.rules.windows import block_places, fetched, longer, moving, per_rank, still
 from fspmd.transport.carriers import as_words, neutral_number
 

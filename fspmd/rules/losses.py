@@ -10,9 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fspmd.errors import ShapeError
-from fspmd.rules.contractions import gathered
-from fspmd.rules.factors import Factors, ShapedCall, match, parse
-from fspmd.rules.reductions import along
+from fspmd.rules.factors import Factors, ShapedCall, along, gathered, match, parse
 from fspmd.rules.softmaxes import reduction_of
 from fspmd.rules.value_checks import check_values
 from fspmd.sharded import Sharded, call_torch

@@ -30,21 +30,13 @@ from fspmd.rules.bodies import (
     widened,
 )
 from fspmd.rules.extremes import extreme
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, ShapedCall, elementwise
-
-
-def _without(call: ShapedCall, dims: Sequence[int], shape: Shape) -> Dims:
-    """Return the dims of a result in which ``dims`` are missing, or have another size; new dims may follow."""
-    if len(shape) >= call.ndim:
-        return (*(None if d in dims else d for d in range(call.ndim)), *(None,) * (len(shape) - call.ndim))
-    kept = [d for d in range(call.ndim) if d not in dims]
-    return (*kept, *(None,) * (len(shape) - len(kept)))
+from fspmd.rules.factors import NO_RULE, Factors, Shape, ShapedCall, along, match, parse, without
 
 
 def summed(call: ShapedCall) -> Factors:
     """The rule of a sum over ``dim``: over sharded dims the results are pending sums."""
     dims = call.dims(1, "dim")
-    return Factors((tuple(range(call.ndim)),), (_without(call, dims, call.results[0]),), summed=frozenset(dims))
+    return Factors((tuple(range(call.ndim)),), (without(call, dims, call.results[0]),), summed=frozenset(dims))
 
 
 def product_rule(call: ShapedCall) -> Factors:
@@ -68,37 +60,9 @@ def histogram(call: ShapedCall) -> Factors:
     return factors if low != high else factors._replace(whole=dims)
 
 
-def over(place: int = 1, name: str = "dim", default: int | None = None, *, kept: bool = False) -> Rule:
-    """Return the rule of a function along dims that must be whole.
-
-    Further operands lie alike if they have the shape of the first, and are whole otherwise.
-
-    Args:
-        place: The place of the argument that names the dims.
-        name: Its name.
-        default: The dim if it is missing; None means all dims.
-        kept: The result has these dims too.
-    """
-    return lambda call: along(call, call.dims(place, name, default), kept=kept)
-
-
-def along(call: ShapedCall, dims: Sequence[int], *, kept: bool = False) -> Factors:
-    """Return the factors of a function along ``dims``, which must be whole (see `over`)."""
-    every: Dims = tuple(range(call.ndim))
-    first = call.shapes[0]
-    operands = [every if shape == first else (None,) * len(shape) for shape in call.shapes]
-    results = [every if kept and shape == first else _without(call, dims, shape) for shape in call.results]
-    return Factors(tuple(operands), tuple(results), whole=frozenset(dims))
-
-
 def renorm(call: ShapedCall) -> Factors:
     """The rule of ``renorm``: only the dim that the argument names may be sharded."""
     return along(call, [d for d in range(call.ndim) if d != call.argument(2, "dim") % call.ndim])
-
-
-def max_or_min(call: ShapedCall) -> Factors:
-    """The rule of ``max`` and ``min``: of all elements, along a dim, or elementwise of two operands."""
-    return along(call, call.dims(1, "dim")) if len(call.shapes) == 1 else elementwise(call)
 
 
 def layer_norm_rule(call: ShapedCall) -> Factors:
@@ -270,6 +234,21 @@ def vector_norm(
             norm = root(norm, ord) if ord > 0 else norm.pow(1 / ord)
     return (norm if keepdim else norm.squeeze(dims)).to(site.results[0].dtype)
 
+
+def distances(call: ShapedCall) -> Factors:
+    """The rule of ``cdist``. Columns may be sharded by a body that sums powers of differences, if ``p`` is finite."""
+    return match(_DISTANCES[call.argument(2, "p", 2.0) == math.inf], call.shapes)
+
+
+_DISTANCES: Final = {False: parse("... m [k], ... n [k] -> ... m n"), True: parse("... m 1, ... n 1 -> ... m n")}
+
+
+def distances_within(call: ShapedCall) -> Factors:
+    """The rule of ``pdist``, the distances between the rows of one matrix."""
+    return match(_WITHIN[call.argument(1, "p", 2.0) == math.inf], call.shapes)
+
+
+_WITHIN: Final = {False: parse("1 [k] -> 1"), True: parse("1 1 -> 1")}
 
 #: names of the ways to compute distances, by the number that aten has for each
 _CDIST_MODES: Final = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist")

@@ -18,40 +18,38 @@ from fspmd.ops.signatures import FLOATS, NONE, NUMBERS, Free, Kinds, free
 from fspmd.ops.traits import RAGGED, declare_linear, is_tagged, is_torch, name_of, plain_name, writes
 from fspmd.rules import (
     attention,
+    contractions,
+    convolutions,
     diagonals,
-    halos,
-    joins,
     layers,
     lookups,
     pools,
     reductions,
+    shifts,
+    slices,
     softmaxes,
     views,
 )
 from fspmd.rules.bodies import Bodied
 from fspmd.rules.composites import CHOICES, COMPOSITES, has_composite
 from fspmd.rules.contractions import (
-    batched,
-    convolution,
-    convolution_of_blocks,
-    distances,
-    distances_within,
-    einsum,
-    gathered,
-    solved,
+    groups_of_columns,
+    own_columns,
+    own_groups,
+    pointing,
+    rows_by_groups,
     with_added,
 )
-from fspmd.rules.extremes import EXTREMES, SCANS
-from fspmd.rules.factors import Rule, cross, elementwise, matmul, notation
-from fspmd.rules.grouped import groups_of_columns, own_columns, own_groups, pointing, rows_by_groups
+from fspmd.rules.extremes import EXTREMES, SCANS, max_or_min
+from fspmd.rules.factors import Rule, batched, elementwise, gathered, notation, over
 from fspmd.rules.handlers import ENGINE, HANDLED, OF_LISTS, handler_of
 from fspmd.rules.losses import ELEMENTWISE, alike, ctc, gaussian, of_rows, of_samples
 from fspmd.rules.normalizations import sums_of_groups
-from fspmd.rules.reductions import max_or_min, mean_of_blocks, over
-from fspmd.rules.resizes import RESIZES
+from fspmd.rules.pools import RESIZES, pooled
+from fspmd.rules.slices import joined, parts
 from fspmd.rules.softmaxes import labelled, labelled_on_blocks, of_labels, ratio
 from fspmd.rules.spectra import SPECTRA, gathered_along
-from fspmd.rules.views import joined, parts, permuted
+from fspmd.rules.views import permuted
 from fspmd.torch_internals import OpOverload, OpOverloadPacket, op_of
 
 Linear = str | Callable[..., str]  # a function takes the arguments in order, tensors among them
@@ -76,16 +74,6 @@ class Row:
     sets: bool = False  # sets elements of the first operand; its gradients do not depend on their old values
     as_is: bool = False  # may give its operand, or a view equal to it, whatever the strides of its blocks
     registered: bool = False  # of a function of users or of fspmd: it precedes all else that is known of the function
-
-
-def chunk(_: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-    """Run `torch.unsafe_chunk` on blocks."""
-    return torch.chunk(*args, **kwargs)
-
-
-def split(_: tuple[int, ...], x: Tensor, split_size: Any, dim: int = 0) -> Any:
-    """Run `torch.unsafe_split` on blocks."""
-    return torch.split(x, split_size, dim)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -122,23 +110,33 @@ _ALONG: Final[dict[str, Any]] = {
     **dict.fromkeys(_names("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft"), (2, "dim", -1)),
     **dict.fromkeys(_names("_fft_r2c _fft_c2c _fft_c2r"), (1, "dim")),
 }
-#: batched functions -> the number of trailing dims of each operand that must be whole
-_BATCHED: Final = {
-    **dict.fromkeys(
-        _names(
-            "_linalg_svd linalg_qr linalg_inv_ex _linalg_eigh _linalg_slogdet linalg_cholesky_ex linalg_eig "
-            "linalg_ldl_factor_ex linalg_lu_factor_ex cholesky cholesky_inverse geqrf lu linalg_matrix_exp _linalg_det "
-            "linalg_lu linalg_svdvals _linalg_eigvals linalg_eigvals cholesky_solve triangular_solve "
-            "linalg_solve_triangular max_pool2d_with_indices_backward max_unpool2d"
-        ),
-        (2,),
-    ),
-    "linalg_pinv": (2, 0),
-    **dict.fromkeys(_names("linalg_householder_product lu_unpack"), (2, 1)),
-    **dict.fromkeys(_names("ormqr linalg_lu_solve linalg_ldl_solve"), (2, 1, 2)),
-    **dict.fromkeys(_names("grid_sampler_2d max_unpool3d"), (3,)),
-    "grid_sampler_3d": (4,),
-    "view_as_complex": (1,),
+#: functions of matrices, of images and of pairs, batched over the leading dims
+_BATCHED: Final[dict[str, Rule]] = {
+    **{
+        name: notation(text)
+        for names, text in (
+            ("cholesky cholesky_inverse linalg_matrix_exp", "... [m] [n] -> ... 1 1"),
+            ("linalg_svdvals linalg_eigvals _linalg_eigvals", "... [m] [n] -> ... 1"),
+            ("linalg_eig", "... [m] [n] -> ... 1, ... 1 1"),
+            ("geqrf", "... [m] [n] -> ... 1 1, ... 1"),
+            ("linalg_inv_ex linalg_cholesky_ex", "... [m] [n] -> ... 1 1, ..."),
+            ("linalg_lu_factor_ex linalg_ldl_factor_ex", "... [m] [n] -> ... 1 1, ... 1, ..."),
+            ("_linalg_det", "... [m] [n] -> ..., ... 1 1, ... 1"),
+            ("_linalg_slogdet", "... [m] [n] -> ..., ..., ... 1 1, ... 1"),
+            ("linalg_pinv", "... [m] [n], ..., ... -> ... 1 1"),
+            ("linalg_householder_product", "... [m] [n], ... [k] -> ... 1 1"),
+            ("cholesky_solve linalg_solve_triangular max_unpool2d", "... [m] [n], ... [p] [q] -> ... 1 1"),
+            ("triangular_solve", "... [m] [n], ... [p] [q] -> ... 1 1, ... 1 1"),
+            ("ormqr linalg_lu_solve linalg_ldl_solve", "... [m] [n], ... [k], ... [p] [q] -> ... 1 1"),
+            ("max_pool2d_with_indices_backward", "... [m] [n], ... [p] [q], ... [r] [s] -> ... 1 1"),
+            ("grid_sampler_2d max_unpool3d", "... [l] [m] [n], ... [o] [p] [q] -> ... 1 1 1"),
+            ("grid_sampler_3d", "... [k] [l] [m] [n], ... [o] [p] [q] [r] -> ... 1 1 1 1"),
+            ("view_as_complex", "... [p] -> ..."),
+        )
+        for name in _names(names)
+    },
+    **dict.fromkeys(_names("_linalg_svd linalg_qr _linalg_eigh linalg_lu lu"), batched(2)),
+    "lu_unpack": batched(2, 1),
 }
 
 #: the row of elementwise functions
@@ -151,7 +149,7 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "contiguous": Row(elementwise, as_is=True),
     **{name: Row(elementwise, free=NUMBERS, sized=True) for name in _names("add sub subtract rsub mul multiply")},
     **{name: Row(elementwise, free=NUMBERS, sized=True, divides=True) for name in _names("div divide true_divide")},
-    "matmul": Row(matmul, sized=True),
+    "matmul": Row(contractions.matmul, sized=True),
     "mm": Row(notation("m k, k n -> m n"), sized=True),
     "bmm": Row(notation("b m k, b k n -> b m n"), sized=True),
     "mv": Row(notation("m k, k -> m"), sized=True),
@@ -164,15 +162,15 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "addr": Row(with_added("m, n -> m n", 0)),
     "baddbmm": Row(with_added("b m k, b k n -> b m n", 0)),
     "addbmm": Row(with_added("b m k, b k n -> m n", 0)),
-    "einsum": Row(einsum),
-    "linalg_cross": Row(cross),
+    "einsum": Row(contractions.einsum),
+    "linalg_cross": Row(contractions.cross),
     "copy": Row(elementwise, local=lambda _, x, source: source.to(x.dtype).expand(x.shape).clone()),
-    "_cdist_forward": Row(distances, body=reductions.distances_body),
-    "_pdist_forward": Row(distances_within, body=reductions.distances_within_body),
+    "_cdist_forward": Row(reductions.distances, body=reductions.distances_body),
+    "_pdist_forward": Row(reductions.distances_within, body=reductions.distances_within_body),
     "bilinear": Row(with_added("... i, ... j, o i j -> ... o", 3), empty=False),
     "_trilinear": Row(gathered),
     "sum": Row(reductions.summed),
-    "mean": Row(reductions.summed, local=mean_of_blocks),
+    "mean": Row(reductions.summed, local=reductions.mean_of_blocks),
     **{name: Row(over()) for name in _names("median nanmedian")},
     "count_nonzero": Row(reductions.summed),
     "prod": Row(reductions.product_rule, local=reductions.product_of_blocks, body=reductions.prod_body),
@@ -191,12 +189,15 @@ _BY_DIMS: Final[dict[str, Row]] = {
     "_safe_softmax": Row(over(kept=True), body=softmaxes.safe_softmax),
     "logsumexp": Row(over(), body=softmaxes.logsumexp),
     **{name: Row(over(kept=True), body=body) for name, body in SCANS.items()},
-    "flip": Row(views.flipped, body=joins.flip),
-    "roll": Row(views.rolled, local=views.roll_blocks, body=joins.roll),
-    "channel_shuffle": Row(views.shuffled, body=joins.shuffle),
-    "tril": Row(views.triangle, body=joins.tril),
-    "triu": Row(views.triangle, body=joins.triu),
-    **{name: Row(views.unfolded, local=views.unfold, body=joins.unfold) for name in _names("unfold unfold_copy")},
+    "flip": Row(shifts.flipped, body=shifts.flip),
+    "roll": Row(shifts.rolled, local=shifts.roll_blocks, body=shifts.roll),
+    "channel_shuffle": Row(notation("n [c] ... -> n [c] ..."), body=shifts.shuffle),
+    "tril": Row(notation("... [m] [n] -> ... [m] [n]"), body=diagonals.tril),
+    "triu": Row(notation("... [m] [n] -> ... [m] [n]"), body=diagonals.triu),
+    **{
+        name: Row(convolutions.unfolded, local=convolutions.unfold_blocks, body=convolutions.unfold)
+        for name in _names("unfold unfold_copy")
+    },
     **{name: Row(over(), body=body) for name, body in reductions.MOMENTS.items()},
     "layer_norm": Row(reductions.layer_norm_rule, kept=True, body=reductions.layer_norm),
     "native_layer_norm": Row(reductions.layer_norm_rule, body=reductions.native_layer_norm),
@@ -207,55 +208,57 @@ _BY_DIMS: Final[dict[str, Row]] = {
     **{name: Row(permuted(views.moved)) for name in _names("movedim moveaxis")},
     **{name: Row(permuted(views.last_swapped)) for name in _names("t mT mH t_copy")},
     **{name: Row(permuted(views.reversed_dims)) for name in _names("T H")},
-    **{name: Row(views.reshaped, blocks=views.reshape_blocks, body=joins.reshape, as_is=True) for name in _RESHAPES},
+    **{name: Row(views.reshaped, blocks=views.reshape_blocks, body=views.reshape, as_is=True) for name in _RESHAPES},
     **{name: Row(views.squeezed, blocks=views.reshape_blocks) for name in _names("squeeze squeeze_copy")},
     **{name: Row(views.unsqueezed) for name in _names("unsqueeze unsqueeze_copy")},
     **{name: Row(views.expanded, blocks=views.expand_blocks) for name in _names("expand broadcast_to")},
-    **{name: Row(views.repeated, body=joins.repeat) for name in _names("repeat tile")},
+    **{name: Row(shifts.repeated, body=shifts.repeat) for name in _names("repeat tile")},
     "view_as_real": Row(notation("... -> ... 1")),
-    "constant_pad_nd": Row(views.padded, body=joins.pad),
+    "constant_pad_nd": Row(shifts.padded, body=shifts.pad),
     **{
-        f"{name}_pad{n}d": Row(views.padded, empty=False, body=body)
-        for name, body in (("reflection", joins.reflect), ("replication", joins.replicate))
+        f"{name}_pad{n}d": Row(shifts.padded, empty=False, body=body)
+        for name, body in (("reflection", shifts.reflect), ("replication", shifts.replicate))
         for n in (1, 2, 3)
     },
-    "pad": Row(views.wrapped, empty=False, body=joins.wrap),
-    "getitem": Row(views.indexed, body=joins.getitem),
-    "slice": Row(views.sliced, body=joins.cut),
+    "pad": Row(shifts.wrapped, empty=False, body=shifts.wrap),
+    "getitem": Row(slices.indexed, body=slices.getitem),
+    "slice": Row(slices.sliced, body=slices.cut),
     **{name: Row(diagonals.diagonal, body=diagonals.take) for name in _names("diagonal diagonal_copy")},
     "diag_embed": Row(diagonals.embedded, body=diagonals.embed),
     "diagonal_scatter": Row(diagonals.diagonal_scattered, body=diagonals.put),
     "slice_scatter": Row(lookups.slice_scattered, body=lookups.set_slice),
     "select_scatter": Row(lookups.select_scattered, body=lookups.set_row),
     "renorm": Row(reductions.renorm),
-    "select": Row(parts(1, "dim", gone=True), body=joins.select),
+    "select": Row(parts(1, "dim", gone=True), body=slices.select),
     **{name: Row(parts(1, "dim", gone=True)) for name in _names("unbind unbind_copy")},
-    **{name: Row(parts(1, "dim"), body=joins.narrow) for name in _names("narrow narrow_copy")},
+    **{name: Row(parts(1, "dim"), body=slices.narrow) for name in _names("narrow narrow_copy")},
     **{
-        name: Row(parts(2, "dim"), body=joins.split)
+        name: Row(parts(2, "dim"), body=slices.split)
         for name in _names("split chunk split_with_sizes split_with_sizes_copy")
     },
-    "unsafe_chunk": Row(parts(2, "dim", copied=True), local=chunk, body=joins.split),
-    "unsafe_split": Row(parts(2, "dim", copied=True), local=split, body=joins.split),
-    **{name: Row(joined(), body=joins.cat) for name in _names("cat concat concatenate")},
+    "unsafe_chunk": Row(parts(2, "dim", copied=True), local=slices.chunk_blocks, body=slices.split),
+    "unsafe_split": Row(parts(2, "dim", copied=True), local=slices.split_blocks, body=slices.split),
+    **{name: Row(joined(), body=slices.cat) for name in _names("cat concat concatenate")},
     "stack": Row(joined(new=True)),
-    **{name: Row(batched(*trailing), empty=False) for name, trailing in _BATCHED.items()},
-    "_linalg_solve_ex": Row(solved, empty=False),
-    "convolution": Row(convolution, local=convolution_of_blocks, empty=False, body=halos.convolution),
-    **{f"avg_pool{n}d": Row(pools.pooled(n, dilated=False), empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
-    "max_pool1d": Row(pools.pooled(1, dilated=True), empty=False, body=pools.max_pool(1, places=False)),
+    **{name: Row(rule, empty=False) for name, rule in _BATCHED.items()},
+    "_linalg_solve_ex": Row(contractions.solved, empty=False),
+    "convolution": Row(
+        convolutions.convolution,
+        local=convolutions.convolution_of_blocks,
+        empty=False,
+        body=convolutions.convolution_body,
+    ),
+    **{f"avg_pool{n}d": Row(pooled(n, dilated=False), empty=False, body=pools.avg_pool(n)) for n in (1, 2, 3)},
+    "max_pool1d": Row(pooled(1, dilated=True), empty=False, body=pools.max_pool(1, places=False)),
+    **{f"max_pool{n}d_with_indices": Row(pooled(n, dilated=True), empty=False, body=pools.max_pool(n)) for n in (2, 3)},
     **{
-        f"max_pool{n}d_with_indices": Row(pools.pooled(n, dilated=True), empty=False, body=pools.max_pool(n))
-        for n in (2, 3)
-    },
-    **{
-        f"{private}adaptive_avg_pool{n}d": Row(pools.pooled(n, added=True), empty=False, body=pools.adaptive_avg(n))
+        f"{private}adaptive_avg_pool{n}d": Row(pooled(n, added=True), empty=False, body=pools.adaptive_avg(n))
         for private in ("", "_")
         for n in (1, 2, 3)
     },
-    **{f"adaptive_max_pool{n}d": Row(pools.pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
-    **{name: Row(pools.pooled(n), free=NONE, empty=False, body=body) for name, (n, body) in RESIZES.items()},
-    "col2im": Row(halos.folded, empty=False, body=halos.fold),
+    **{f"adaptive_max_pool{n}d": Row(pooled(n), empty=False, body=pools.adaptive_max(n)) for n in (2, 3)},
+    **{name: Row(notation(text), free=NONE, empty=False, body=body) for name, (text, body) in RESIZES.items()},
+    "col2im": Row(convolutions.folded, empty=False, body=convolutions.fold),
     "scaled_dot_product_attention": Row(attention.attention, empty=False, body=attention.attend),
     **{name: Row(layers.sequences, free=NONE, empty=False, body=body) for name, body in layers.LAYERS.items()},
     "gather": Row(lookups.gather, body=lookups.gather_body, weighs=True),

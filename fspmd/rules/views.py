@@ -1,14 +1,24 @@
-"""The rules of functions that rearrange elements: permutations of dims, reshapes, slices, joins."""
+"""The rules of functions that rearrange dims: permutations, reshapes, expansions.
+
+A reshape moves elements if a sharded dim is not the first of its group, or if blocks change. The elements of a group of
+dims are split into rows, as long as the boundaries of all blocks allow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fspmd.rules.factors import NO_RULE, Dims, Factors, Rule, Shape, ShapedCall
+from fspmd.entries import entry_axes
+from fspmd.rules.bodies import Site
+from fspmd.rules.factors import Dims, Factors, Rule, Shape, ShapedCall
+from fspmd.rules.windows import exchanged, passing
+from fspmd.spec import TensorSpec
 
 
 def permuted(order: Callable[[ShapedCall], Sequence[int | None]]) -> Rule:
@@ -54,6 +64,41 @@ def last_swapped(call: ShapedCall) -> Dims:
     """The order of dims with the last two exchanged."""
     n = call.ndim
     return (*range(n - 2), n - 1, n - 2) if n > 1 else tuple(range(n))
+
+
+def squeezed(call: ShapedCall) -> Factors:
+    """The rule of ``squeeze``: the named dims of size 1 vanish."""
+    ones = [d for d, size in enumerate(call.shapes[0]) if size == 1]
+    gone = set(ones) & set(call.dims(1, "dim")) if call.argument(1, "dim") != () else set[int]()
+    kept = tuple(None if d in gone else d for d in range(call.ndim))
+    return Factors((kept,), (tuple(d for d in kept if d is not None),))
+
+
+def unsqueezed(call: ShapedCall) -> Factors:
+    """The rule of ``unsqueeze``: the new dim of size 1 is not sharded."""
+    dim, every = call.argument(1, "dim") % (call.ndim + 1), range(call.ndim)
+    return Factors((tuple(every),), ((*every[:dim], None, *every[dim:]),))
+
+
+def expanded(call: ShapedCall) -> Factors:
+    """The rule of ``expand``: new leading dims, and dims of size 1 that grow, are whole."""
+    before, after = call.shapes[0], call.results[0]
+    new = len(after) - len(before)
+    kept = [d if before[d] == after[d + new] else None for d in range(len(before))]
+    return Factors((tuple(kept),), ((*(None,) * new, *kept),))
+
+
+def expand_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> Tensor:
+    """Expand a block along the dims that grow."""
+    return x.expand([size if factor is None else -1 for factor, size in zip(factors.results[0], after, strict=True)])
+
+
+def bits(call: ShapedCall) -> Factors:
+    """The rule of ``view(dtype)``: if the dtypes differ in size, the last dim must be whole."""
+    dims: list[int | None] = list(range(call.ndim))
+    if call.shapes[0] != call.results[0]:
+        dims[-1] = None
+    return Factors((tuple(dims),), (tuple(dims),))
 
 
 # --- reshapes: the same elements in the same order --------------------------------------------------------------------
@@ -103,28 +148,6 @@ def vanishing(before: Shape, after: Shape) -> list[int]:
     """Return the dims of size 1 that a reshape drops."""
     kept = _ones(after)
     return [d for gap, ones in _ones(before).items() for d in ones[len(kept.get(gap, ())) :]]
-
-
-def squeezed(call: ShapedCall) -> Factors:
-    """The rule of ``squeeze``: the named dims of size 1 vanish."""
-    ones = [d for d, size in enumerate(call.shapes[0]) if size == 1]
-    gone = set(ones) & set(call.dims(1, "dim")) if call.argument(1, "dim") != () else set[int]()
-    kept = tuple(None if d in gone else d for d in range(call.ndim))
-    return Factors((kept,), (tuple(d for d in kept if d is not None),))
-
-
-def unsqueezed(call: ShapedCall) -> Factors:
-    """The rule of ``unsqueeze``: the new dim of size 1 is not sharded."""
-    dim, every = call.argument(1, "dim") % (call.ndim + 1), range(call.ndim)
-    return Factors((tuple(every),), ((*every[:dim], None, *every[dim:]),))
-
-
-def bits(call: ShapedCall) -> Factors:
-    """The rule of ``view(dtype)``: if the dtypes differ in size, the last dim must be whole."""
-    dims: list[int | None] = list(range(call.ndim))
-    if call.shapes[0] != call.results[0]:
-        dims[-1] = None
-    return Factors((tuple(dims),), (tuple(dims),))
 
 
 def _reading(leading: Factors, pair: tuple[list[int], list[int]], s: int, t: int) -> Factors:
@@ -182,193 +205,73 @@ def of_sizes(x: Tensor, sizes: Sequence[Any]) -> Tensor:
         return x.reshape(sizes)
 
 
-def expanded(call: ShapedCall) -> Factors:
-    """The rule of ``expand``: new leading dims, and dims of size 1 that grow, are whole."""
-    before, after = call.shapes[0], call.results[0]
-    new = len(after) - len(before)
-    kept = [d if before[d] == after[d + new] else None for d in range(len(before))]
-    return Factors((tuple(kept),), ((*(None,) * new, *kept),))
+@dataclass(frozen=True, slots=True)
+class _Repeats:
+    """The blocks of a group of dims, in its elements: ``times`` periods of ``width`` elements, each cut into parts."""
+
+    times: int
+    width: int
+    parts: tuple[tuple[int, int], ...]  # (offset, length) of each block in a period
+    sizes: tuple[int, ...]  # of the dims of a block; -1 for the cut dim
+
+    @classmethod
+    def of(cls, site: Site, spec: TensorSpec, dims: Sequence[int], axes: tuple[str, ...], key: int) -> _Repeats:
+        sizes = [spec.shape[d] for d in dims]
+        place = next(i for i, d in enumerate(dims) if entry_axes(spec.partition[d]) == axes)
+        inner = prod(sizes[place + 1 :])
+        parts = tuple((start * inner, length * inner) for start, length in site.blocks(sizes[place], key))
+        width = sizes[place] * inner
+        sizes[place] = -1
+        return cls(prod(sizes[:place]), width, parts, tuple(sizes))
+
+    @property
+    def unit(self) -> int:
+        """The greatest length that divides all offsets and lengths of blocks."""
+        return gcd(self.width, *(start for start, _ in self.parts))
+
+    def rows(self, unit: int, at: int) -> Tensor:
+        """Return the rows of ``unit`` elements that a block has, in order."""
+        start, length = self.parts[at]
+        within = torch.arange(start // unit, (start + length) // unit)
+        return (torch.arange(self.times)[:, None] * (self.width // unit) + within).flatten()
 
 
-def expand_blocks(factors: Factors, before: Shape, after: Shape, x: Tensor) -> Tensor:
-    """Expand a block along the dims that grow."""
-    return x.expand([size if factor is None else -1 for factor, size in zip(factors.results[0], after, strict=True)])
+def regrouped(site: Site, x: Tensor, source: Sequence[int], target: Sequence[int], shift: int = 0) -> Tensor:
+    """Reshape the dims ``source`` into the dims ``target``; ``shift``: all elements first move on by so many places."""
+    before, after, at = site.operands[0], site.results[0], target[0]
+    flat = x.flatten(at, at + len(source) - 1)
+    sizes: Sequence[int] = [after.shape[d] for d in target]
+    if (cut := next((d for d in source if before.partition[d] is not None), None)) is not None:
+        axes = site.axes[cut]
+        old, new = (_Repeats.of(site, spec, dims, axes, cut) for spec, dims in ((before, source), (after, target)))
+        unit, count = gcd(old.unit, new.unit, shift), old.times * old.width
+        sizes = new.sizes
+        if not site.once(("aligned", at), lambda: not shift and _alike(old, new, unit)):
+            flat = exchanged(
+                site,
+                ("rows", at),
+                flat.unflatten(at, (-1, unit)),
+                at,
+                axes,
+                lambda at: old.rows(unit, at),
+                lambda at: (new.rows(unit, at) - shift // unit) % (count // unit),
+            ).flatten(at, at + 1)
+    out: Tensor = flat.unflatten(at, sizes)
+    return out
 
 
-# --- slices and joins -------------------------------------------------------------------------------------------------
+def _alike(old: _Repeats, new: _Repeats, unit: int) -> bool:
+    return all(torch.equal(old.rows(unit, at), new.rows(unit, at)) for at in range(len(old.parts)))
 
 
-def indexed(call: ShapedCall) -> Factors:
-    """The rule of ``x[...]`` with ints, slices, None and an ellipsis: dims that are not taken in full must be whole."""
-    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    if not all(entry is None or entry is Ellipsis or type(entry) in (int, slice) for entry in index):
-        return NO_RULE
-    dims = sum(type(entry) in (int, slice) for entry in index)
-    if Ellipsis not in index:
-        index = (*index, Ellipsis)
-    result: list[int | None] = []
-    cut: set[int] = set()
-    picked: set[int] = set()
-    at = 0
-    for entry in index:
-        if entry is None:
-            result.append(None)
-        elif entry is Ellipsis:
-            result += range(at, at + call.ndim - dims)
-            at += call.ndim - dims
-        else:
-            if type(entry) is int:
-                picked.add(at)
-            else:
-                result.append(at)
-                if entry != slice(None):
-                    cut.add(at)
-            at += 1
-    ints = frozenset(picked)
-    return Factors((tuple(range(call.ndim)),), (tuple(result),), summed=ints, whole=frozenset(cut) | ints, near=ints)
-
-
-def keeping(dims: Callable[[ShapedCall], Iterable[int]]) -> Rule:
-    """Return the rule of a function of one operand whose result has the same dims. Those of ``dims`` must be whole."""
-
-    def rule(call: ShapedCall) -> Factors:
-        every = tuple(range(call.ndim))
-        return Factors((every,), (every,), whole=frozenset(dims(call)))
-
-    return rule
-
-
-def _sliced_dims(call: ShapedCall) -> tuple[int, ...]:
-    return () if call.results[0] == call.shapes[0] else (call.argument(1, "dim", 0) % call.ndim,)
-
-
-def _padded_dims(call: ShapedCall) -> list[int]:
-    return [call.ndim - 1 - i // 2 for i, size in enumerate(call.argument(1, "pad")) if size]
-
-
-def _flipped_dims(call: ShapedCall) -> list[int]:
-    dims = call.argument(1, "dims")
-    touched = call.dims(1, "dims") if isinstance(dims, int) or dims else ()
-    return [d for d in touched if call.ndim and call.shapes[0][d] > 1]
-
-
-sliced, padded, flipped = keeping(_sliced_dims), keeping(_padded_dims), keeping(_flipped_dims)
-#: channels must be whole
-shuffled = keeping(lambda _: (1,))
-#: the rule of ``tril`` and ``triu``: the last two dims must be whole
-triangle = keeping(lambda call: range(max(0, call.ndim - 2), call.ndim))
-
-
-def repeated(call: ShapedCall) -> Factors:
-    """The rule of ``repeat``: dims that are repeated must be whole."""
-    before, after = call.shapes[0], call.results[0]
-    new, every = len(after) - len(before), tuple(range(len(before)))
-    grown = frozenset(d for d in every if before[d] != after[d + new])
-    return Factors((every,), ((*(None,) * new, *every),), whole=grown)
-
-
-def wrapped(call: ShapedCall) -> Factors:
-    """The rule of aten's ``pad`` in mode ``"circular"``; other modes have none."""
-    return padded(call) if call.argument(2, "mode") == "circular" else NO_RULE
-
-
-def rolled(call: ShapedCall) -> Factors:
-    """The rule of ``roll``: dims that roll must be whole.
-
-    Without ``dims`` the flattened tensor rolls. Then no dim is sharded, except one at a time by a body.
-    """
-    dims = call.argument(2, "dims")
-    every: Dims = tuple(range(call.ndim))
-    if isinstance(dims, int) or dims:
-        moved = _shifts(call.shapes[0], call.argument(1, "shifts"), dims)
-        return Factors((every,), (every,), whole=frozenset(d for d, shift in moved.items() if shift))
-    if not any(_shifts((prod(call.shapes[0]),), call.argument(1, "shifts"), 0).values()):
-        return Factors((every,), (every,))
-    no_dim: Dims = (None,) * call.ndim
-    alternatives = []
-    for d in range(call.ndim):
-        one_dim: Dims = (*no_dim[:d], d, *no_dim[d + 1 :])
-        alternatives.append(Factors((one_dim,), (one_dim,), whole=frozenset({d})))
-    return Factors((no_dim,), (no_dim,), alternatives=tuple(alternatives))
-
-
-def _shifts(shape: Shape, shifts: int | Sequence[int], dims: int | Sequence[int]) -> dict[int, int]:
-    """Return the shift of each dim of a roll, reduced modulo its size."""
-    by_dim: dict[int, int] = {}
-    pairs = zip(*([given] if isinstance(given, int) else given for given in (shifts, dims)), strict=True)
-    for shift, dim in pairs:
-        d = dim % len(shape)
-        by_dim[d] = (by_dim.get(d, 0) + shift) % max(1, shape[d])
-    return by_dim
-
-
-def roll_blocks(shape: Shape, x: Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> Tensor:
-    """Roll blocks that are whole along all dims that roll; ``shape`` is the global shape."""
-    if not isinstance(dims, int) and not dims:
-        return x.roll(*_shifts((prod(shape),), shifts, 0).values())
-    moved = {d: shift for d, shift in _shifts(shape, shifts, dims).items() if shift}
-    return x.roll([*moved.values()], [*moved]) if moved else x.clone()
-
-
-def unfolded(call: ShapedCall) -> Factors:
-    """The rule of ``unfold``: the dim of the windows must be whole. The elements of a window are a new dim."""
-    every: Dims = tuple(range(call.ndim))
-    if not every:
-        return Factors(((),), ((None,),))
-    if len(call.results[0]) != call.ndim + 1:
-        return NO_RULE  # another function with the same name
-    dim = call.argument(1, "dimension") % call.ndim
-    size, step = call.results[0][-1], call.argument(3, "step")
-    windowed = frozenset({dim})
-    near = windowed if size <= step and call.results[0][dim] * step == call.shapes[0][dim] else frozenset[int]()
-    return Factors((every,), ((*every, None),), whole=frozenset() if size == step == 1 else windowed, near=near)
-
-
-def unfold(_: Shape, x: Tensor, dimension: int, size: int, step: int) -> Tensor:
-    """Run ``unfold`` on blocks. Windows of one element work for empty blocks too, which torch refuses."""
-    return x.unsqueeze(-1) if size == step == 1 and x.dim() else x.unfold(dimension, size, step)
-
-
-def parts(place: int, name: str, *, gone: bool = False, copied: bool = False) -> Rule:
-    """Return the rule of pieces along a dim, which must be whole.
-
-    Args:
-        place: The place of the argument that names the dim.
-        name: Its name.
-        gone: The pieces do not have the dim.
-        copied: The pieces are not views.
-    """
-
-    def rule(call: ShapedCall) -> Factors:
-        dim = call.argument(place, name, 0) % call.ndim
-        every = range(call.ndim)
-        piece = tuple(d for d in every if d != dim) if gone else tuple(every)
-        cut = frozenset({dim})
-        summed = cut if gone else frozenset[int]()  # one rank has the piece; the terms of the others are zero
-        if copied and call.results[0] == call.shapes[0]:
-            cut = frozenset()  # there is one piece
-        return Factors((tuple(every),), (piece,) * len(call.results), summed=summed, whole=cut, near=summed)
-
-    return rule
-
-
-def joined(*, new: bool = False) -> Rule:
-    """Return the rule of ``cat``: the dim must be whole; with ``new`` that of ``stack``, where the dim is new."""
-
-    def rule(call: ShapedCall) -> Factors:
-        ndim = max(map(len, call.shapes))
-        dim = call.argument(1, "dim", 0) % (ndim + new)
-        every = range(ndim)
-        if new:
-            return Factors((tuple(every),) * len(call.shapes), ((*range(dim), None, *range(dim, ndim)),))
-        long = [shape for shape in call.shapes if len(shape) == ndim and shape[dim]]
-        if len(long) == 1:  # all other operands are empty
-            empty = tuple(None if d == dim else d for d in every)
-            rows = (
-                tuple(every) if shape is long[0] else empty if len(shape) == ndim else (None,) for shape in call.shapes
-            )
-            return Factors(tuple(rows), (tuple(every),))
-        operands = tuple(tuple(every) if len(shape) == ndim else (None,) for shape in call.shapes)  # torch skips [0]
-        return Factors(operands, (tuple(every),), whole=frozenset({dim}))
-
-    return rule
+@passing
+def reshape(site: Site, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The body of reshapes: group by group; dims of size 1 appear or vanish."""
+    for source, target in groups(site.operands[0].shape, site.results[0].shape):
+        if not target:
+            x = x.squeeze(len(x.shape) - (len(site.operands[0].shape) - source[0]))
+        elif not source:
+            x = x.unsqueeze(target[0])
+        elif len(source) > 1 or len(target) > 1:
+            x = regrouped(site, x, source, target)
+    return x

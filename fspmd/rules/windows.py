@@ -69,6 +69,11 @@ def _note_lengths(lengths: Sequence[int]) -> None:
         state.body.mark_uneven(0 in lengths)
 
 
+def size_of(site: Site, d: int) -> int:
+    """Return the global size of a dim of the first operand."""
+    return site.operands[0].shape[d]
+
+
 def block_places(cut: Sequence[tuple[int, int]], at: int) -> Tensor:
     """Return the global places of a block, given (offset, length) of all blocks."""
     start, length = cut[at]
