@@ -150,7 +150,7 @@ _DISPATCH: Final = f"{_HERE}/global_view/dispatch.py", "dispatch"
 #: the functions, by file and name, whose argument ``func`` is a torch function
 _OPS: Final = frozenset((_DISPATCH, (f"{_HERE}/local_view/tracking.py", "__torch_function__")))
 #: the function that lays out values for a style
-_STYLES: Final = f"{_HERE}/modules/plans.py", "arranged"
+_STYLES: Final = f"{_HERE}/modules/plans.py", "arranged_by"
 #: the function that runs torch functions whose results depend on values, on global tensors
 _GATHERED: Final = f"{_HERE}/global_view/unruled.py", "gathered"
 #: file -> the public name, where the outermost of our functions has another name

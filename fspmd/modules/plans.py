@@ -230,7 +230,7 @@ class Placed:
             partition = x.spec.partition
             if axis in partition.axes | partition.reduced and x.spec.dtype.is_floating_point:
                 layout = "reduced"
-        return self.arranged(x, layout, style)
+        return self.arranged_by(x, layout, style)
 
     def outputs(self, out: Any) -> Any:
         """The result, laid out by the styles."""
@@ -246,8 +246,8 @@ class Placed:
                 "stay"
             )
         if not isinstance(out, (tuple, list)):
-            return self.arranged(out, layouts[0], style, flat=True)
-        arranged = [self.arranged(x, layout, style, flat=True) for x, layout in zip(out, layouts, strict=False)]
+            return self.arranged_by(out, layouts[0], style, flat=True)
+        arranged = [self.arranged_by(x, layout, style, flat=True) for x, layout in zip(out, layouts, strict=False)]
         return type(out)([*arranged, *out[len(layouts) :]])
 
     @functools.cached_property
@@ -270,7 +270,7 @@ class Placed:
         """The last style that sets a field."""
         return next((style for style in reversed(self.styles.values()) if getattr(style, name) is not None), None)
 
-    def arranged(self, x: Any, layout: Layout, style: Style, *, flat: bool = False) -> Any:
+    def arranged_by(self, x: Any, layout: Layout, style: Style, *, flat: bool = False) -> Any:
         """A value in a layout over the axis of a style. Its frame gives `inspection/causes.py` the style."""
         if layout is None or not isinstance(x, Tensor):
             return x
