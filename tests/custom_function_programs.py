@@ -113,6 +113,16 @@ class Gated(torch.autograd.Function):
 
 Loss = Callable[[Any, Any, Any], Any]
 
+
+def _takes_names() -> bool:
+    """Whether ``Function.apply`` takes keyword arguments. Those of torch 2.11 are positional."""
+    try:
+        Product.apply(torch.eye(2), scale=1.0, w=torch.eye(2))
+    except TypeError:
+        return False
+    return True
+
+
 LOSSES: dict[str, Loss] = {
     "activation": lambda x, w, v: (Activation.apply(x @ w) ** 2).sum(),
     "activation of a pending sum": lambda x, w, v: Activation.apply((x * v).sum()),
@@ -122,13 +132,14 @@ LOSSES: dict[str, Loss] = {
     "last of several": lambda x, w, v: (Several.apply(x, v)[2] ** 2).sum(),
     "scaled": lambda x, w, v: (Scaled.apply(x) ** 2).sum() + (Scaled.apply(x @ w, 3.0) ** 2).sum(),
     "reversed": lambda x, w, v: (Reversed.apply(x * v) ** 2).sum() + (Reversed.apply(x) ** 3).sum(),
-    "arguments by name": lambda x, w, v: (Product.apply(x, scale=2.0, w=w) ** 2).sum(),
-    "broadcast": lambda x, w, v: (Gated.apply(x, v, power=2) ** 2).sum() + Gated.apply(x, v[:1]).sum(),
+    "broadcast": lambda x, w, v: (Gated.apply(x, v, 2) ** 2).sum() + Gated.apply(x, v[:1]).sum(),
     "chain": lambda x, w, v: (Activation.apply(Product.apply(Activation.apply(x), w, 0.5)) ** 2).sum(),
     "checkpoint": lambda x, w, v: (
         checkpoint(lambda x: Product.apply(Activation.apply(x), w, 1.0), x, use_reentrant=False) ** 2
     ).sum(),
 }
+if _takes_names():
+    LOSSES["arguments by name"] = lambda x, w, v: (Product.apply(x, scale=2.0, w=w) ** 2).sum()
 ONCE = {"reversed"}  # losses whose gradients have none
 SPECS = [(P("x"), P(None, "y"), P()), (P("x", "y"), P("y"), P("y")), (P(), P("x"), P()), (P("x"), None, None)]
 
