@@ -192,6 +192,8 @@ def cross_entropy(
     reduction = reduction_of(size_average, reduce, reduction)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
+    if weight is not None and [*weight.shape] != [x.shape[class_dim(x.ndim)]]:
+        raise RuntimeError  # torch's own call then raises with its message
     smooths = _smooths(label_smoothing)
     losses: Any = None if smooths else call_torch(of_labels, (x, target, ignore_index))
     ignored = target == ignore_index
