@@ -93,6 +93,29 @@ def test_cross_entropy(mesh: fspmd.Mesh, shape: tuple[int, int], reduction: str,
     check_case("cross_entropy", (loss, (shape,)), mesh, 12)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy_under_autocast(smoothing: float) -> None:
+    """The logits of a product have few digits there, and their loss is a float32."""
+    x, labels = torch.randn(*EVEN), _classes(*EVEN)
+
+    def loss(x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(x @ torch.eye(EVEN[1]), labels, label_smoothing=smoothing)
+
+    for f in (loss, jit(loss)):
+        torch.testing.assert_close(device_get(f(device_put(x, P("x", "y"), mesh=GRID))), loss(x), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("shape", [(1,), (5,), (1, 7), (7, 1)])
+def test_cross_entropy_needs_a_weight_for_each_class(shape: tuple[int, ...], smoothing: float) -> None:
+    """Weights of these shapes have one for every label, and would broadcast."""
+    x, weight = torch.ones(7, 7), torch.ones(shape)
+    logits: Any = device_put(x, P("x"), mesh=LINE)
+    with pytest.raises(fspmd.ArgumentError, match="for all 7 classes"):
+        F.cross_entropy(logits, torch.zeros(7, dtype=torch.int64), weight, label_smoothing=smoothing)
+
+
 LABELS = torch.tensor([[0, 2, -1], [1, -1, 0], [-1, 0, 0], [2, 1, 0], [0, -1, 1]])
 
 

@@ -164,6 +164,8 @@ def _smoothed(x: Any, target: Any, weight: Any, ignored: Any, smoothing: float) 
     """The smoothed loss of each row. torch's graph has ``smoothing`` as a constant, so each would be traced anew."""
     d = class_dim(x.ndim)
     logs = x.log_softmax(d)
+    if torch.is_autocast_enabled(logs.device.type):  # torch's graph calls nll_loss, which autocast widens
+        logs = logs.to(torch.promote_types(logs.dtype, torch.float32))
     if weight is not None:
         logs = logs * weight.reshape(-1, *[1] * (x.ndim - d - 1))
     labels = target.masked_fill(ignored, 0).unsqueeze(d)
@@ -192,6 +194,8 @@ def cross_entropy(
     reduction = reduction_of(size_average, reduce, reduction)
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
+    if weight is not None and [*weight.shape] != [x.shape[class_dim(x.ndim)]]:
+        raise RuntimeError  # torch's own call then raises with its message
     smooths = _smooths(label_smoothing)
     losses: Any = None if smooths else call_torch(of_labels, (x, target, ignore_index))
     ignored = target == ignore_index
