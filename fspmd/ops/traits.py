@@ -328,8 +328,10 @@ def learn(func: Any) -> Traits:
 
 
 def declare_linear(func: Any, linear: str) -> None:
-    """Keep the linearity that a rule gives a function. It replaces that of `LINEAR`."""
-    OPS[func] = replace(OPS.get(func) or learn(func), linear=linear, linear_when=_ALWAYS)
+    """Keep the linearity that a rule gives a function. Without one it is that of `LINEAR` again."""
+    op = learn(func)
+    if linear:
+        OPS[func] = replace(op, linear=linear, linear_when=_ALWAYS)
 
 
 @cached
