@@ -190,10 +190,10 @@ def stage(c: Config, layout: nn.SequenceLayout, first: bool, last: bool) -> Call
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [b, s, V / tp], targets [b, s] -> the sum over all tokens. No rank sees a whole row of V."""
+    """logits [b, s, V / tp], targets [b, s] -> the sum over tokens; those below 0 have none. No rank sees all of V."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = fspmd.pmax(fspmd.stop_gradient(logits).amax(-1), "tp")
     total = fspmd.psum((logits - top[..., None]).exp().sum(-1), "tp")
     place, mine = own_rows(targets, logits.shape[-1])
     picked = fspmd.psum(logits.gather(-1, place[..., None])[..., 0] * mine, "tp")
-    return fspmd.psum((top + total.log() - picked).sum(), TOKENS)
+    return fspmd.psum((top + total.log() - picked).where(targets >= 0, 0).sum(), TOKENS)

@@ -97,6 +97,16 @@ def layout_of(c: Config, mesh: Mesh, args: argparse.Namespace) -> SequenceLayout
     return LAYOUTS[name](c.S, mesh.shape["cp"], c.mask)
 
 
+def shown(args: argparse.Namespace) -> int:
+    """How many of the next tokens of a sequence the prefix shows."""
+    return (args.prefix or 1) - 1
+
+
+def predicted(tokens: Any, args: argparse.Namespace) -> int:
+    """How many of the next tokens, [B, S], are to be predicted."""
+    return int(tokens.shape[0] * (tokens.shape[1] - shown(args)))
+
+
 def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int) -> tuple[Callable, Callable]:
     """Two functions of parameters and microbatches: one for training, and one of the mean loss alone.
 
@@ -129,15 +139,17 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
         def scaled(params: Params, batches: Batches, scale: Any = 1.0) -> tuple[Any, Params]:
             def one(params: Params, batch: tuple[Any, Any]) -> Any:
                 value, more = mapped(params, *batch)
-                part, more = added(more, batch[1].numel())
-                return ((value + part) * scale, batch[1].numel()), more
+                count = predicted(batch[1], args)
+                part, more = added(more, count)
+                return ((value + part) * scale, count), more
 
             (mean, more), grads = accumulate(one, llama.ONCE, precision=sums, has_aux=True)(params, batches)
             return (mean / scale, more), grads
 
         def alone(params: Params, batches: Batches) -> Any:
             params = nn.gathered(params, llama.ONCE)
-            return sum(mapped(params, *batch)[0] for batch in batches) / sum(targets.numel() for _, targets in batches)
+            losses = sum(mapped(params, *batch)[0] for batch in batches)
+            return losses / sum(predicted(targets, args) for _, targets in batches)
 
         return scaled, alone
 
@@ -151,7 +163,7 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
 
         def whole(params: Params, x: Any) -> Any:
             y, more = run(params, x)
-            return y if alone else (y, *added(more, x.shape[0] * x.shape[1]))
+            return y if alone else (y, *added(more, predicted(x, args)))
 
         return whole
 
@@ -160,7 +172,7 @@ def losses_of(c: Config, mesh: Mesh, args: argparse.Namespace, microbatches: int
             [part(i, alone) for i in range(stages)],
             schedule.forwards() if alone else schedule,
             loss=shard_map(llama.cross_entropy, in_specs=(LOGITS, IDS), out_specs=P()),
-            count=lambda targets: targets.numel(),
+            count=lambda targets: predicted(targets, args),
             mesh=mesh,
             over=llama.ONCE,
             precision=sums,
@@ -297,7 +309,9 @@ def make_step(both: Callable, update: Callable, args: argparse.Namespace) -> Cal
 def put(c: Config, mesh: Mesh, args: argparse.Namespace, batch: tuple[Tensor, Tensor]) -> Batches:
     """A batch of the whole job, [B, S], as microbatches on the mesh."""
     layout = layout_of(c, mesh, args)
-    parts = (layout.store(x, 1).chunk(args.microbatches) for x in batch)
+    ids, targets = batch[0], batch[1].clone()
+    targets[:, : shown(args)] = -1  # no losses
+    parts = (layout.store(x, 1).chunk(args.microbatches) for x in (ids, targets))
     return [fspmd.device_put(pair, IDS, mesh=mesh) for pair in zip(*parts, strict=True)]
 
 
@@ -503,6 +517,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--window", type=int, help="a token sees so many tokens up to itself (default: all)")
     parser.add_argument("--documents", type=int, metavar="LENGTH", help="a token sees its document, one of this length")
+    parser.add_argument("--prefix", type=int, help="all tokens see the first so many, which have no loss")
     parser.add_argument("--sinks", action="store_true", help="learn an attention sink for each head")
     parser.add_argument("--kv-heads", type=int, default=Config.G)
     parser.add_argument("--vocabulary", type=int, default=Config.V)
@@ -570,6 +585,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--vocabulary {args.vocabulary} is to be {text_data.VOCAB} or more: the text is bytes")
     if args.jit and args.experts and args.capacity is None:
         parser.error("--jit records shapes, and those of experts depend on the choice; give --capacity")
+    if args.prefix is not None and args.prefix > args.length // (2 if args.sample else 1):
+        parser.error(
+            f"--prefix {args.prefix} is to be at most --length {args.length}, and half of it with --sample: a prompt"
+        )
     if (args.balance or args.balance_loss) and not args.experts:
         parser.error("--balance and --balance-loss are of experts; give --experts too")
     if args.resume and not args.checkpoint:
@@ -587,6 +606,8 @@ def config(args: argparse.Namespace) -> Config:
         mask &= SlidingWindow(args.window)
     if args.documents is not None:
         mask &= nn.Documents(torch.arange(args.length + args.sample) // args.documents)
+    if args.prefix:
+        mask |= nn.Prefix(args.prefix)
     attention = {"attention": args.attention, "mask": mask, "sinks": args.sinks}
     return Config(layers=args.layers, S=args.length, precision=precision, **sizes, **mixture, **attention)
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from fspmd import P, Sharded, communication_log, device_get, device_put, jit, make_mesh, shard_map
 from fspmd.errors import ArgumentError, ShapeError, VarianceError
-from fspmd.nn import KVCache, SlidingWindow, cached_attention, merge_over, own_heads
+from fspmd.nn import Causal, KVCache, Mask, Prefix, SlidingWindow, cached_attention, merge_over, own_heads
 from fspmd.nn.parts import PartialAttention
 
 BOTH = P(None, "tp", "cp")
@@ -174,6 +174,35 @@ def test_windows_sinks_and_gradients_are_those_of_dense_attention(sizes: tuple[i
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     grads, exact = (torch.autograd.grad(y.sin().sum(), leaves, retain_graph=True) for y in (out, expected))
     torch.testing.assert_close(grads, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (2, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("mask", "needed"),
+    [
+        (Causal() | Prefix(4), 4),
+        (Causal() & SlidingWindow(2) | Prefix(3), 3),
+        (SlidingWindow(2) | Prefix(2) | Prefix(4), 4),
+        (Causal() & Prefix(4), 0),
+        (Prefix(4) & SlidingWindow(9) | Causal() & SlidingWindow(2), 0),
+    ],
+)
+def test_all_positions_see_a_prefix(mask: Mask, needed: int, sizes: tuple[int, int]) -> None:
+    """If it is in the cache; before, results are nan."""
+    mesh, place = make_mesh(sizes, ("tp", "cp"), transport="simulation"), torch.arange(7)
+    q, k, v = (torch.randn(3, h, 7, 4, dtype=F64) for h in (4, 2, 2))
+    seen = mask.allows(place[:, None], place) & ((place[:, None] >= place) | (place < needed))
+    for parts in ([7], [4, 1, 2], [2, 3, 1, 1]):
+        cache = KVCache.zeros(1, 3, 2, 12, 4, dtype=F64, spec=BOTH, mesh=mesh)
+        call, outs = attend(mesh, cache, mask=mask), []
+        for each in zip(*(x.split(parts, 2) for x in (q, k, v)), strict=True):
+            out, cache = call(*each, cache)
+            outs.append(device_get(out))
+        out, expected = torch.cat(outs, 2), F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        if parts[0] < needed:
+            assert out[:, :, : parts[0]].isnan().all()
+            out, expected = out[:, :, parts[0] :], expected[:, :, parts[0] :]
+        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("heads", [P(None, "tp"), P("tp"), P("dp", "tp")], ids=str)

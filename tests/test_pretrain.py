@@ -46,6 +46,7 @@ OF_THE_MODEL = (
     "--window",
     "--documents",
     "--sinks",
+    "--prefix",
     "--optimizer",
     "--lr",
 )  # flags that a dense run has too
@@ -73,6 +74,9 @@ MESHES = [
     "cp=2,tp=2 --layout=balanced --documents=10 --sinks --jit",
     "pp=2,cp=3 --layout=striped --sinks --optimizer=muon",
     "cp=2,tp=2 --attention=ulysses --layout=contiguous --documents=16 --sinks",
+    "cp=2,tp=2 --layout=balanced --prefix=9 --jit",
+    "pp=2,cp=2,fsdp=2 --schedule=zbv --documents=10 --prefix=4",
+    f"ep=2,cp=2 {MOE} {BALANCED} --prefix=24 --microbatches=3",
     "dp=2,fsdp=2,tp=2 --optimizer=muon --zero1 --jit --microbatches=3",
     "dp=2,fsdp=3 --optimizer=adafactor --zero1",
     f"tp=2 {MOE}",
@@ -140,9 +144,10 @@ def dense_mlp(p: dict[str, Any], h: torch.Tensor, chosen: int, beside: list[Any]
 
 
 def dense_loss(
-    params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, c: Any, beside: list[Any]
+    params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, c: Any, beside: list[Any], first: int
 ) -> torch.Tensor:
-    return F.cross_entropy(dense_logits(params, ids, c, beside).flatten(0, 1), targets.flatten())
+    """``first``: the first position whose next token is to be predicted."""
+    return F.cross_entropy(dense_logits(params, ids, c, beside)[:, first:].flatten(0, 1), targets[:, first:].flatten())
 
 
 def dense_logits(params: dict[str, Any], ids: torch.Tensor, c: Any, beside: list[Any]) -> torch.Tensor:
@@ -223,7 +228,7 @@ def dense_losses(*flags: str) -> list[float]:
         loss, counts = torch.zeros((), dtype=torch.float64), torch.zeros(())
         for part in zip(ids.chunk(args.microbatches), targets.chunk(args.microbatches), strict=True):
             beside: list[Any] = []
-            loss = loss + dense_loss(params, *part, c, beside) / args.microbatches
+            loss = loss + dense_loss(params, *part, c, beside, module.shown(args)) / args.microbatches
             if beside:
                 loss = loss + args.balance_loss * sum(more for _, more in beside) / args.microbatches
                 counts = counts + torch.stack([count for count, _ in beside])
@@ -351,6 +356,7 @@ def test_a_step_whose_gradients_overflow_is_left_out(jitted: str, tmp_path: Path
         "fsdp=2,tp=2",
         "cp=3 --window=5",
         "cp=2,tp=2 --documents=7 --sinks",
+        "cp=3 --prefix=8",
         f"pp=2,ep=2,cp=2 --schedule=zbv {MOE}",
         f"dp=2,tp=2 {MOE} --capacity=12",
     ],

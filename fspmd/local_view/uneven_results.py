@@ -129,6 +129,7 @@ def _refuse(method: str, name: str, *_: Any) -> NoReturn:
 #: functions that give parts along a dim: the position of that argument
 PARTS: Final = {
     **dict.fromkeys(("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), 2),
+    **dict.fromkeys(("split_blocks", "chunk_blocks"), 2),  # of `rules/slices.py`, in place of torch's unsafe functions
     "unbind": 1,
 }
 

@@ -34,7 +34,7 @@ from fspmd.nn.checks import (
     shapes_everywhere,
     shapes_of,
 )
-from fspmd.nn.masks import Causal, Mask
+from fspmd.nn.masks import AllOf, AnyOf, Causal, Mask, Prefix
 from fspmd.nn.parts import merge_over
 from fspmd.nn.sequences import Axes
 from fspmd.placement.creation import zeros
@@ -263,7 +263,9 @@ def cached_attention(
         query: [slots, heads, n, width], of the n positions that the last `KVCache.append` was given.
         cache: The cache of one layer, after that. Each KV head serves heads / kv_heads heads of queries.
         axis: The mesh axis, or axes, that cut the positions of the cache.
-        mask: Which of these positions are seen, such as ``SlidingWindow(1024)``. The default is all.
+        mask: Which of these positions are seen, such as ``SlidingWindow(1024)``. The default is all. Of a mask such as
+            ``Causal() | Prefix(n)`` each position sees the first n. Append these at once: without all of them in the
+            cache, the result is nan.
         scale: Of the scores. The default is ``width ** -0.5``.
         sinks: The score of an attention sink for each head of ``query``, [heads], which takes a share of the weights.
         counts: As in `KVCache.append`. Results of padding are of no use.
@@ -302,9 +304,11 @@ def cached_attention(
     places = torch.arange(keys.shape[2], device=starts.device)
     queries = starts[:, None] if n == 1 else starts[:, None] + torch.arange(n, device=starts.device)
     positions = places if ranks == 1 else places * ranks + rank
-    seen = Causal() if mask is None else Causal() & mask
+    seen, prefix = (Causal(), 0) if mask is None else _in_caches(mask)
     allowed = seen.allows(queries[..., None], positions)
     finds_place = queries < (keys.shape[2] - 1) * ranks
+    if prefix:
+        finds_place = finds_place & (cache._of(slots) >= prefix)[:, None]
     # the heads that share a KV head are as more queries of one head
     group = query.shape[1] // keys.shape[1]
     folded = query.reshape(*keys.shape[:2], group * n, query.shape[3])
@@ -327,6 +331,16 @@ def cached_attention(
             out = out * (lse - sinks).sigmoid()[..., None]
         out = out.where(finds_place, torch.nan).to(query.dtype)
     return out.reshape(*query.shape[:3], values.shape[3])
+
+
+def _in_caches(mask: Mask) -> tuple[Mask, int]:
+    """The mask of positions that see later ones in a prefix alone, and the number of positions that they need."""
+    if isinstance(mask, Prefix):
+        return mask, mask.size
+    if not isinstance(mask, (AllOf, AnyOf)):
+        return Causal() & mask, 0
+    (a, needed), (b, needed_too) = _in_caches(mask.first), _in_caches(mask.second)
+    return (a & b, min(needed, needed_too)) if isinstance(mask, AllOf) else (a | b, max(needed, needed_too))
 
 
 @checked
