@@ -184,7 +184,8 @@ def test_windows_sinks_and_gradients_are_those_of_dense_attention(sizes: tuple[i
         (Causal() & SlidingWindow(2) | Prefix(3), 3),
         (SlidingWindow(2) | Prefix(2) | Prefix(4), 4),
         (Causal() & Prefix(4), 0),
-        (Prefix(4) & SlidingWindow(9) | Causal() & SlidingWindow(2), 0),
+        (Prefix(4) & SlidingWindow(3) | Causal() & SlidingWindow(2), 4),
+        ((Causal() | Prefix(4)) & SlidingWindow(2), 4),
     ],
 )
 def test_all_positions_see_a_prefix(mask: Mask, needed: int, sizes: tuple[int, int]) -> None:

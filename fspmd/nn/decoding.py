@@ -339,8 +339,14 @@ def _in_caches(mask: Mask) -> tuple[Mask, int]:
         return mask, mask.size
     if not isinstance(mask, (AllOf, AnyOf)):
         return Causal() & mask, 0
-    (a, needed), (b, needed_too) = _in_caches(mask.first), _in_caches(mask.second)
-    return (a & b, min(needed, needed_too)) if isinstance(mask, AllOf) else (a | b, max(needed, needed_too))
+    (a, of_a), (b, of_b) = _in_caches(mask.first), _in_caches(mask.second)
+    if isinstance(mask, AnyOf):
+        return a | b, max(of_a, of_b)
+    if isinstance(mask.first, Causal) or isinstance(mask.second, Causal):
+        return mask, 0
+    if of_a or of_b:  # then the other mask hides no later key that both allow
+        a, b = a if of_a else mask.first, b if of_b else mask.second
+    return a & b, max(of_a, of_b)
 
 
 @checked
