@@ -144,7 +144,7 @@ def dense_mlp(p: dict[str, Any], h: torch.Tensor, chosen: int, beside: list[Any]
 
 
 def dense_loss(
-    params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, c: Any, beside: list[Any], first: int
+    params: dict[str, Any], ids: torch.Tensor, targets: torch.Tensor, c: Any, beside: list[Any], first: int = 0
 ) -> torch.Tensor:
     """``first``: the first position whose next token is to be predicted."""
     return F.cross_entropy(dense_logits(params, ids, c, beside)[:, first:].flatten(0, 1), targets[:, first:].flatten())
