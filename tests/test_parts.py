@@ -12,6 +12,8 @@ from simulated import MESH
 
 import fspmd
 from fspmd import P, TensorSpec, device_get, device_put, jit, make_mesh, psum, shard_map, value_and_grad
+from fspmd.local_view.uneven_results import PARTS
+from fspmd.rules import slices
 
 Function = Callable[..., Any]
 CUTS: dict[str, Function] = {
@@ -53,6 +55,12 @@ def test_derivatives(cut: str, mode: str) -> None:
         expected = MODES[mode](torch.func, reference, x)
         found = MODES[mode](fspmd, ours, device_put(x, P("x"), mesh=MESH))
         torch.testing.assert_close(device_get(found) if isinstance(found, fspmd.Sharded) else found, expected)
+
+
+def test_functions_that_run_on_blocks_in_place_of_torchs_are_known_as_parts() -> None:
+    """By their names: a new name would lose second derivatives of uneven blocks."""
+    assert {f.__name__ for f in (slices.split_blocks, slices.chunk_blocks)} <= PARTS.keys()
+    test_derivatives("unsafe", "twice")
 
 
 VIEWS: dict[str, Function] = {

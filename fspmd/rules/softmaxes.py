@@ -131,7 +131,7 @@ labelled_on_blocks = Bodied(_sharded_loss, _time, 0.0)
 
 def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> bool:
     """Whether the targets are one label per row."""
-    if not isinstance(input, Tensor) or not isinstance(target, Tensor) or not input.ndim:
+    if not _are_classified(input, target):
         return False
     rows = [size for dim, size in enumerate(input.shape) if dim != class_dim(input.ndim)]
     return target.dtype is torch.int64 and input.dtype.is_floating_point and [*target.shape] == rows
@@ -139,9 +139,12 @@ def has_labels(input: Any = None, target: Any = None, *_: Any, **__: Any) -> boo
 
 def has_probabilities(input: Any = None, target: Any = None, *_: Any, **__: Any) -> bool:
     """Whether the targets are a probability for each class."""
-    if not isinstance(input, Tensor) or not isinstance(target, Tensor) or not input.ndim:
-        return False
-    return target.dtype.is_floating_point and target.shape == input.shape
+    return _are_classified(input, target) and target.dtype.is_floating_point and target.shape == input.shape
+
+
+def _are_classified(input: Any, target: Any) -> bool:
+    """Whether both are tensors, and the first has a dim of classes."""
+    return isinstance(input, Tensor) and isinstance(target, Tensor) and input.ndim > 0
 
 
 def reduction_of(size_average: Any, reduce: Any, reduction: str) -> str:
